@@ -1,0 +1,105 @@
+"""The batch contract: the shape, dtype and pad value of every stream, and how batches are made, cut and trimmed.
+
+A batch is a dict of tensors, batch first. `labels` are already shifted (labels[t] is the token after input_ids[t]);
+they are shifted once, when the rows are made, and nothing below shifts again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # the label of a position without loss
+PADDING_DOCUMENT = -1  # the seq_id of padding
+
+Batch = dict[str, Tensor]
+Row = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One per-token tensor of a batch. `pad` fills the right; None means that the values go on counting."""
+
+    pad: float | int | None
+    dtype: torch.dtype
+
+
+STREAMS = {
+    "input_ids": Stream(0, torch.int64),
+    "labels": Stream(IGNORE, torch.int64),
+    "position_ids": Stream(None, torch.int64),
+    "seq_ids": Stream(PADDING_DOCUMENT, torch.int64),
+}
+
+
+def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
+    """`values` [s] of stream `name`, padded on the right to [length]."""
+    stream = STREAMS[name]
+    missing = length - values.shape[0]
+    if stream.pad is None:
+        first = int(values[-1]) + 1 if values.shape[0] else 0
+        tail = torch.arange(first, first + missing, dtype=stream.dtype)
+    else:
+        tail = torch.full((missing,), stream.pad, dtype=stream.dtype)
+    return torch.cat([values.to(stream.dtype), tail])
+
+
+def collate(rows: Sequence[Row], streams: Sequence[str] = tuple(STREAMS)) -> Batch:
+    """Rows (dicts of [s] tensors, each row its own s) to a batch of [len(rows), S], S the longest row's length.
+
+    No rows give a batch of shape [0, 1].
+    """
+    length = max((row["input_ids"].shape[0] for row in rows), default=1)
+    return {
+        name: torch.stack([pad_stream(name, row[name], length) for row in rows])
+        if rows
+        else torch.empty((0, length), dtype=STREAMS[name].dtype)
+        for name in streams
+    }
+
+
+def rows_in(batch: Batch) -> int:
+    return batch["input_ids"].shape[0]
+
+
+def padding_rows(batch: Batch, count: int, length: int = 1) -> Batch:
+    """`count` rows of nothing but padding with the streams of `batch`: a micro-batch that trains nothing."""
+    empty = torch.empty(0, dtype=torch.int64)
+    return {name: pad_stream(name, empty, length).expand(count, length).clone() for name in batch}
+
+
+def trim(batch: Batch) -> Batch:
+    """Without the columns on the right that are padding in every row; one column stays. Host tensors only."""
+    used = (batch["seq_ids"] != PADDING_DOCUMENT).any(0).nonzero()
+    length = int(used[-1]) + 1 if used.numel() else 1
+    return {name: tensor[:, :length] for name, tensor in batch.items()}
+
+
+def micro_batches(batch: Batch, size: int, count: int) -> list[Batch]:
+    """`batch` cut into `count` micro-batches of up to `size` rows, each trimmed to its own longest row.
+
+    Rows that run out leave micro-batches of padding, so that every rank runs the same number of collectives.
+    """
+    total = rows_in(batch)
+    if total > size * count:
+        raise ValueError(f"{total} rows do not fit into {count} micro-batches of {size}")
+    pieces = []
+    for index in range(count):
+        low, high = min(index * size, total), min((index + 1) * size, total)
+        pieces.append(
+            trim({name: tensor[low:high] for name, tensor in batch.items()})
+            if high > low
+            else padding_rows(batch, 1)
+        )
+    return pieces
+
+
+def trained_tokens(batch: Batch) -> int:
+    """Positions with a label. Host tensors only."""
+    return int((batch["labels"] != IGNORE).sum())
+
+
+def real_tokens(batch: Batch) -> int:
+    """Positions that are not padding. Host tensors only."""
+    return int((batch["seq_ids"] != PADDING_DOCUMENT).sum())

@@ -1,0 +1,31 @@
+"""The errors that dtrain raises on purpose: what a user can mend, and a run that was asked to stop."""
+
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake that its user can mend; the message names the file, line or key and the fix.
+
+    The command line prints the message without a traceback and exits with status 1.
+    """
+
+
+class RecipeError(UserError):
+    """Every problem of a recipe at once. `problems` holds one line each."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = list(problems)
+        count = len(self.problems)
+        head = "the recipe has a problem:" if count == 1 else f"the recipe has {count} problems:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class Stopped(Exception):
+    """A signal asked the run to end, and it did so in order.
+
+    `signum` is the signal; `message` says what was saved, or what is lost.
+    """
+
+    def __init__(self, signum: int, message: str):
+        self.signum = signum
+        super().__init__(message)

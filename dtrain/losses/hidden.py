@@ -1,0 +1,95 @@
+"""Log-probabilities straight from hidden states and the head's weight, in tiles: the logits never exist whole.
+
+For a weighted sum of log-probabilities whose weights are known before (SFT's loss), the gradient is formed in the
+forward, tile by tile: three matrix products of the head instead of the four that recomputing in the backward costs,
+and no more memory than one tile of logits beside the two gradients.
+"""
+
+import torch
+from torch import Tensor
+
+# Elements of one tile of logits. A CPU core wants the tile near its cache, a GPU wants few large products.
+_TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+
+
+def tile_rows(vocab_size: int, device_type: str) -> int:
+    """Tokens per tile of [rows, vocab_size] logits on a device."""
+    return max(64, _TILE_ELEMENTS.get(device_type, 2**27) // vocab_size)
+
+
+def weighted_logprob_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor,
+    index: Tensor,
+    *,
+    softcap: float | None = None,
+    rows_per_tile: int | None = None,
+) -> Tensor:
+    """Σᵢ token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]], a scalar.
+
+    hidden: [N, D] any float dtype; weight: [V, D] of the same dtype; index [T] int64: the rows of `hidden` that have a
+    target, each at most once; targets [T] int64 in [0, V); token_weights [T], constants (they get no gradient).
+    softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+
+    Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed in
+    max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
+    whatever they hold. No collective. The graph can be walked once: a second backward raises RuntimeError.
+    """
+    rows_per_tile = rows_per_tile or tile_rows(weight.shape[0], weight.device.type)
+    with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _WeightedLogprobSum.apply(hidden, weight, targets, token_weights, index, softcap, rows_per_tile, with_grad)
+
+
+class _WeightedLogprobSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, token_weights, index, softcap, rows_per_tile, with_grad):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        token_weights = token_weights.to(dtype)
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        if with_grad:
+            hidden_grad = torch.zeros_like(hidden)  # [N, D]
+            weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)  # [V, D]
+        for start in range(0, index.numel(), rows_per_tile):
+            tile = slice(start, start + rows_per_tile)
+            rows = hidden.index_select(0, index[tile])  # [t, D]
+            scale = token_weights[tile, None]  # [t, 1]
+            target = targets[tile, None]  # [t, 1]
+            logits = torch.mm(rows, weight.t()).to(dtype)  # [t, V]
+            if softcap is not None:
+                logits = logits.div_(softcap).tanh_()
+                cap_slope = 1 - logits.square() if with_grad else None
+                logits = logits.mul_(softcap)
+            logits.sub_(logits.amax(-1, keepdim=True))
+            target_logit = logits.gather(-1, target)
+            exponentials = logits.exp_()  # the logits' memory from here on
+            partition = exponentials.sum(-1, keepdim=True)
+            total += (scale * (target_logit - partition.log())).sum()
+            if not with_grad:
+                continue
+            # d(Σ w·logp)/dlogits = w·(onehot − softmax)
+            grad = exponentials.mul_(-scale / partition).scatter_add_(-1, target, scale)  # [t, V]
+            if softcap is not None:
+                grad.mul_(cap_slope)
+            grad = grad.to(hidden.dtype)
+            hidden_grad.index_copy_(0, index[tile], torch.mm(grad, weight))
+            if weight_grad.dtype == grad.dtype:
+                weight_grad.addmm_(grad.t(), rows)
+            else:
+                weight_grad.add_(torch.mm(grad.t(), rows))
+        if with_grad:
+            ctx.grads = hidden_grad, weight_grad
+            ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):
+        if ctx.grads is None:
+            raise RuntimeError("weighted_logprob_sum forms its gradient once; compute it again for a second backward")
+        # In place: these are the only gradients of the head, and a copy of [V, D] would be the step's peak.
+        hidden_grad, weight_grad = ctx.grads
+        ctx.grads = None
+        hidden_grad.mul_(grad_total.to(hidden_grad.dtype))
+        weight_grad.mul_(grad_total)
+        return hidden_grad, weight_grad.to(ctx.weight_dtype), None, None, None, None, None, None

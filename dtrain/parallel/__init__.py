@@ -1,0 +1,1 @@
+"""Meshes, placements, FSDP and gradients: how one model lies on many ranks."""

@@ -1,0 +1,61 @@
+"""Which global slice of a parameter this rank holds: the one answer that reading, initialising and saving share.
+
+DTensor's own `compute_local_shape_and_global_offset` is wrong for some uneven FSDP×TP shards, so the arithmetic is ours:
+a dimension is first cut by the plain `Shard`s in mesh order (tensor parallel), then by FSDP's `_StridedShard`, each into
+chunks of ceil(n / k), the last ones shorter or empty.
+"""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
+
+
+def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and end of part `index` of `length` elements cut as `torch.chunk` cuts them, empty parts included."""
+    size = -(-length // parts)
+    start = min(index * size, length)
+    return start, min(start + size, length)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank holds of `tensor`, sharing its storage. No collective."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """The global slice, one per dimension, that `local_tensor(tensor)` is; whole dimensions for a plain tensor.
+
+    No collective. Raises ValueError for a Partial placement, which is no slice of anything.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, n) for n in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not on the mesh of a tensor placed as {tensor.placements}")
+    bounds = [(0, n) for n in tensor.shape]
+
+    def cut(placement: Placement, mesh_dim: int) -> None:
+        start, end = bounds[placement.dim]
+        low, high = chunk_bounds(end - start, tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
+        bounds[placement.dim] = (start + low, start + high)
+
+    strided = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            strided.append((placement, mesh_dim))
+        elif isinstance(placement, Partial):
+            raise ValueError("a Partial tensor has no local slice; redistribute it first")
+        elif not isinstance(placement, Replicate):
+            cut(placement, mesh_dim)
+    for placement, mesh_dim in strided:
+        cut(placement, mesh_dim)
+    held = tuple(end - start for start, end in bounds)
+    shape = tuple(tensor._local_tensor.shape)
+    if 0 in held and 0 in shape:
+        # FSDP2 gives a rank without rows a tensor whose other dimensions are of its own choice.
+        return tuple(slice(start, start + size) for (start, _), size in zip(bounds, shape, strict=True))
+    if held != shape:
+        raise ValueError(
+            f"placements {tensor.placements} of {tuple(tensor.shape)} say {held}, the rank holds {shape}"
+        )
+    return tuple(slice(start, end) for start, end in bounds)

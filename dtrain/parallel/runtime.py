@@ -1,0 +1,30 @@
+"""What a rank knows of itself: its place in the world, its device, and whether it was asked to stop."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+class StopFlag:
+    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def request(self, signum: int) -> None:
+        self.signum = signum
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One rank of a run. Made by `launch`; rooms below read it and never the environment."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    stop: StopFlag = field(default_factory=StopFlag)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0

@@ -1,0 +1,118 @@
+"""Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
+
+The path of a batch: host rows of this dp rank → `batch.micro_batches` → counts over all ranks → `score.forward_loss`
+per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtrain.batch import Batch, micro_batches, real_tokens, rows_in, trained_tokens
+from dtrain.config.schema import Recipe
+from dtrain.models.config import ModelConfig
+from dtrain.optim import build_optimizer, build_scheduler
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy.build import build_model
+from dtrain.policy.precision import choose_precision
+from dtrain.policy.score import Loss, forward_loss
+from dtrain.policy.step import LossScale, Updater, backward
+
+
+class Policy:
+    """Built on every rank of `mesh` (collective). `optimizer` and `scheduler` are None until `init_optimizer`."""
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, runtime: Runtime):
+        self.recipe = recipe
+        self.mesh = mesh
+        self.rank = runtime.rank
+        self.device = runtime.device
+        self.precision = choose_precision(recipe.train.dtype, runtime.device.type)
+        self.model = build_model(recipe, config, mesh, self.precision, runtime.device)
+        self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
+        self.optimizer = self.scheduler = self._updater = None
+
+    def init_optimizer(self, total_steps: int) -> None:
+        """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
+        train = self.recipe.train
+        self.optimizer = build_optimizer(self.recipe.optimizer, self.model.named_parameters())
+        self.scheduler = build_scheduler(self.recipe.scheduler, self.optimizer, total_steps)
+        self._updater = Updater(
+            self.model,
+            self.optimizer,
+            max_grad_norm=train.max_grad_norm,
+            skip_nonfinite=train.skip_nonfinite,
+            loss_scale=self.loss_scale,
+        )
+
+    def train(
+        self, batch: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+    ) -> dict[str, Any]:
+        """Train on `batch`, this dp rank's rows [n, S] on the host; n may differ between ranks and be 0 on some.
+
+        gbs: rows of one optimizer step over all dp ranks (default: the whole batch is one step); mbs: rows of a
+        micro-batch (default: the recipe's). Ranks with fewer rows take part with micro-batches of padding.
+        loss_fn(source, micro_batch, global_seqs, global_tokens) -> (loss, metrics): the sum of its losses over all
+        micro-batches and ranks is the step's loss, so it divides by the global counts itself.
+        eval_mode: losses alone; no gradient, no optimizer needed.
+
+        Returns `global_loss` [steps] and `tokens` [steps, 3] on the host (trained tokens, documents, non-padding
+        tokens, over all ranks), `grad_norm` (of the last step, before clipping), `lr` (that it used), `rank`,
+        `all_mb_metrics`. Per step: one all-reduce of the counts on the host before the backward, one of the loss after.
+        """
+        if not eval_mode and self._updater is None:
+            raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
+        mbs = mbs or self.recipe.train.micro_batch
+        most_rows = self._over_dp(torch.tensor([rows_in(batch)]), dist.ReduceOp.MAX).item()
+        per_step = -(-gbs // self.mesh.dp_size) if gbs else max(most_rows, 1)
+        losses, counts, metrics = [], [], []
+        norm = lr = None
+        self.model.train(not eval_mode)
+        for start in range(0, max(most_rows, 1), per_step):
+            rows = {name: tensor[start : start + per_step] for name, tensor in batch.items()}
+            passes = max(1, -(-min(per_step, most_rows - start) // mbs))
+            batches = micro_batches(rows, mbs, passes)
+            count = self._over_dp(_counts(rows))
+            counts.append(count)
+            if eval_mode:
+                loss, measured = self._evaluate(batches, loss_fn, count)
+            else:
+                lr = self.scheduler.get_last_lr()[0]
+                loss, measured = self._backward(batches, loss_fn, count)
+                norm = self._updater.update()
+                self.scheduler.step()
+            metrics += measured
+            losses.append(self._over_dp(loss))
+        return {
+            "global_loss": torch.stack(losses).cpu(),
+            "tokens": torch.stack(counts),
+            "grad_norm": norm,
+            "lr": lr,
+            "rank": self.rank,
+            "all_mb_metrics": metrics,
+        }
+
+    def _backward(self, batches, loss_fn, count):
+        # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
+        seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        return backward(self.model, batches, self.device, loss_fn, seqs, tokens, scale)
+
+    @torch.no_grad()
+    def _evaluate(self, batches, loss_fn, count):
+        seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
+        results = [forward_loss(self.model, batch, self.device, loss_fn, seqs, tokens) for batch in batches]
+        return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
+
+    def _over_dp(self, values: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+        """`values` reduced in place over the ranks that hold different samples."""
+        if self.mesh.dp_size > 1:
+            dist.all_reduce(values, op, group=self.mesh.dp.get_group())
+        return values
+
+
+def _counts(rows: Batch) -> torch.Tensor:
+    documents = (rows["seq_ids"].amax(1) + 1).sum() if rows_in(rows) else torch.tensor(0)
+    return torch.tensor([trained_tokens(rows), int(documents), real_tokens(rows)])

@@ -1,0 +1,109 @@
+"""`weighted_logprob_sum` against a dense float64 computation: value, both gradients, and what must stay untouched."""
+
+import pytest
+import torch
+
+from dtrain.losses import weighted_logprob_sum
+
+
+def dense(hidden, weight, targets, token_weights, index, softcap):
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logits = hidden[index] @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    total = (logprobs * token_weights.double()).sum()
+    total.backward()
+    return total.detach(), hidden.grad, weight.grad
+
+
+def relative_error(value, expected):
+    return ((value.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def inputs(dtype, tokens=23, dim=12, vocab=37, trained=17, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    index = torch.randperm(tokens, generator=generator)[:trained].sort().values
+    targets = torch.randint(0, vocab, (trained,), generator=generator)
+    token_weights = torch.randn(trained, generator=generator, dtype=torch.float64)
+    return hidden, weight, targets, token_weights, index
+
+
+# Largest error over largest magnitude; bfloat16 and float16 round the gradient of the logits once more.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rows_per_tile", [1, 5, 17, 100, None])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_value_and_gradients_equal_dense_float64(dtype, rows_per_tile, softcap):
+    hidden, weight, targets, token_weights, index = inputs(dtype)
+    total = weighted_logprob_sum(
+        hidden, weight, targets, token_weights, index, softcap=softcap, rows_per_tile=rows_per_tile
+    )
+    (3.0 * total).backward()
+    expected, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, softcap)
+    assert total.dtype == torch.promote_types(dtype, torch.float32)
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    assert relative_error(total.detach(), expected) < TOLERANCES[dtype]
+    assert relative_error(hidden.grad, 3 * hidden_grad) < TOLERANCES[dtype]
+    assert relative_error(weight.grad, 3 * weight_grad) < TOLERANCES[dtype]
+
+
+def test_untrained_rows_cost_nothing_even_when_they_are_nan():
+    hidden, weight, targets, token_weights, index = inputs(torch.float32)
+    untrained = torch.ones(len(hidden), dtype=torch.bool)
+    untrained[index] = False
+    with torch.no_grad():
+        hidden[untrained] = float("nan")
+    weighted_logprob_sum(hidden, weight, targets, token_weights, index).backward()
+    assert (hidden.grad[untrained] == 0).all()
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
+def test_no_targets_gives_zero_and_zero_gradients():
+    hidden, weight, *_ = inputs(torch.float32)
+    none = torch.empty(0, dtype=torch.int64)
+    total = weighted_logprob_sum(hidden, weight, none, torch.empty(0), none)
+    total.backward()
+    assert total.item() == 0.0
+    assert (hidden.grad == 0).all() and (weight.grad == 0).all()
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, targets, token_weights, index = inputs(torch.float32)
+    total = weighted_logprob_sum(hidden * 1e4, weight, targets, token_weights, index)
+    total.backward()
+    expected, *_ = dense(hidden.detach() * 1e4, weight, targets, token_weights, index, None)
+    assert relative_error(total.detach(), expected) < 2e-6
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_inputs_are_not_modified_and_no_graph_without_grad():
+    hidden, weight, targets, token_weights, index = inputs(torch.float32)
+    before = [t.detach().clone() for t in (hidden, weight, targets, token_weights, index)]
+    weighted_logprob_sum(hidden, weight, targets, token_weights, index, softcap=2.0).backward()
+    for tensor, copy in zip((hidden, weight, targets, token_weights, index), before, strict=True):
+        assert torch.equal(tensor, copy)
+    with torch.no_grad():
+        assert weighted_logprob_sum(hidden, weight, targets, token_weights, index).grad_fn is None
+
+
+def test_second_backward_is_refused():
+    hidden, weight, targets, token_weights, index = inputs(torch.float32)
+    total = weighted_logprob_sum(hidden, weight, targets, token_weights, index)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        total.backward()
+
+
+def test_used_twice_in_one_graph_sums_gradients():
+    hidden, weight, targets, token_weights, index = inputs(torch.float64)
+    one = weighted_logprob_sum(hidden, weight, targets, token_weights, index)
+    two = weighted_logprob_sum(hidden, weight, targets, token_weights * 2, index)
+    (one + two).backward()
+    _, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights * 3, index, None)
+    assert relative_error(hidden.grad, hidden_grad) < 1e-12
+    assert relative_error(weight.grad, weight_grad) < 1e-12

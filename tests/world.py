@@ -1,0 +1,82 @@
+"""Worlds for tests: run one function on n forked gloo ranks and hand back what each returned.
+
+A fork from a parent that has imported torch (and `torch._dynamo`, which FSDP2 imports lazily) costs 30 to 130 ms a
+world; torchrun costs seconds. As soon as one rank raises, the others are killed: they would wait in a collective.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+torch.set_num_threads(1)
+
+
+def _rank_main(fn, rank, world_size, store_path, args, pipe):
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store_path, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        pipe.send((True, fn(rank, *args)))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        os._exit(0)
+
+
+def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run `fn(rank, *args)` on `world_size` forked ranks with a gloo process group up.
+
+    Returns the ranks' results in order (picklable; tensors go through shared memory files of the fork's pipe).
+    Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        store_path = os.path.join(directory, "store")
+        pipes, processes = {}, []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(fn, rank, world_size, store_path, args, sender))
+            process.start()
+            sender.close()
+            pipes[receiver] = rank
+            processes.append(process)
+        results: dict[int, Any] = {}
+        failure = None
+        while pipes and failure is None:
+            ready = wait(list(pipes), timeout)
+            if not ready:
+                failure = f"ranks {sorted(pipes.values())} of {world_size} gave no result within {timeout} s"
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                try:
+                    succeeded, value = pipe.recv()
+                except EOFError:
+                    failure = f"rank {rank} of {world_size} died without a result"
+                    break
+                if not succeeded:
+                    failure = f"rank {rank} of {world_size} failed:\n{value}"
+                    break
+                results[rank] = value
+        for process in processes:
+            if failure is not None:
+                process.kill()
+            process.join()
+    assert failure is None, failure
+    return [results[rank] for rank in range(world_size)]
