@@ -4,9 +4,14 @@ A fork from a parent that has imported torch (and `torch._dynamo`, which FSDP2 i
 world; torchrun costs seconds. As soon as one rank raises, the others are killed: they would wait in a collective.
 """
 
+import faulthandler
+import gc
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +28,8 @@ torch.set_num_threads(1)
 
 
 def _rank_main(fn, rank, world_size, store_path, args, pipe):
+    gc.freeze()
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         dist.init_process_group(
             "gloo",
@@ -40,13 +47,16 @@ def _rank_main(fn, rank, world_size, store_path, args, pipe):
         os._exit(0)
 
 
-def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` forked ranks with a gloo process group up.
 
     Returns the ranks' results in order (picklable; tensors go through shared memory files of the fork's pipe).
-    Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung.
+    Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose stacks
+    then stand on stderr.
     """
     context = multiprocessing.get_context("fork")
+    # A process group that the parent dropped must not be collected in a child: its threads exist in the parent only.
+    gc.collect()
     with tempfile.TemporaryDirectory() as directory:
         store_path = os.path.join(directory, "store")
         pipes, processes = {}, []
@@ -63,6 +73,9 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             ready = wait(list(pipes), timeout)
             if not ready:
                 failure = f"ranks {sorted(pipes.values())} of {world_size} gave no result within {timeout} s"
+                for rank in pipes.values():
+                    os.kill(processes[rank].pid, signal.SIGUSR1)  # where it hangs, on stderr
+                time.sleep(1)
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:

@@ -4,12 +4,16 @@ The path of a batch: host rows of this dp rank → `batch.micro_batches` → cou
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtrain.batch import Batch, micro_batches, real_tokens, rows_in, trained_tokens
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.checkpoint.store import CheckpointStore
+from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer, training_tensors
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig
 from dtrain.optim import build_optimizer, build_scheduler
@@ -93,6 +97,44 @@ class Policy:
             "rank": self.rank,
             "all_mb_metrics": metrics,
         }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the model and of the optimizer's state, under a checkpoint's names. No collective."""
+        return training_tensors(self.model, self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
+        return {
+            "optimizer": optimizer_state(self.model, self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
+        }
+
+    def load(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
+        """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
+
+        Collective. Raises UserError where the checkpoint does not fit.
+        """
+        restore_optimizer(self.model, self.optimizer, state["optimizer"])
+        store.load(step, self.tensors())
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def export(self, out: Path, source: Path) -> None:
+        """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
+
+        source: where config.json, the tokenizer and what is not trained come from. `out` is replaced, whole or not.
+        """
+        template = self.recipe.data.chat_template
+        write_directory(
+            self.model,
+            out,
+            source,
+            self.precision.compute,
+            chat_template=Path(template).read_text() if template else None,
+            replace=True,
+        )
 
     def _backward(self, batches, loss_fn, count):
         # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.

@@ -1,0 +1,30 @@
+"""What outlives a run: its checkpoints, and Hugging Face directories in and out.
+
+Promises: a checkpoint saved on one mesh loads on any other; a save is visible only when every rank has written and
+synced it, and a published step is never written again; damage is an error that names the file; opening a file runs no
+code that is in it (tensors are read with torch's weights-only loader, everything else is JSON).
+
+- `store.CheckpointStore`: the steps of one run, `checkpoints/step-N`; `pieces` puts tensors of any placement into
+  torch's distributed checkpoint; `ranks` is how the ranks of a save agree.
+- `training_state`, `rng`: model, optimizer and random number generators as named tensors and JSON, and back.
+- `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change.
+- `huggingface.read_weights`, `huggingface_write.write_directory`, `export.export`: safetensors in and out.
+- `files`, `model_files`: files that are whole or absent; the small files beside a model's weights.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "CheckpointStore": "store",
+    "RunDirectory": "rundir",
+    "read_weights": "huggingface",
+    "write_directory": "huggingface_write",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

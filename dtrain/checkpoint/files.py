@@ -1,0 +1,134 @@
+"""Files that are there whole or not at all, and their checksums. Knows no tensor and imports no torch.
+
+A checksum is CRC-32 (zlib), as eight hex digits: it finds damage by disks and networks, at several GiB/s; it is no
+guard against someone who writes both the file and its manifest.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+from dtrain.errors import UserError
+
+_BLOCK = 1 << 22
+
+
+class ChecksumStream:
+    """A binary file open for writing from its start that knows the checksum of what has passed.
+
+    `failure` is the error that a write raised: torch.save replaces it by a RuntimeError that does not say why.
+    """
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream = stream
+        self._crc = 0
+        self.size = 0
+        self.failure: OSError | None = None
+
+    def write(self, data) -> int:
+        view = memoryview(data)
+        try:
+            written = self._stream.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._crc = zlib.crc32(view, self._crc)
+        self.size += view.nbytes
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """{"bytes", "crc32"} of what has been written."""
+        return {"bytes": self.size, "crc32": f"{self._crc:08x}"}
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """{"bytes", "crc32"} of a file as it lies on disk."""
+    crc = size = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def write_new(path: Path, text: str) -> dict[str, Any]:
+    """Write `text` to `path`, synced to disk; returns its record. For files in a directory not yet published."""
+    with path.open("wb") as stream:
+        counted = ChecksumStream(stream)
+        counted.write(text.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+    return counted.record
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` at `path` in one step: a reader, or a kill, finds the old file or the new one."""
+    beside = path.with_name(f".{path.name}.new")
+    write_new(beside, text)
+    beside.replace(path)
+    sync_directory(path.parent)
+
+
+def copy_new(source: Path, target: Path) -> None:
+    """Copy the contents of a file, synced to disk."""
+    with source.open("rb") as reading, target.open("wb") as writing:
+        shutil.copyfileobj(reading, writing)
+        writing.flush()
+        os.fsync(writing.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Rename a finished directory to its name, durably; raises OSError if `final` is there and not empty."""
+    sync_directory(partial)
+    partial.rename(final)
+    sync_directory(final.parent)
+
+
+def set_aside(path: Path) -> Path:
+    """Take a published directory's name away in one step; returns where it lies until it is deleted."""
+    beside = path.with_name(f".discarded-{path.name}")
+    if beside.exists():
+        shutil.rmtree(beside)
+    return path.rename(beside)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in `path`; a file that is missing, unreadable or not JSON is a UserError naming it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: damaged, it is not JSON ({error})") from error
+
+
+def in_words(error: BaseException) -> str:
+    """An OSError or UserError as one line that names the file where there is one."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -1,0 +1,88 @@
+"""Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
+
+import re
+from pathlib import Path
+
+from torch import nn
+
+from dtrain.checkpoint.safetensor_files import WeightFiles
+from dtrain.checkpoint.training_state import aliases, model_tensors
+from dtrain.errors import UserError
+from dtrain.parallel.placement import local_slices, local_tensor
+
+_LISTED = 10
+
+
+def read_weights(model: nn.Module, directory: str | Path) -> None:
+    """Fill the parameters and persistent buffers of `model` from the safetensors files of `directory`.
+
+    model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names under
+    which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
+    that are no mistake though the model lacks them (a vision tower, buffers that are computed). A rank reads the slices
+    that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one slice.
+    No collective.
+
+    A tied head is read once, under whichever name the files have (the embedding's first).
+
+    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes
+    other than float64, float32, float16 and bfloat16 (quantized weights); another for damaged files. Nothing is
+    written then.
+    """
+    files = WeightFiles(Path(directory))
+    sources = check_fit(model, files)
+    for name, tensor in model_tensors(model).items():
+        local = local_tensor(tensor).detach()
+        if local.is_meta:
+            raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
+        if local.numel():
+            files.copy_into(local, sources[name], local_slices(tensor))
+
+
+def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
+    """For every tensor of `model` (on any device, meta too) its name in `files`. Raises what `read_weights` lists."""
+    names = aliases(model)
+    sources: dict[str, str] = {}
+    used: set[str] = set()
+    missing, misfits = [], []
+    for name, tensor in model_tensors(model).items():
+        found = [candidate for candidate in candidate_names(model, names[name]) if candidate in files.stored]
+        used.update(found)
+        if not found:
+            missing.append(f"missing: {name}" + _head_hint(name))
+            continue
+        stored = files.stored[found[0]]
+        sources[name] = found[0]
+        if stored.shape != tuple(tensor.shape):
+            misfits.append(f"shape: {found[0]} is {list(stored.shape)}, the model has {list(tensor.shape)}")
+        if stored.dtype is None:
+            misfits.append(f"dtype: {found[0]} is {stored.kind}; quantized weights are not read")
+    left = sorted(files.stored.keys() - used)
+    unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
+    if missing or misfits or unexpected:
+        raise UserError(_report(files.directory, missing, misfits, unexpected))
+    return sources
+
+
+def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
+    """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
+    return list(dict.fromkeys(candidate for name in names for candidate in model.checkpoint_names(name)))
+
+
+def passed_over(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of the files is known to be none of the model's."""
+    return any(re.fullmatch(pattern, name) for pattern in model.ignored_checkpoint_names)
+
+
+def _head_hint(name: str) -> str:
+    if name != "lm_head.weight":
+        return ""
+    return " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
+
+
+def _report(directory: Path, *kinds: list[str]) -> str:
+    lines = [f"{directory}: the weights do not fit the model that config.json describes:"]
+    for problems in kinds:
+        lines += [f"  {problem}" for problem in problems[:_LISTED]]
+        if len(problems) > _LISTED:
+            lines.append(f"  ... and {len(problems) - _LISTED} more {problems[0].split(':')[0]}")
+    return "\n".join(lines)

@@ -1,0 +1,317 @@
+"""Weights out: a directory that transformers loads, from plain tensors or DTensors, and never the model on one rank.
+
+Files are shared out over the ranks. All ranks gather one tensor at a time for each rank that writes, then the writers
+write at once; a rank holds its shard, the tensor in transit and the one that it writes.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtrain.checkpoint.files import in_words, publish, set_aside, write_new
+from dtrain.checkpoint.huggingface import candidate_names, passed_over
+from dtrain.checkpoint.model_files import (
+    CHAT_TEMPLATE,
+    copy_companions,
+    has_untrained_parts,
+    read_model_config,
+    text_only,
+    with_dtype,
+    write_config,
+)
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.checkpoint.safetensor_files import DTYPES, INDEX, SINGLE, WeightFiles
+from dtrain.checkpoint.training_state import aliases, model_tensors
+from dtrain.errors import UserError
+
+T = TypeVar("T")
+MAX_SHARD_BYTES = 5_000_000_000
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write under `name`: `read()` gives it whole, on any device, in any dtype.
+
+    collective: every rank calls `read`, the writer keeps the result; otherwise the writer alone calls it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    collective: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_directory(
+    model: nn.Module,
+    out: str | Path,
+    source: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
+    replace: bool = False,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
+    index where there are several), config.json, generation_config.json, tokenizer and chat template.
+
+    source: the directory that the model came from: config.json and the small files are copied from it, and the weights
+    that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
+    tower is written as a model of its own. dtype: of the floating tensors that the model holds; None keeps theirs, so
+    that nothing is rounded (float32 masters stay float32). chat_template: the template trained with, where it is not
+    the source's.
+
+    Collective: all ranks call it; one all-gather per sharded tensor. `out` appears whole or not at all; one that is
+    there and not empty is a UserError, or with `replace` gives way when the new one is whole.
+    """
+    ranks, out, source = ranks or Ranks(), Path(out), Path(source)
+    layout = ranks.together(lambda: layout_of(source))
+    entries = [
+        _model_entry(layout.name(model, names), tensor, dtype)
+        for tensor, names in zip(model_tensors(model).values(), aliases(model).values(), strict=True)
+    ]
+    write_entries(
+        entries,
+        layout.copied(model),
+        layout,
+        out,
+        max_shard_bytes=max_shard_bytes,
+        chat_template=chat_template,
+        replace=replace,
+        ranks=ranks,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a directory like `source` is written: its config.json, the names its files use, what is copied from it."""
+
+    source: Path
+    config: dict
+    files: WeightFiles | None
+    text_tower_alone: bool
+
+    def name(self, model: nn.Module, names: list[str]) -> str:
+        """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
+        if self.text_tower_alone:
+            return names[0]
+        candidates = candidate_names(model, names)
+        if self.files is not None:
+            candidates = [name for name in candidates if name in self.files.stored] or candidates
+        return candidates[0]
+
+    def copied(self, model: nn.Module) -> list[Entry]:
+        """The tensors that go through from the source as they are, for `model` has no part in them."""
+        if self.files is None or not has_untrained_parts(self.config):
+            return []
+        names = [name for name in self.files.stored if passed_over(model, name)]
+        unreadable = [name for name in names if self.files.stored[name].dtype is None]
+        if unreadable:
+            raise UserError(
+                f"{self.source}: {unreadable[0]} is {self.files.stored[unreadable[0]].kind}, which dtrain does not copy"
+            )
+        return [self.entry(name) for name in names]
+
+    def entry(self, name: str, dtype: torch.dtype | None = None) -> Entry:
+        """The source's own tensor `name`, to be written in `dtype` or its own."""
+        stored = self.files.stored[name]
+
+        def read() -> Tensor:
+            tensor = torch.empty(stored.shape, dtype=stored.dtype)
+            self.files.copy_into(tensor, name)
+            return tensor
+
+        return Entry(name, stored.shape, dtype or stored.dtype, read)
+
+
+def layout_of(source: Path) -> Layout:
+    """The layout that `source`, a model's directory with or without weights, asks for."""
+    config = read_model_config(source)
+    files = WeightFiles(source) if WeightFiles.exist(source) else None
+    return Layout(source, config, files, has_untrained_parts(config) and files is None)
+
+
+def _model_entry(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Entry:
+    sharded = isinstance(tensor, DTensor)
+    written = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def read() -> Tensor:
+        # Cast before the gather: half the bytes travel where the file is in half precision.
+        cast = tensor.detach().to(written)
+        return cast.full_tensor() if sharded else cast
+
+    return Entry(name, tuple(tensor.shape), written, read, collective=sharded)
+
+
+def write_entries(
+    entries: Sequence[Entry],
+    copied: Sequence[Entry],
+    layout: Layout,
+    out: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
+    replace: bool = False,
+    ranks: Ranks,
+) -> None:
+    """Write the trained `entries` and the `copied` ones to `out`. Collective; see `write_directory`."""
+    trained = {entry.dtype for entry in entries}
+    foreign = trained - _KINDS.keys()
+    if foreign:
+        raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
+    shards = _shards([*entries, *copied], max_shard_bytes)
+    names = _file_names(len(shards))
+    partial = out.with_name(f".{out.name}.partial")
+    ranks.first(lambda: _begin(out, partial, replace))
+    try:
+        for start in range(0, len(shards), ranks.size):
+            _write_side_by_side(shards[start : start + ranks.size], names[start : start + ranks.size], partial, ranks)
+        ranks.first(lambda: _finish(partial, out, shards, names, layout, trained, chat_template))
+    except UserError:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Entries in order, cut where a file would grow beyond `max_bytes`; a larger tensor has a file to itself."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _begin(out: Path, partial: Path, replace: bool) -> None:
+    if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is already there: delete it, or choose another directory")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _write_side_by_side(shards: list[list[Entry]], names: list[str], directory: Path, ranks: Ranks) -> None:
+    """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
+    mine = ranks.rank if ranks.rank < len(shards) else None
+    file = _SafetensorsFile(directory / names[mine], shards[mine]) if mine is not None else None
+    for position in range(max(map(len, shards))):
+        kept = None
+        for writer, shard in enumerate(shards):
+            if position >= len(shard):
+                continue
+            if shard[position].collective:
+                tensor = shard[position].read()
+                kept = tensor if writer == mine else kept
+            elif writer == mine:
+                kept = file.attempt(shard[position].read)
+        if kept is not None:
+            file.add(shards[mine][position], kept)
+    ranks.every(file.close if file is not None else lambda: None)
+
+
+class _SafetensorsFile:
+    """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
+    gathering meanwhile, and would hang without this one."""
+
+    def __init__(self, path: Path, entries: list[Entry]):
+        self.path = path
+        self.failure: OSError | UserError | None = None
+        self._stream: IO[bytes] | None = None
+        header: dict = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            start, end = end, end + entry.nbytes
+            place = {"dtype": _KINDS[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+            header[entry.name] = place
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, entry: Entry, tensor: Tensor) -> None:
+        tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
+        if tuple(tensor.shape) != entry.shape:
+            raise ValueError(f"{entry.name} is {tuple(tensor.shape)}, announced as {entry.shape}")
+        # Tensors offer their memory as a buffer only through numpy, which dtrain goes without.
+        self._write((ctypes.c_char * entry.nbytes).from_address(tensor.data_ptr()) if entry.nbytes else b"")
+
+    def close(self) -> None:
+        """Sync and close; raises the first error that the disk gave."""
+        if self._stream is not None:
+            with self._stream as stream:
+                if self.failure is None:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+        if self.failure is not None:
+            raise UserError(f"{self.path}: {in_words(self.failure)}") from self.failure
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        """The result of `act`; None after a failure, of `act` or before."""
+        if self.failure is None:
+            try:
+                return act()
+            except (OSError, UserError) as error:
+                self.failure = error
+        return None
+
+    def _write(self, data) -> None:
+        if self._stream is None:
+            self._stream = self.attempt(lambda: self.path.open("wb", buffering=0))
+        self.attempt(lambda: _write_all(self._stream, memoryview(data).cast("B")))
+
+
+def _write_all(stream: IO[bytes], view: memoryview) -> None:
+    # The system may take less than it is given, 2 GiB at most.
+    while view:
+        view = view[stream.write(view) :]
+
+
+def _finish(
+    partial: Path,
+    out: Path,
+    shards: list[list[Entry]],
+    names: list[str],
+    layout: Layout,
+    trained: set[torch.dtype],
+    chat_template: str | None,
+) -> None:
+    if len(shards) > 1:
+        places = {entry.name: name for shard, name in zip(shards, names, strict=True) for entry in shard}
+        size = sum(entry.nbytes for shard in shards for entry in shard)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
+    config = text_only(layout.config) if layout.text_tower_alone else layout.config
+    if len(trained) == 1:
+        config = with_dtype(config, str(*trained).removeprefix("torch."))
+    write_config(config, partial)
+    copy_companions(layout.source, partial)
+    if chat_template is not None:
+        write_new(partial / CHAT_TEMPLATE, chat_template)
+    replaced = set_aside(out) if out.exists() else None
+    publish(partial, out)
+    if replaced is not None:
+        shutil.rmtree(replaced)

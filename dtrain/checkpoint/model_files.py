@@ -1,0 +1,86 @@
+"""The small files beside a model's weights: config.json, tokenizer, chat template. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dtrain.checkpoint.files import copy_new, read_json, replace_text
+from dtrain.errors import UserError
+
+CONFIG = "config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+# What transformers and its like read beside config.json and the weights.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+)
+
+
+def copy_companions(source: Path, target: Path, *, config: bool = False) -> None:
+    """Copy the companions that `source` has (with `config`, its config.json too) into the directory `target`."""
+    names = COMPANIONS + (CONFIG,) * config
+    for name in names:
+        if (source / name).is_file():
+            copy_new(source / name, target / name)
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model's directory, as it stands; UserError where there is none."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise UserError(f"{directory} has no {CONFIG}: it is no model's directory in Hugging Face format")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no JSON object")
+    return config
+
+
+def has_untrained_parts(config: dict[str, Any]) -> bool:
+    """Whether a model of this config.json has weights that dtrain reads past: a vision tower and its projector."""
+    return "Gemma3ForConditionalGeneration" in (config.get("architectures") or []) or (
+        config.get("model_type") == "gemma3" and "text_config" in config
+    )
+
+
+def text_only(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the text tower alone, for a model that never had the other parts."""
+    text = dict(config["text_config"])
+    for key in ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in config:
+            text.setdefault(key, config[key])
+    return text | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config` saying that the weights are in `dtype` ("float32"), by the key that it says it with.
+
+    transformers 4 reads `torch_dtype`, 5 writes `dtype` and reads both.
+    """
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return _said(config, dtype) | dict.fromkeys(keys, dtype)
+
+
+def _said(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """`config` and the configs inside it, with the dtype replaced where one is said."""
+    changed = {}
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and value is not None:
+            value = dtype
+        changed[key] = _said(value, dtype) if isinstance(value, dict) else value
+    return changed
+
+
+def write_config(config: dict[str, Any], directory: Path) -> None:
+    replace_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")

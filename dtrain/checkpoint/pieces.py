@@ -1,0 +1,220 @@
+"""Tensors of any placement in torch's distributed checkpoint (DCP), and DCP's metadata as JSON.
+
+A `Piece` is what one rank holds of a tensor, with the tensor's size and the piece's place in it. torch's own path for
+DTensors takes the place from `compute_local_shape_and_global_offset`, which is wrong for some uneven FSDP×TP shards;
+here it comes from `parallel.placement`. DCP pickles its metadata and whatever is not a tensor: only pieces go through
+it, and their table is JSON:
+
+    {"version": 1, "tensors": {name: {"dtype": "float32", "size": [6, 4],
+        "chunks": [{"offsets": [0, 0], "sizes": [3, 4], "file": "__0_0.distcp", "start": 0, "length": 1234}, ...]}}}
+"""
+
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from dtrain.checkpoint.files import ChecksumStream
+from dtrain.errors import UserError
+from dtrain.parallel.placement import local_slices, local_tensor
+
+_VERSION = 1
+
+
+class Piece(Tensor):
+    """A local tensor with its place in a global one. DCP's planners ask it for what it writes and reads.
+
+    It has to be a Tensor: the planners ignore any other object off rank 0. `size()` is the global size, which they
+    compare with the checkpoint's; `local` is the plain tensor, sharing storage with the one that it was made of.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    local: Tensor
+    global_size: torch.Size
+    offsets: torch.Size
+
+    @classmethod
+    def place(cls, local: Tensor, global_size: tuple[int, ...], offsets: tuple[int, ...]) -> "Piece":
+        """`local`, which lies at `offsets` of a tensor of `global_size`. No collective, no copy."""
+        piece = local.detach().as_subclass(cls)
+        piece.local = local.detach()
+        piece.global_size = torch.Size(global_size)
+        piece.offsets = torch.Size(offsets)
+        return piece
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Piece":
+        """What this rank holds of `tensor` (plain, DTensor or already a Piece). No collective, no copy.
+
+        Ranks that hold the same piece (replicas, plain tensors) write it once.
+        """
+        if isinstance(tensor, Piece):
+            return tensor
+        offsets = tuple(piece.start for piece in local_slices(tensor))
+        return cls.place(local_tensor(tensor), tuple(tensor.shape), offsets)
+
+    def size(self, dim: int | None = None):
+        return self.global_size if dim is None else self.global_size[dim]
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=self.offsets, sizes=torch.Size(self.local.shape))
+
+    def __create_write_items__(self, fqn: str, _) -> list[WriteItem]:
+        if self.local.numel() == 0:
+            return []
+        data = TensorWriteData(
+            chunk=self._chunk(), properties=TensorProperties(dtype=self.local.dtype), size=self.global_size
+        )
+        return [WriteItem(index=MetadataIndex(fqn, self.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()] if self.local.numel() else []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.local
+
+
+class _CountedFiles(FileSystem):
+    """torch's file system, noting name, size and checksum of every file written through it."""
+
+    def __init__(self):
+        self.records: dict[str, dict[str, Any]] = {}
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path, mode):
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            counted = ChecksumStream(stream)
+            try:
+                yield counted
+            finally:
+                self.failure = counted.failure
+            self.records[Path(path).name] = counted.record
+
+
+class PieceWriter(FileSystemWriter):
+    """Writes pieces, one synced file per rank, into `directory`.
+
+    After the save, `records` holds this rank's files with size and checksum; `table`, on the coordinator, the JSON
+    text that finds the pieces again. It is left to the caller to write, for a save is more than its tensors.
+    """
+
+    def __init__(self, directory: Path):
+        super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self.fs = _CountedFiles()
+        self.table: str | None = None
+
+    @property
+    def records(self) -> dict[str, dict[str, Any]]:
+        return self.fs.records
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise self.fs.failure or error from error
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        places = {result.index: result.storage_data for written in results for result in written}
+        self.table = _table(metadata, places)
+
+
+class PieceReader(FileSystemReader):
+    """Reads pieces from `directory` by a table that `read_table` has checked."""
+
+    def __init__(self, directory: Path, metadata: Metadata):
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def _table(metadata: Metadata, places: dict[MetadataIndex, _StorageInfo]) -> str:
+    tensors = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        chunks = []
+        for chunk in stored.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            chunks.append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": place.relative_path,
+                    "start": place.offset,
+                    "length": place.length,
+                }
+            )
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
+    return json.dumps({"version": _VERSION, "tensors": tensors})
+
+
+def read_table(path: Path, text: str) -> Metadata:
+    """DCP's metadata from the JSON `text` of `path`.
+
+    A table that a whole save cannot have written (a hole or an overlap between chunks, a chunk out of bounds, a file
+    outside the checkpoint, an unknown dtype) is a UserError naming `path`: no part of a tensor stays unread unnoticed.
+    """
+    try:
+        table = json.loads(text)
+        if table["version"] != _VERSION:
+            raise UserError(f"{path}: written in format {table['version']!r}, this dtrain reads format {_VERSION}")
+        stored, places = {}, {}
+        for name, entry in table["tensors"].items():
+            stored[name] = _stored_tensor(entry, name, places)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged, or not written by dtrain ({type(error).__name__}: {error})") from error
+    return Metadata(state_dict_metadata=stored, storage_data=places, storage_meta=StorageMeta())
+
+
+def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name}: dtype {entry['dtype']!r}")
+    size = _naturals(entry["size"])
+    chunks = []
+    for chunk in entry["chunks"]:
+        offsets, sizes = _naturals(chunk["offsets"]), _naturals(chunk["sizes"])
+        start, length = _naturals([chunk["start"], chunk["length"]])
+        bounds = zip(offsets, sizes, size, strict=True)
+        if any(offset + extent > whole for offset, extent, whole in bounds):
+            raise ValueError(f"{name}: a chunk at {list(offsets)} of {list(sizes)} leaves {list(size)}")
+        if Path(chunk["file"]).name != chunk["file"]:
+            raise ValueError(f"{name}: file {chunk['file']!r} lies outside the checkpoint")
+        if length < math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{name}: {length} bytes cannot hold a chunk of {list(sizes)}")
+        index = MetadataIndex(name, offsets)
+        if index in places:
+            raise ValueError(f"{name}: two chunks at {list(offsets)}")
+        places[index] = _StorageInfo(chunk["file"], start, length)
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+    # The chunks of a save never overlap, so the right volume leaves no hole.
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ValueError(f"{name}: its chunks do not cover {list(size)}")
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _naturals(values: list) -> torch.Size:
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ValueError(f"{values} are no sizes")
+    return torch.Size(values)

@@ -1,0 +1,80 @@
+"""How ranks agree: one acts for all, or all act, and an error on any of them is raised on every one.
+
+Without that, a full disk on one rank leaves the others waiting in a collective. Only OSError and UserError travel; any
+other exception is a bug and ends its rank, and with it the run.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from dtrain.checkpoint.files import in_words
+from dtrain.errors import UserError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of `group` (None: the whole world; this process alone where no process group is up).
+
+    alone: this process by itself although a process group is up. Objects that travel between the ranks of one run are
+    pickled by torch.distributed; they never come from a file.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
+        self.group = group
+        self.distributed = not alone and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.distributed else 0
+        self.size = dist.get_world_size(group) if self.distributed else 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def first(self, act: Callable[[], T]) -> T:
+        """`act` on rank 0; its result, or its error as a UserError, on every rank. Collective: one broadcast."""
+        outcome: list[Any] = [None]
+        if self.is_first:
+            outcome[0] = _attempt(act)
+        if self.distributed:
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        value, problem = outcome[0]
+        if problem is not None:
+            raise UserError(problem)
+        return value
+
+    def every(self, act: Callable[[], T]) -> list[T]:
+        """`act` on every rank; all results in rank order, or all errors in one UserError, on every rank.
+
+        Collective: one all-gather of objects.
+        """
+        outcomes: list[Any] = [_attempt(act)]
+        if self.distributed:
+            mine, outcomes = outcomes[0], [None] * self.size
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        problems = list(dict.fromkeys(problem for _, problem in outcomes if problem is not None))
+        if problems:
+            raise UserError("\n".join(problems))
+        return [value for value, _ in outcomes]
+
+    def together(self, act: Callable[[], T]) -> T:
+        """`act` on every rank; this rank's result, which does not travel, or all errors in one UserError on every rank.
+
+        Collective: one all-gather of objects.
+        """
+        value, problem = _attempt(act)
+        self.every(lambda: _raise(problem))
+        return value
+
+
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, str | None]:
+    try:
+        return act(), None
+    except (OSError, UserError) as error:
+        return None, in_words(error)

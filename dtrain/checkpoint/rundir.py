@@ -1,0 +1,204 @@
+"""The directory of a run: who holds it, its config.yaml, what a resume may change, and the metrics that it keeps.
+
+    runs/<name>/
+      lock             held by the run that writes here; gone with its process
+      config.yaml      the resolved recipe
+      model/           config.json, tokenizer and chat template of the model, for exports
+      metrics.jsonl    one JSON object a line
+      checkpoints/     see `store`
+      export/          Hugging Face layout
+
+Imports no torch. Only rank 0 opens a `RunDirectory`; the others need its path alone.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.checkpoint.files import replace_text
+from dtrain.checkpoint.model_files import copy_companions
+from dtrain.errors import UserError
+
+WAIT_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+
+# Changes of these make another run; the rest of a recipe may change between a save and a resume.
+GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed")
+# Of those, what changes speed or place and no number.
+UNGUARDED = ("data.num_workers", "data.cache_dir")
+
+Difference = tuple[str, Any, Any]
+
+
+class RunDirectory:
+    """A run's directory, held from `hold` to `release` (or the end of a `with` block)."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def hold(self, wait: float = WAIT_SECONDS, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+        """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process.
+
+        tell: called once, with a line for the user, when there is someone to wait for. The lock is a POSIX record lock:
+        the system drops it with the process, however that ends, and forked workers do not inherit it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
+        deadline = time.monotonic() + wait
+        while not self._try(lock):
+            holder = _holder(lock)
+            if tell is not None:
+                tell(f"{self.path} is held by {holder}; waiting up to {wait:.0f} s")
+                tell = None
+            if time.monotonic() >= deadline:
+                os.close(lock)
+                raise UserError(
+                    f"{self.path} is held by {holder}: another run writes there. Wait for it, stop it, or choose "
+                    "another run.name"
+                )
+            time.sleep(_POLL_SECONDS)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        self._lock = lock
+        return self
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+    def write_config(self, text: str) -> None:
+        """Put the resolved recipe in config.yaml, in one step."""
+        replace_text(self.config, text)
+
+    def read_config(self) -> str | None:
+        """config.yaml as the run last wrote it, or None."""
+        return self.config.read_text() if self.config.is_file() else None
+
+    def keep_model_files(self, source: str | Path) -> None:
+        """Copy config.json, tokenizer and chat template of `source`, so that exports do without it."""
+        self.model.mkdir(exist_ok=True)
+        copy_companions(Path(source), self.model, config=True)
+
+    def has_metrics(self) -> bool:
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
+    def refuse_used(self) -> None:
+        """For `checkpoint.resume: null`: UserError where an earlier run has left metrics or checkpoints."""
+        steps = self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*"))
+        if self.has_metrics() or steps:
+            what = "metrics" if self.has_metrics() else "checkpoints"
+            raise UserError(
+                f"{self.path} holds the {what} of an earlier run, and checkpoint.resume=null starts anew: choose "
+                "another run.name, delete the directory, or resume with checkpoint.resume=auto"
+            )
+
+    def cut_metrics(self, step: int) -> int:
+        """Drop the rows beyond `step`, and lines that are no row (a torn last one); returns how many went.
+
+        Step 0 drops every row. The file changes in one step.
+        """
+        if not self.metrics.is_file():
+            return 0
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _row_step(line) <= step and line.endswith(b"\n")]
+        if len(kept) < len(lines):
+            replace_text(self.metrics, b"".join(kept).decode())
+        return len(lines) - len(kept)
+
+    @staticmethod
+    def _try(lock: int) -> bool:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise UserError(f"run.dir: this file system gives no locks ({error.strerror}); choose another") from error
+        return True
+
+
+def guard(differences: Iterable[Difference], allow_changes: Sequence[str]) -> list[str]:
+    """What to print of a resume with a changed recipe: one line per difference (key, saved value, new value).
+
+    Raises UserError for differences of the model, tokenizer, data or optimizer (`GUARDED`) that `allow_changes` does
+    not name, by their key or a section above it. The fingerprint of the data joins `differences` under a key of its
+    own, "data.fingerprint".
+    """
+    differences = list(differences)
+    refused = [
+        (key, old, new)
+        for key, old, new in differences
+        if _within(key, GUARDED) and not _within(key, UNGUARDED) and not _within(key, allow_changes)
+    ]
+    if refused:
+        lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]
+        keys = ",".join(key for key, _, _ in refused)
+        raise UserError(
+            "the recipe is not the one that this run was saved with:\n" + "\n".join(lines) + "\n"
+            f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
+            "run.name"
+        )
+    return [f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in differences]
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _holder(lock: int) -> str:
+    text = os.pread(lock, 4096, 0)
+    try:
+        holder = json.loads(text)
+        return f"process {holder['pid']} on {holder['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _row_step(line: bytes) -> float:
+    """The step of a row; beyond every step for a line that is none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

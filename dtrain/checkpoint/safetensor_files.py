@@ -1,0 +1,118 @@
+"""The safetensors files of a directory: what they hold, and slices of it.
+
+https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dtrain.checkpoint.files import read_json
+from dtrain.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.kind)
+
+
+class WeightFiles:
+    """The tensors of `directory`, a single model.safetensors or what its index lists, by name in `stored`.
+
+    Reads the headers only. UserError, naming the file, for a directory without weights, a file that the index names and
+    the directory lacks, a file that is cut short or damaged, and a tensor that its file lacks.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.stored: dict[str, Stored] = {}
+        if (directory / SINGLE).is_file():
+            self._add(directory / SINGLE, None)
+        elif (directory / INDEX).is_file():
+            for file, names in _indexed(directory).items():
+                self._add(directory / file, names)
+        else:
+            raise UserError(_no_weights(directory))
+
+    @classmethod
+    def exist(cls, directory: Path) -> bool:
+        return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+    def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
+        """Fill the plain tensor `target` with (a slice of) tensor `name`, cast to its dtype. No collective.
+
+        The file is mapped for this one tensor only, so the process holds its pages no longer than the call takes.
+        """
+        with _opened(self.stored[name].file) as file, torch.no_grad():
+            # A tensor without dimensions has no slice.
+            source = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            target.copy_(source)
+
+    def _add(self, path: Path, names: list[str] | None) -> None:
+        with _opened(path) as file:
+            held = set(file.keys())
+            lacking = sorted(set(names or held) - held)
+            if lacking:
+                raise UserError(f"{path} lacks {len(lacking)} tensors that {INDEX} places there, first {lacking[0]}")
+            for name in names or sorted(held):
+                entry = file.get_slice(name)
+                self.stored[name] = Stored(path, tuple(entry.get_shape()), entry.get_dtype())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file, but {INDEX} names it; download it again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def _indexed(directory: Path) -> dict[str, list[str]]:
+    index = read_json(directory / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(f"{directory / INDEX}: damaged, it has no weight_map from tensors to files")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise UserError(f"{directory / INDEX}: places {name} in {file!r}, which is no file of this directory")
+        files.setdefault(file, []).append(name)
+    return files
+
+
+def _no_weights(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory} is no directory"
+    if any(directory.glob("pytorch_model*.bin")):
+        return (
+            f"{directory} has its weights as pytorch_model.bin, a pickle, which dtrain does not open. Convert it with "
+            'transformers, once: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\" "
+            "and copy the tokenizer's files along"
+        )
+    others = sorted(path.name for path in directory.glob("*.safetensors"))
+    found = f"; it has {', '.join(others[:5])}" if others else ""
+    return f"{directory} has neither {SINGLE} nor {INDEX}{found}"

@@ -1,0 +1,325 @@
+"""The checkpoints of one run: `step-N` directories, each whole or absent.
+
+    step-100/
+      __0_0.distcp ...   tensors, one file per rank (torch's distributed checkpoint)
+      tensors.json       where each tensor's chunks lie (see `pieces`)
+      state.json         everything that is not a tensor and the same for all ranks
+      rank-0.json ...    what a rank keeps for itself (random number generators)
+      manifest.json      size and checksum of every other file, and of itself; written last
+
+A save goes to `.partial-step-N`, is synced by every rank, and gets its name in one rename; readers look at no other
+name. What killed saves leave is deleted by the next save or `clean`, which the run's lock makes safe.
+"""
+
+import json
+import pickle
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dtrain.checkpoint.files import checksum, in_words, publish, read_json, set_aside, write_new
+from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, read_table
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.errors import UserError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TABLE = "tensors.json"
+_FORMAT = 1
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
+_LISTED = 10
+
+
+def step_of(path: Path) -> int | None:
+    """N for a path whose last part is `step-N`, else None."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def locate(path: str | Path, ranks: Ranks | None = None) -> tuple["CheckpointStore", int]:
+    """The store and step that a user means by `path`: a `step-N` directory, a `checkpoints` directory or a run's, of
+    which the newest whole step. UserError where there is none. Collective over `ranks`."""
+    path = Path(path)
+    step = step_of(path.absolute())
+    if step is not None:
+        store = CheckpointStore(path.absolute().parent, ranks)
+        faults = store.ranks.first(lambda: store.faults(step))
+        if faults:
+            raise UserError(f"{path} is no whole checkpoint: {faults[0]}")
+        return store, step
+    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
+    step = store.latest()
+    if step is None:
+        raise UserError(f"{path}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+    return store, step
+
+
+class CheckpointStore:
+    """The steps saved in `directory`. Every rank of `ranks` (default: all) holds a store of the same directory.
+
+    Methods marked collective are called by all of them, with the same arguments but for the tensors' own shards.
+    Errors are UserErrors naming the file, raised on every rank.
+    """
+
+    def __init__(self, directory: str | Path, ranks: Ranks | None = None):
+        self.directory = Path(directory)
+        self.ranks = ranks or Ranks()
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """The steps that are whole, ascending, as this rank's file system shows them. No collective."""
+        return sorted(step for step in self._published() if not self.faults(step))
+
+    def faults(self, step: int) -> list[str]:
+        """What a look at the manifest and the file sizes finds wrong with a step, without reading the data."""
+        try:
+            manifest = self._manifest(step)
+        except UserError as error:
+            return [str(error)]
+        return [fault for name, record in manifest["files"].items() if (fault := self._misfit(step, name, record))]
+
+    def latest(self) -> int | None:
+        """The newest whole step, as rank 0 sees it. Collective."""
+        return self.ranks.first(lambda: max(self.steps(), default=None))
+
+    def clean(self) -> None:
+        """Delete what killed saves and deletions left. Acts on rank 0 alone; only the holder of the run may call it."""
+        if self.ranks.is_first and self.directory.is_dir():
+            for entry in list(self.directory.iterdir()):
+                if _LEFTOVERS.fullmatch(entry.name):
+                    shutil.rmtree(entry)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Save a step and publish it; returns its directory. Collective.
+
+        tensors: plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
+        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists.
+        Raises UserError where the step is already there (it is never written again), and for a full disk and the like;
+        then nothing of this save remains and the steps before it stand.
+        """
+        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+        state_text = json.dumps(state)
+        rank_text = None if rank_state is None else json.dumps(rank_state)
+        final, partial = self.path(step), self.directory / f".partial-step-{step}"
+        self.ranks.first(lambda: self._begin(final, partial))
+        try:
+            writer = PieceWriter(partial)
+            self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=_save_planner())
+            records = self.ranks.every(lambda: writer.records | self._write_rank_state(partial, rank_text))
+            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records))
+        except UserError:
+            if self.ranks.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return final
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        """The `state` of a step; no tensor is read. No collective."""
+        self._verify(step, [STATE])
+        return read_json(self.path(step) / STATE)
+
+    def read_rank_state(self, step: int) -> tuple[dict[str, Any] | None, int]:
+        """A `rank_state` for this rank, and which copy of it this is. No collective.
+
+        Rank r of a world as large as the saved one gets its own, copy 0. In a larger world rank r gets that of rank
+        r % saved, copy r // saved. None where the step keeps none.
+        """
+        saved = self._manifest(step)["world_size"]
+        name = f"rank-{self.ranks.rank % saved}.json"
+        if name not in self._manifest(step)["files"]:
+            return None, 0
+        self._verify(step, [name])
+        return read_json(self.path(step) / name), self.ranks.rank // saved
+
+    def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Size and dtype of every tensor of a step, by name. No collective."""
+        stored = self._table(step).state_dict_metadata
+        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in stored.items()}
+
+    def load(self, step: int, tensors: Mapping[str, Tensor], *, only: bool = False) -> dict[str, Any]:
+        """Fill `tensors` in place from a step, saved on whatever mesh; returns its `state`. Collective.
+
+        Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
+        other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
+        only: names that the step holds beyond `tensors` are no error.
+        """
+        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+
+        def examine() -> Metadata:
+            names = sorted(self._manifest(step)["files"])
+            self._verify(step, names[self.ranks.rank :: self.ranks.size])
+            metadata = self._table(step)
+            self._check_fit(step, metadata, pieces, only)
+            return metadata
+
+        metadata = self.ranks.together(examine)
+        self._read(step, pieces, metadata)
+        return self.read_state(step)
+
+    def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
+        """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors
+        in place, as often as it is called; where memory is short, one tensor at a time."""
+        self._verify(step, sorted(self._manifest(step)["files"]))
+        metadata = self._table(step)
+
+        def fill(tensors: Mapping[str, Tensor]) -> None:
+            pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+            self._check_fit(step, metadata, pieces, only=True)
+            self._read(step, pieces, metadata)
+
+        return fill
+
+    def prune(self, keep_last: int | None) -> None:
+        """Delete all but the newest `keep_last` whole steps (None keeps all). Acts on rank 0 alone; no collective."""
+        if keep_last is None or not self.ranks.is_first:
+            return
+        if keep_last < 1:
+            raise UserError(f"checkpoint.keep_last={keep_last}: at least one step is kept; null keeps all")
+        for step in self.steps()[:-keep_last]:
+            shutil.rmtree(set_aside(self.path(step)))
+
+    def _published(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
+        return [step for step in steps if step is not None]
+
+    def _begin(self, final: Path, partial: Path) -> None:
+        if final.exists():
+            raise UserError(f"{final} is already there, and a saved step is never overwritten: delete or move it")
+        self.clean()
+        partial.mkdir(parents=True)
+
+    def _write_rank_state(self, partial: Path, text: str | None) -> dict[str, dict[str, Any]]:
+        if text is None:
+            return {}
+        name = f"rank-{self.ranks.rank}.json"
+        return {name: write_new(partial / name, text)}
+
+    def _publish(self, step: int, partial: Path, table: str, state: str, records: list[dict[str, Any]]) -> None:
+        files = {name: record for written in records for name, record in written.items()}
+        files[TABLE] = write_new(partial / TABLE, table)
+        files[STATE] = write_new(partial / STATE, state)
+        content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
+        write_new(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
+        publish(partial, self.path(step))
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        path = self.path(step) / MANIFEST
+        manifest = read_json(path)
+        try:
+            content = manifest["content"]
+            if manifest["crc32"] != _text_checksum(content):
+                raise UserError(f"{path}: damaged, its checksum does not match")
+            if content["format"] != _FORMAT:
+                raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
+            if content["step"] != step:
+                raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
+            content["world_size"], content["files"][TABLE], content["files"][STATE]
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path}: damaged, or not written by dtrain") from error
+        return content
+
+    def _misfit(self, step: int, name: str, record: dict[str, Any]) -> str | None:
+        path = self.path(step) / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            return in_words(error)
+        if size != record["bytes"]:
+            return f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
+        return None
+
+    def _verify(self, step: int, names: list[str]) -> None:
+        files = self._manifest(step)["files"]
+        for name in names:
+            if fault := self._misfit(step, name, files[name]):
+                raise UserError(fault)
+            if checksum(self.path(step) / name) != files[name]:
+                raise UserError(f"{self.path(step) / name}: damaged, its checksum does not match")
+
+    def _table(self, step: int) -> Metadata:
+        path = self.path(step) / TABLE
+        try:
+            metadata = read_table(path, path.read_text())
+        except OSError as error:
+            raise UserError(in_words(error)) from error
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        if unlisted := named - self._manifest(step)["files"].keys():
+            raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
+        return metadata
+
+    def _check_fit(self, step: int, metadata: Metadata, pieces: dict[str, Piece], only: bool) -> None:
+        saved = metadata.state_dict_metadata
+        problems = []
+        for name, piece in pieces.items():
+            if name not in saved:
+                # A tensor without elements leaves no chunk, and so no entry.
+                if piece.global_size.numel():
+                    problems.append(f"missing in the checkpoint: {name}")
+            elif saved[name].size != piece.global_size:
+                problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
+            elif saved[name].properties.dtype != piece.local.dtype:
+                dtypes = saved[name].properties.dtype, piece.local.dtype
+                problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} (train.dtype)")
+        if not only:
+            problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
+        if problems:
+            listed = problems[:_LISTED]
+            if len(problems) > _LISTED:
+                listed.append(f"... and {len(problems) - _LISTED} more")
+            raise UserError(f"{self.path(step)} does not fit this run:\n  " + "\n  ".join(listed))
+
+    def _read(self, step: int, pieces: dict[str, Piece], metadata: Metadata) -> None:
+        wanted = {name: piece for name, piece in pieces.items() if name in metadata.state_dict_metadata}
+        reader = PieceReader(self.path(step), metadata)
+        with torch.no_grad():
+            self._dcp("read", self.path(step), dcp.load, wanted, storage_reader=reader, planner=_load_planner())
+
+    def _dcp(self, done: str, path: Path, act, tensors: dict[str, Tensor], **kwargs: Any) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                act(tensors, process_group=self.ranks.group, no_dist=not self.ranks.distributed, **kwargs)
+        except CheckpointException as failure:
+            causes = {rank: error for rank, (error, _) in failure.failures.items()}
+            if not all(isinstance(error, _FILE_ERRORS) for error in causes.values()):
+                raise RuntimeError(f"{path} could not be {done}") from failure
+            lines = "\n".join(f"  rank {rank}: {in_words(error)}" for rank, error in sorted(causes.items()))
+            raise UserError(f"{path} could not be {done}:\n{lines}") from failure
+
+
+# What torch.load raises for a file that torch.save did not write, beside what the file system does.
+_FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
+
+
+def _save_planner() -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _load_planner() -> DefaultLoadPlanner:
+    return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _text_checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

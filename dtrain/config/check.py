@@ -1,0 +1,273 @@
+"""What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
+
+No torch and no file is read here: `dtrain.preflight` adds what the model's directory and the data files tell.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.config.load import keys
+from dtrain.config.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
+
+# What a later version brings: (key, what it may be until then, what to say). A feature that arrives deletes its row.
+NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("method", lambda v: v == "sft", "only supervised fine-tuning is in this version yet; set method=sft"),
+    ("parallel.tp", lambda v: v <= 1, "tensor parallel is not in this version yet; set parallel.tp=1"),
+    ("parallel.cp", lambda v: v <= 1, "context parallel is not in this version yet; set parallel.cp=1"),
+    (
+        "parallel.dp_replicate",
+        lambda v: v <= 1,
+        "replicas (HSDP) are not in this version yet; set parallel.dp_replicate=1 and let dp_shard take the ranks",
+    ),
+    ("parallel.custom_plan", lambda v: v is None, "custom plans are not in this version yet; set it to null"),
+    ("parallel.cpu_offload", lambda v: not v, "CPU offload is not in this version yet; set it to false"),
+    ("parallel.reshard_after_forward", lambda v: v == "default", "not in this version yet; set it to default"),
+    (
+        "checkpoint.init_from",
+        lambda v: v is None,
+        "not in this version yet; export that checkpoint (`dtrain export`) and set model.path to the directory",
+    ),
+    ("data.train.format", lambda v: v != "preference", "preference data is for method=dpo, which is not there yet"),
+    ("data.val.format", lambda v: v != "preference", "preference data is for method=dpo, which is not there yet"),
+)
+
+# (key, what its value must satisfy, and that in words). None is not looked at: the schema says where it is allowed.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("launch.nproc", lambda v: v >= 1, "at least 1"),
+    ("launch.max_restarts", lambda v: v >= 0, "at least 0"),
+    ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
+    ("data.num_workers", lambda v: v >= 0, "at least 0"),
+    ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
+    ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
+    ("parallel.cp", lambda v: v >= 1, "at least 1"),
+    ("parallel.tp", lambda v: v >= 1, "at least 1"),
+    ("train.steps", lambda v: v >= 1, "at least 1"),
+    ("train.epochs", lambda v: v >= 1, "at least 1"),
+    ("train.global_batch", lambda v: v >= 1, "at least 1"),
+    ("train.micro_batch", lambda v: v >= 1, "at least 1"),
+    ("train.max_grad_norm", lambda v: v > 0, "more than 0, or null for no clipping"),
+    ("train.validate_every", lambda v: v >= 1, "at least 1, or null for no validation"),
+    ("train.skip_nonfinite", lambda v: v >= 0, "at least 0"),
+    ("optimizer.lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.eps", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.weight_decay", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1"),
+    ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
+    ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
+    ("metrics.every", lambda v: v >= 1, "at least 1"),
+    ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers that follow from a recipe in a world: global_batch = micro_batch × accumulation × dp."""
+
+    world_size: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def dp(self) -> int:
+        """Ranks, or groups of cp×tp ranks, that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        mesh = [f"{name} {getattr(self, name)}" for name in ("dp_replicate", "dp_shard", "cp", "tp")]
+        shape = " × ".join(part for part in mesh if not part.endswith(" 1")) or "one process"
+        return (
+            f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
+            f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"
+        )
+
+
+def check(recipe: Recipe, world_size: int) -> list[str]:
+    """Every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is none."""
+    problems = [
+        f"{key}={_shown(value)}: {sentence}"
+        for key, allowed, sentence in NOT_YET
+        if not allowed(value := _get(recipe, key))
+    ]
+    wrong = [(key, f"{key}={_shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
+    problems += [text for _, text in wrong]
+    problems += _required(recipe)
+    problems += _names(recipe)
+    problems += _stages(recipe)
+    problems += _allowed_changes(recipe)
+    if not any(key.startswith("parallel.") for key, _ in wrong):
+        mesh_problems, shape = _mesh(recipe, world_size)
+        problems += mesh_problems
+        if shape and not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
+            problems += _batch(recipe, shape[0] * shape[1])
+    return problems
+
+
+def sizes(recipe: Recipe, world_size: int) -> Sizes:
+    """The derived sizes of a recipe in which `check` found no problem."""
+    problems, shape = _mesh(recipe, world_size)
+    if problems or not shape:
+        raise ValueError("; ".join(problems))
+    replicate, shard, cp, tp = shape
+    accumulation, rest = divmod(recipe.train.global_batch, recipe.train.micro_batch * replicate * shard)
+    if rest:
+        raise ValueError("; ".join(_batch(recipe, replicate * shard)))
+    return Sizes(
+        world_size, replicate, shard, cp, tp, recipe.train.global_batch, recipe.train.micro_batch, accumulation
+    )
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key; None where a section on the way is switched off."""
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _out_of_range(recipe: Recipe) -> list[tuple[str, Any, str]]:
+    values = ((key, _get(recipe, key), holds, sentence) for key, holds, sentence in RANGES)
+    return [(key, value, sentence) for key, value, holds, sentence in values if value is not None and not holds(value)]
+
+
+def _required(recipe: Recipe) -> list[str]:
+    problems = []
+    if not recipe.model.path:
+        problems.append("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
+    problems += _source(recipe.data.train, "data.train")
+    if recipe.data.val is not None:
+        problems += _source(recipe.data.val, "data.val")
+    elif recipe.train.validate_every is not None:
+        problems.append(
+            f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
+            "or train.validate_every=null"
+        )
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps is None and epochs is None:
+        problems.append("train.steps or train.epochs is missing: set one of them")
+    if steps is not None and epochs is not None:
+        problems.append(f"train.steps={steps} and train.epochs={epochs} exclude each other: set one of them to null")
+    name = recipe.run.name
+    if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
+        problems.append(f"run.name={name} must be the name of one directory; run.dir says where it lies")
+    return problems
+
+
+def _source(source: DataSource, key: str) -> list[str]:
+    if source.sources is None:
+        return [] if source.path else [f"{key}.path is missing: set it to a file, a glob or a list of them"]
+    problems = [] if source.sources else [f"{key}.sources is empty: give it at least one {{path, format, weight}}"]
+    for index, entry in enumerate(source.sources):
+        if not entry.path:
+            problems.append(f"{key}.sources[{index}].path is missing: set it to a file, a glob or a list of them")
+        if not 0 < entry.weight < math.inf:
+            problems.append(f"{key}.sources[{index}].weight={entry.weight} must be a finite number, more than 0")
+        if entry.format == "preference":
+            problems.append(f"{key}.sources[{index}].format=preference: it is for method=dpo, which is not there yet")
+    return problems
+
+
+def _names(recipe: Recipe) -> list[str]:
+    stages = _schedule(recipe)
+    listed = isinstance(recipe.scheduler, list)
+    named = [("optimizer.name", recipe.optimizer.name, OPTIMIZERS)]
+    named += [
+        (f"scheduler[{index}].name" if listed else "scheduler.name", stage.name, SCHEDULES)
+        for index, stage in enumerate(stages)
+    ]
+    problems = []
+    for key, name, known in named:
+        if name in known or "." in name:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ", nor an import path such as package.module.Class"
+        problems.append(f"{key}={name} is none of {', '.join(known)}{hint}")
+    return problems
+
+
+def _stages(recipe: Recipe) -> list[str]:
+    problems = []
+    listed = isinstance(recipe.scheduler, list)
+    if listed and not recipe.scheduler:
+        problems.append("scheduler=[] has no stages: give a list of {name, steps}, or one {name}")
+    for index, stage in enumerate(_schedule(recipe)):
+        key = f"scheduler[{index}]" if listed else "scheduler"
+        if stage.warmup_steps < 0:
+            problems.append(f"{key}.warmup_steps={stage.warmup_steps} must be at least 0")
+        if not 0 <= stage.min_lr_ratio <= 1:
+            problems.append(f"{key}.min_lr_ratio={stage.min_lr_ratio} must be from 0 to 1")
+        if listed and stage.steps is None and index < len(recipe.scheduler) - 1:
+            problems.append(f"{key}.steps is missing: only the last stage may leave it out")
+        if listed and stage.steps is not None and stage.steps < 1:
+            problems.append(f"{key}.steps={stage.steps} must be at least 1")
+    return problems
+
+
+def _schedule(recipe: Recipe) -> list:
+    return recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
+
+
+def _allowed_changes(recipe: Recipe) -> list[str]:
+    known = keys()
+    parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
+    names = [*parents, *known]
+    problems = []
+    for name in recipe.checkpoint.allow_changes:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
+    return problems
+
+
+def _mesh(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
+    """Problems of the mesh in this world, and its sizes (dp_replicate, dp_shard, cp, tp) where there is none."""
+    p = recipe.parallel
+    fixed = p.dp_replicate * p.cp * p.tp
+    world = f"{world_size} process{'es' * (world_size != 1)} (launch.nproc, or what torchrun or SLURM started)"
+    named = f"dp_replicate {p.dp_replicate} × cp {p.cp} × tp {p.tp}"
+    if p.dp_shard == -1:
+        if world_size % fixed:
+            return [
+                f"parallel: {named} = {fixed} does not divide {world}; "
+                f"set launch.nproc to a multiple of {fixed}, or change one of the three"
+            ], None
+        return [], (p.dp_replicate, world_size // fixed, p.cp, p.tp)
+    if fixed * p.dp_shard != world_size:
+        fits = f"parallel.dp_shard={world_size // fixed} or -1, or " if world_size % fixed == 0 else ""
+        return [
+            f"parallel: dp_shard {p.dp_shard} × {named} = {fixed * p.dp_shard} is not {world}; "
+            f"set {fits}launch.nproc={fixed * p.dp_shard}"
+        ], None
+    return [], (p.dp_replicate, p.dp_shard, p.cp, p.tp)
+
+
+def _batch(recipe: Recipe, dp: int) -> list[str]:
+    total, micro = recipe.train.global_batch, recipe.train.micro_batch
+    unit = micro * dp
+    if total % unit == 0:
+        return []
+    lower = total // unit * unit
+    fixes = [f"train.global_batch={size}" for size in (lower, lower + unit) if size]
+    if total % dp == 0:
+        per_rank = total // dp
+        fixes.append(f"train.micro_batch={max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)}")
+    return [
+        f"train.global_batch={total} is not micro_batch × accumulation × dp: "
+        f"micro_batch {micro} × dp {dp} = {unit} does not divide it; set {_either(fixes)}"
+    ]
+
+
+def _either(options: Sequence[str]) -> str:
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

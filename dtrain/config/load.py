@@ -1,0 +1,326 @@
+"""From YAML, a shipped recipe's name or a mapping, and `key=value` overrides, to a typed `Recipe`; and back to YAML.
+
+Order: the schema's defaults, then the recipe, then the overrides; then interpolations; then every key and type is
+looked at, and all that is wrong is said at once.
+"""
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dtrain.config import words
+from dtrain.config.schema import Recipe
+from dtrain.errors import RecipeError, UserError
+
+_UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
+_PATHS = (("model", "path"), ("run", "dir"), ("data", "cache_dir"), ("data", "chat_template"), ("checkpoint", "resume"))
+_NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+
+
+def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
+
+    Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
+    interpolation that leads nowhere.
+    """
+    stem = None
+    if isinstance(recipe, str | Path):
+        path = find(recipe)
+        stem, given = path.stem, _read(path)
+    else:
+        given = asdict(recipe) if isinstance(recipe, Recipe) else OmegaConf.to_container(OmegaConf.create(recipe))
+    problems: list[str] = []
+    config = OmegaConf.create(_merge(asdict(Recipe()), given))
+    for override in overrides:
+        _apply(config, override, problems)
+    values = _resolve(config, "", problems)
+    loaded = _section(Recipe, values, "", problems)
+    if problems:
+        raise RecipeError(problems)
+    if loaded.run.name is None:
+        loaded.run.name = stem or loaded.method
+    for section, key in _PATHS:
+        value = getattr(getattr(loaded, section), key)
+        if value and value.startswith("~"):
+            setattr(getattr(loaded, section), key, str(Path(value).expanduser()))
+    return loaded
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe, defaults included; `load` of it gives an equal recipe."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
+
+
+def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """(key, value in `old_yaml`, value in `recipe`) of every key whose value differs; lists are compared whole.
+
+    A key that one side lacks counts with the schema's default, or None where the schema has no such key.
+    """
+    old = _flat(_merge(asdict(Recipe()), yaml.safe_load(old_yaml) or {}))
+    new = _flat(asdict(recipe))
+    return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def recipes_dir() -> Path:
+    """Where the shipped recipes lie: in the package of an installed wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_recipes"
+    return packaged if packaged.is_dir() else package.parent / "recipes"
+
+
+def shipped() -> list[tuple[str, str]]:
+    """(name, first line of its header) of every shipped recipe, by name."""
+    found = []
+    for path in sorted(recipes_dir().glob("*.yaml")):
+        with path.open(encoding="utf-8") as file:
+            found.append((path.stem, file.readline().lstrip("# ").strip()))
+    return found
+
+
+def find(recipe: str | Path) -> Path:
+    """The file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    packaged = recipes_dir() / f"{recipe}.yaml"
+    if path.name == str(recipe) and packaged.is_file():
+        return packaged
+    names = [name for name, _ in shipped()]
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
+    raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")
+
+
+def keys() -> list[str]:
+    """Every dotted key that holds a value, in the schema's order; entries of lists are not among them."""
+    return _keys(Recipe, "")
+
+
+def _keys(cls: type, prefix: str) -> list[str]:
+    found = []
+    for name, hint in get_type_hints(cls).items():
+        sections = [kind for kind in _kinds(hint) if is_dataclass(kind)]
+        found += _keys(sections[0], f"{prefix}{name}.") if sections else [f"{prefix}{name}"]
+    return found
+
+
+def _read(path: Path) -> dict:
+    try:
+        config = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as a recipe: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise UserError(f"{path} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`")
+    return OmegaConf.to_container(config)
+
+
+def _merge(base: dict, over: Mapping) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key or key.startswith("-"):
+        problems.append(f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5")
+        return
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"])._get_node("value")
+        old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+        OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, DictConfig))
+    except yaml.YAMLError as error:
+        problems.append(f"{override}: the value is not YAML ({getattr(error, 'problem', None) or error})")
+    except (OmegaConfBaseException, IndexError, TypeError) as error:
+        problems.append(f"{override}: {_first_line(error)}")
+
+
+def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
+    """`node` as plain containers, its interpolations resolved; those that cannot be are left out and reported."""
+    listed = isinstance(node, ListConfig)
+    values: dict = {}
+    for key in range(len(node)) if listed else node.keys():
+        dotted = f"{prefix.rstrip('.')}[{key}]" if listed else f"{prefix}{key}"
+        if OmegaConf.is_missing(node, key):
+            values[key] = _UNSET
+            continue
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            problems.append(f"{dotted}: {_first_line(error)}")
+            continue
+        values[key] = _resolve(value, f"{dotted}.", problems) if OmegaConf.is_config(value) else value
+    return list(values.values()) if listed else values
+
+
+def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> Any:
+    """An instance of the dataclass `cls`; what does not fit is reported, and stays at its default."""
+    hints = get_type_hints(cls)
+    leaves = OmegaConf.structured(cls)
+    sections = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if key not in hints:
+            problems += _unknown(dotted, value, prefix, list(hints))
+            continue
+        kinds = _kinds(hints[key])
+        section = next((kind for kind in kinds if is_dataclass(kind)), None)
+        entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+        if section and isinstance(value, Mapping):
+            sections[key] = _section(section, value, f"{dotted}.", problems)
+        elif is_dataclass(entry) and isinstance(value, list):
+            sections[key] = _entries(entry, value, dotted, problems)
+        elif section or is_dataclass(entry):
+            if value is not None:
+                problems.append(_not_a_section(dotted, value, section, entry))
+        elif isinstance(value, str) and value == _UNSET:
+            if _default(cls, key) is not None:
+                problems.append(f"{dotted} is left open (???): give it a value")
+        else:
+            problems += _set(leaves, key, hints[key], value, dotted)
+    made = OmegaConf.to_object(leaves)
+    for key, value in sections.items():
+        setattr(made, key, value)
+    return made
+
+
+def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
+    made = []
+    for index, value in enumerate(values):
+        if isinstance(value, Mapping):
+            made.append(_section(cls, value, f"{dotted}[{index}].", problems))
+        else:
+            problems.append(_not_a_section(f"{dotted}[{index}]", value, cls, None))
+    return made
+
+
+def _not_a_section(dotted: str, value: Any, section: type | None, entry: type | None) -> str:
+    wanted = f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else ""
+    wanted += " or " if section and entry else ""
+    wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
+    return f"{dotted}={_shown(value)}: {dotted} is {wanted}"
+
+
+def _set(node: DictConfig, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
+    """Put a leaf's value into its section, converted to its type; the problem, where it does not fit."""
+    kinds = _kinds(hint)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
+            node[key] = "none" if value is None and "none" in choices else _converted(value, kinds)
+    except (OmegaConfBaseException, FutureWarning):
+        if choices:
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
+        return [f"{dotted}={_shown(value)} must be {_needed(kinds)}"]
+    return []
+
+
+def _converted(value: Any, kinds: list) -> Any:
+    """`value` as the type that is asked for, where that loses nothing: 1e3 is an integer, 3 a float, 2024 a name."""
+    numeric = int in kinds or float in kinds
+    if isinstance(value, str) and numeric and str not in kinds:
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if bool in kinds and str not in kinds and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        return int(value)
+    if isinstance(value, int) and float in kinds:
+        return float(value)
+    if isinstance(value, int | float | Path) and str in kinds and not numeric:
+        return str(value)
+    inner = next((get_args(kind) for kind in kinds if get_origin(kind) is list), None)
+    if isinstance(value, list) and inner:
+        return [_converted(entry, list(inner)) for entry in value]
+    return value
+
+
+def _needed(kinds: list) -> str:
+    said = []
+    for kind in kinds:
+        if get_origin(kind) is list:
+            inner = _NEEDED[get_args(kind)[0]].removeprefix("a whole ").removeprefix("a ")
+            said.append(f"a list of {'texts' if inner == 'text' else 'numbers'}")
+        else:
+            said.append("null" if kind is NoneType else _NEEDED[get_origin(kind) or kind])
+    return " or ".join(said)
+
+
+def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
+    """One problem for an unknown key; for an unknown section also one per word of another tool in it."""
+    word = dotted.rsplit(".", 1)[-1]
+    known = words.answer(word)
+    if known:
+        return [f"{dotted}: {known}"]
+    inner = [
+        f"{key}: {known}"
+        for key in (_flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
+        if (known := words.answer(key.rsplit(".", 1)[-1]))
+    ]
+    return [f"{dotted} is no key of a recipe{_near(word, prefix, siblings)}", *inner]
+
+
+def _near(word: str, prefix: str, siblings: list[str]) -> str:
+    everywhere = keys()
+    same = [key for key in everywhere if key.rsplit(".", 1)[-1] == word]
+    near = difflib.get_close_matches(word, siblings, n=1)
+    if near:
+        return f"; did you mean {prefix}{near[0]}?"
+    if same:
+        return f"; did you mean {' or '.join(same)}?"
+    leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(everywhere)}
+    near = difflib.get_close_matches(word, leaves, n=1, cutoff=0.75)
+    if near:
+        return f"; did you mean {leaves[near[0]]}?"
+    return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
+
+
+def _kinds(hint: Any) -> list:
+    """The alternatives of a type: its union's members, or itself."""
+    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def _default(cls: type, key: str) -> Any:
+    spec = next(spec for spec in fields(cls) if spec.name == key)
+    return spec.default_factory() if spec.default is MISSING else spec.default
+
+
+def _flat(values: Mapping, prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        found |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,338 @@
+"""The recipe's reference page: every key, its type, its default and what it means.
+
+A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
+sections follow it in the order in which a recipe is usually written. The text under a field is its documentation.
+`null` turns a thing off where a field's type admits None. What this version refuses stands in `check.NOT_YET`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
+
+
+@dataclass
+class Run:
+    """`run`: where a run lives, and its seed."""
+
+    name: str | None = None
+    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`)."""
+    dir: str = "runs"
+    """The directory that holds the runs."""
+    seed: int = 0
+    """Initial weights, the order of the data and sampling are functions of it, and of no mesh."""
+
+
+@dataclass
+class Launch:
+    """`launch`: processes on this machine. Under torchrun or SLURM the world is theirs and `nproc` is not read."""
+
+    nproc: int = 1
+    """Processes to start here, one per device. 1 runs in place."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
+    max_restarts: int = 0
+    """How often all processes are started again after one died; they resume from the newest whole checkpoint."""
+
+
+@dataclass
+class Model:
+    """`model`: the weights to start from."""
+
+    path: str | None = None
+    """Required. A local directory in Hugging Face's layout: config.json, *.safetensors, tokenizer.json."""
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
+
+
+@dataclass
+class WeightedSource:
+    """One of `data.train.sources`."""
+
+    path: str | list[str] | None = None
+    """Required. A file, a glob, or a list of them."""
+    format: Format = "auto"
+    """As `data.train.format`."""
+    weight: float = 1.0
+    """How many times an epoch holds the source's rows. 0.5 takes half of them, another half in the next epoch."""
+
+
+@dataclass
+class DataSource:
+    """`data.train` and `data.val`: files, and what their rows look like."""
+
+    path: str | list[str] | None = None
+    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them. Required, or `sources`."""
+    format: Format = "auto"
+    """What the rows are. auto looks at the first row of each file, and says what it found."""
+    sources: list[WeightedSource] | None = None
+    """Several weighted sources, `[{path, format, weight}]`; replaces `path`."""
+
+
+@dataclass
+class Data:
+    """`data`: samples and rows."""
+
+    train: DataSource = field(default_factory=DataSource)
+    """The training set."""
+    val: DataSource | None = None
+    """The validation set; null: none."""
+    max_length: int = 4096
+    """Tokens of the longest sequence, prompt and completion together; a packed row has this many."""
+    packing: bool = True
+    """Several samples share a row, each blind to the others. false: one sample a row, padded."""
+    loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
+    """Trained tokens: the assistant's turns, what follows the prompt, the last turn alone, or every token."""
+    shuffle: bool = True
+    """Another order of the samples in every epoch, drawn from `run.seed`."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a sample longer than `max_length`. Counts are printed."""
+    num_workers: int = 0
+    """Processes per rank that prepare batches ahead. 0: the training process does it itself."""
+    cache_dir: str | None = None
+    """Where tokenized sets are kept. null: beside the user's other caches."""
+    chat_template: str | None = None
+    """A file with a jinja chat template. null: the model's own."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as `{enable_thinking: false}`."""
+
+
+@dataclass
+class Parallel:
+    """`parallel`: the mesh. The product of its four sizes is the number of processes; numbers do not depend on it."""
+
+    dp_replicate: int = 1
+    """Copies of the sharded model (HSDP)."""
+    dp_shard: int = -1
+    """Ranks that share the parameters and see different data (FSDP2). -1 takes what the others leave."""
+    cp: int = 1
+    """Context parallel: ranks that share each sequence."""
+    tp: int = 1
+    """Tensor parallel: ranks that share each layer's matrices."""
+    sequence_parallel: bool = True
+    """Under tp, activations between the matrices are split over the sequence."""
+    cp_rotate: Literal["allgather", "ring"] = "allgather"
+    """How keys and values travel under cp."""
+    custom_plan: str | None = None
+    """Import path of a tensor-parallel plan that replaces the model's own."""
+    cpu_offload: bool = False
+    """Parameters and optimizer state live in host memory and visit the device."""
+    reshard_after_forward: bool | str = "default"
+    """default | true | false: whether layers give their gathered parameters back between forward and backward."""
+
+
+@dataclass
+class Train:
+    """`train`: the loop."""
+
+    steps: int | None = None
+    """Optimizer steps. Required, or `epochs`."""
+    epochs: int | None = None
+    """Passes over the training set; the last batch may be short. Stands in for `steps`."""
+    global_batch: int = 64
+    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived."""
+    micro_batch: int = 4
+    """Rows that a rank holds in memory at once."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Master weights stay float32 (float64)."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm over the whole model. null: never."""
+    activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
+    """Which activations are computed again in the backward pass instead of kept: less memory, more time."""
+    compile: bool = False
+    """torch.compile for each layer."""
+    validate_every: int | None = None
+    """Steps between validations on `data.val`. null: never."""
+    skip_nonfinite: int = 0
+    """How many steps in a row may be skipped for a gradient that is not finite. 0: the first one ends the run."""
+
+
+@dataclass
+class Optimizer:
+    """`optimizer`."""
+
+    name: str = "adamw"
+    """adamw | adam | sgd | adafactor, or the import path of a torch Optimizer."""
+    lr: float = 1e-5
+    """The peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Adam's decay of the first and second moment."""
+    eps: float = 1e-8
+    """Adam's term in the denominator."""
+    weight_decay: float = 0.1
+    """Applies to tensors of two or more dimensions, embeddings included."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the optimizer's class; they win over the keys above."""
+
+
+@dataclass
+class Scheduler:
+    """`scheduler`: the learning rate over the steps. It moves once per optimizer step."""
+
+    name: str = "cosine"
+    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler."""
+    warmup_steps: int = 50
+    """Step s of these, from 0, uses lr·s ÷ warmup_steps."""
+    min_lr_ratio: float = 0.1
+    """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
+
+
+@dataclass
+class Stage(Scheduler):
+    """One stage where `scheduler` is a list: `[{name: linear, steps: 100}, {name: constant}]`.
+
+    Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
+
+    warmup_steps: int = 0
+    """As above, from the stage's own first step."""
+    steps: int | None = None
+    """Optimizer steps of the stage; the last stage may leave it out and take the rest."""
+
+
+@dataclass
+class Checkpoint:
+    """`checkpoint`: what is saved, and from where a run goes on."""
+
+    every: int | None = 100
+    """Steps between saves; the last step is saved too. null: nothing is saved."""
+    keep_last: int | None = 3
+    """How many of the newest saves stay. null: all."""
+    resume: str | None = "auto"
+    """auto: the run's newest whole save, where there is one. null: start over, in a directory without metrics only.
+    Or the path of a `step-N` directory."""
+    async_save: bool = True
+    """Training goes on while a save is written, where that is possible."""
+    export: Literal["final", "every", "none"] = "final"
+    """When a Hugging Face directory is written: at the end, with every save, or never (also null)."""
+    init_from: str | None = None
+    """A checkpoint whose weights, and nothing else, replace `model.path`'s."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys, or sections, of model, data and optimizer that may differ from what a resumed run started with."""
+
+
+@dataclass
+class Metrics:
+    """`metrics`: what a run tells. `metrics.jsonl` is always written."""
+
+    every: int = 1
+    """Steps between updates of the progress bar and of TensorBoard and W&B. metrics.jsonl has every step."""
+    tensorboard: bool | str | None = "auto"
+    """auto | true | false: auto writes where the package is installed, and says which."""
+    wandb: str | None = None
+    """A Weights & Biases project's name. null: no W&B."""
+
+
+@dataclass
+class Dpo:
+    """`dpo`: read by method dpo."""
+
+    loss: str | list[str] = "sigmoid"
+    """A loss's name, TRL's names, or a list with `loss_weights`."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference."""
+    label_smoothing: float = 0.0
+    """The share of preferences taken to be wrong."""
+    reference: str | None = "start"
+    """start: the weights that training starts from; none (also null); or a model's path."""
+    sft_weight: float = 0.0
+    """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
+    loss_weights: list[float] | None = None
+    """One weight per name in `loss`."""
+    f_divergence: str = "reverse_kl"
+    """The divergence from the reference."""
+    ld_alpha: float | None = None
+    """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
+
+
+@dataclass
+class Sampling:
+    """`grpo.sampling`: how completions are drawn."""
+
+    temperature: float = 1.0
+    """Divides the logits before anything else."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens. null: all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens of this much probability."""
+    max_new_tokens: int = 512
+    """Tokens of the longest completion."""
+
+
+@dataclass
+class Reward:
+    """One of `grpo.rewards`."""
+
+    fn: str | None = None
+    """Required. A reward's name, or an import path."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+
+
+@dataclass
+class Grpo:
+    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions."""
+
+    prompts_per_step: int = 16
+    """Prompts of a rollout."""
+    group_size: int = 8
+    """Completions drawn for each prompt."""
+    updates_per_rollout: int = 1
+    """Passes over a rollout."""
+    loss: str = "dapo"
+    """The policy loss's name."""
+    beta: float = 0.0
+    """Weight of the divergence from the reference."""
+    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
+    """How far below and above 1 the ratio may go."""
+    advantage: str = "group"
+    """How rewards become advantages."""
+    rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
+    """What a completion earns."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How completions are drawn."""
+    engine: Literal["native", "http"] = "native"
+    """What draws them: this process, or a server."""
+
+
+@dataclass
+class Distill:
+    """`distill`: read by method distill."""
+
+    teacher: str | None = None
+    """A model's path."""
+    top_k: int | None = None
+    """How many of the teacher's likeliest tokens count. null: all."""
+    kl: str = "forward"
+    """The direction of the divergence."""
+    temperature: float = 1.0
+    """Divides the logits of both."""
+
+
+@dataclass
+class Recipe:
+    """The root of a recipe."""
+
+    method: Literal["sft", "dpo", "grpo", "distill"] = "sft"
+    """What is learned from: examples, preferences, rewards, or a teacher."""
+    run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    parallel: Parallel = field(default_factory=Parallel)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler | list[Stage] = field(default_factory=Scheduler)
+    """One schedule, or a list of stages."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    dpo: Dpo = field(default_factory=Dpo)
+    grpo: Grpo = field(default_factory=Grpo)
+    distill: Distill = field(default_factory=Distill)
+
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
+"""`optimizer.name` without a dot. `dtrain.optim` holds what they mean."""
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+"""`scheduler.name` without a dot. `dtrain.optim` holds what they mean."""

@@ -1,0 +1,32 @@
+"""Files to batches: rows of data files become token ids and masks, are cached, packed into rows, and dealt to ranks.
+
+The way of a sample: files.py → formats.py → template.py, replies.py → sample.py → (pool.py) cache.py → order.py,
+packing.py → rows.py → loader.py. The trainer calls `open_rows` and `Batches`; nothing here knows a recipe but
+preview.py. What is named here is loaded when it is first asked for, so that what needs no torch loads none.
+"""
+
+import importlib
+
+_HOMES = {
+    "Tokenizer": "tokenizer",
+    "ChatTemplate": "template",
+    "choose_template": "template",
+    "Encoder": "sample",
+    "Source": "cache",
+    "Samples": "cache",
+    "open_cache": "cache",
+    "Cursor": "rows",
+    "Row": "rows",
+    "Rows": "rows",
+    "Batches": "loader",
+    "GlobalBatch": "loader",
+    "open_rows": "sources",
+    "open_samples": "sources",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

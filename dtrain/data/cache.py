@@ -1,0 +1,305 @@
+"""Tokenised samples on disk, memory-mapped: made once, by one process, whole or not at all.
+
+A cache is a directory `<cache_dir>/<key>/`, where the key is a hash of the data files (path, size, time of change),
+their formats, the tokenizer, the template and the options:
+
+    tokens.bin    int32   the ids of all samples, one behind the other
+    trained.bin   uint8   1 where the token is a target
+    offsets.bin   int64   n + 1 offsets of the samples into both
+    origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
+    left_out.txt          every row that is no sample, and why
+    meta.json             counts, fingerprint, sizes; written last
+
+It is built beside its place and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
+released with its holder, lets one process build while others wait. Building streams: memory does not grow with the
+set. Old caches are not removed; the directory may be deleted whenever no run uses it.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dtrain.data.files import read_chunks
+from dtrain.data.order import Share
+from dtrain.data.pool import Job, Pool
+from dtrain.data.sample import LONG, EncodedChunk, Encoder
+from dtrain.errors import UserError
+
+VERSION = 1
+SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
+NAMED = 20  # rows left out that messages name; left_out.txt has all
+ARRAYS = {
+    "tokens.bin": torch.int32,
+    "trained.bin": torch.uint8,
+    "offsets.bin": torch.int64,
+    "origins.bin": torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one format, and how often each of their rows appears per epoch (see `order.Order`)."""
+
+    files: tuple[Path, ...]
+    format: str
+    weight: float = 1.0
+
+
+class Samples:
+    """The samples of a cache. `samples[i]` is (ids int32 [s], trained bool [s]).
+
+    meta          what meta.json says: rows, samples, truncated, too_long, untrained, tokens, tokens_cut, left_out ...
+    shares        the samples of each source, with its weight
+    fingerprint   a hash of ids, masks and weights
+    """
+
+    def __init__(self, directory: Path, weights: Sequence[float]):
+        self.directory, self.weights = directory, tuple(weights)
+        self.meta: dict[str, Any] = json.loads((directory / "meta.json").read_text())
+        self._tokens, self._trained, self._offsets, origins = (
+            torch.from_file(
+                str(directory / name), shared=False, size=self.meta["sizes"][name] // kind.itemsize, dtype=kind
+            )
+            for name, kind in ARRAYS.items()
+        )
+        self._origins = origins.view(-1, 3)
+        first, shares = 0, []
+        for count, weight in zip(self.meta["per_source"], self.weights, strict=True):
+            shares.append(Share(first, count, weight))
+            first += count
+        self.shares = tuple(shares)
+        parts = json.dumps([self.meta["fingerprint"], self.weights])
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self.meta["samples"]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start, end = self._offsets[index : index + 2].tolist()
+        return self._tokens[start:end], self._trained[start:end].bool()
+
+    def __reduce__(self):
+        return Samples, (self.directory, self.weights)
+
+    def lengths(self, indices: Tensor) -> Tensor:
+        """Tokens of the samples `indices` (int64)."""
+        return self._offsets[indices + 1] - self._offsets[indices]
+
+    def full_lengths(self, start: int, stop: int) -> Tensor:
+        """Tokens of the samples [start, stop) before truncation."""
+        return self._origins[start:stop, 2]
+
+    def origin(self, index: int) -> tuple[str, int]:
+        """File and line of a sample."""
+        file, line, _ = self._origins[index].tolist()
+        return self.meta["files"][file], line
+
+
+def open_cache(
+    sources: Sequence[Source],
+    encoder: Encoder,
+    *,
+    cache_dir: str | Path | None,
+    num_workers: int | None = None,
+    progress: bool = True,
+    label: str = "data",
+) -> Samples:
+    """The samples of `sources`, from the cache or made now by `num_workers` processes (None or 0: as many as cores).
+
+    Without a `cache_dir` they are made in a temporary file that vanishes with the process. Processes that open the
+    same cache at once wait for the one that makes it. Raises UserError for a row that is wrong, with file and line,
+    and where no sample is left.
+    """
+    weights = [source.weight for source in sources]
+    if cache_dir is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            _build(Path(scratch), sources, encoder, num_workers, progress, label)
+            return Samples(Path(scratch), weights)
+    root = Path(cache_dir).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    place = root / _key(sources, encoder)
+    if not _whole(place):
+        with _lock(root / f"{place.name}.lock"):
+            if not _whole(place):
+                for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
+                    shutil.rmtree(rest)
+                shutil.rmtree(place, ignore_errors=True)
+                scratch = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
+                try:
+                    _build(scratch, sources, encoder, num_workers, progress, label)
+                    scratch.rename(place)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+    return Samples(place, weights)
+
+
+def _key(sources: Sequence[Source], encoder: Encoder) -> str:
+    files = [
+        [source.format, [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]]
+        for source in sources
+    ]
+    return hashlib.sha256(json.dumps([VERSION, files, encoder.fingerprint]).encode()).hexdigest()[:16]
+
+
+def _whole(place: Path) -> bool:
+    """Whether the cache is there, with all its bytes."""
+    try:
+        meta = json.loads((place / "meta.json").read_text())
+        return meta["version"] == VERSION and all(
+            (place / name).stat().st_size == size for name, size in meta["sizes"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    with open(file, "a") as held:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
+
+
+class _Writer:
+    """Samples to the files of a cache, counted on the way."""
+
+    def __init__(self, directory: Path, stack: ExitStack):
+        self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in ARRAYS}
+        self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
+        self.hash = hashlib.blake2b(digest_size=16)
+        self.offset = self.samples = 0
+        self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
+        self.named: list[list[Any]] = []
+        self._write("offsets.bin", array("q", [0]).tobytes())
+
+    def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
+        lengths = array("q", chunk.lengths).tobytes()
+        for part in (chunk.tokens.tobytes(), bytes(chunk.trained), lengths):
+            self.hash.update(part)
+        self._write("tokens.bin", chunk.tokens.tobytes())
+        self._write("trained.bin", chunk.trained)
+        offsets, origins = array("q"), array("q")
+        for length, line, full in zip(chunk.lengths, chunk.lines, chunk.full, strict=True):
+            self.offset += length
+            offsets.append(self.offset)
+            origins.extend((number, line, full))
+            self.counts["truncated"] += full > length
+            self.counts["tokens_cut"] += full - length
+        self._write("offsets.bin", offsets.tobytes())
+        self._write("origins.bin", origins.tobytes())
+        self.samples += len(chunk.lengths)
+        self.counts["rows"] += chunk.rows
+        self.counts["trained_tokens"] += chunk.trained.count(1)
+        for line, reason in chunk.left_out:
+            self.counts["too_long" if reason == LONG else "untrained"] += 1
+            self.list.write(f"{file}:{line}: {reason}\n")
+            if len(self.named) < NAMED:
+                self.named.append([file, line, reason])
+
+    def _write(self, name: str, data: bytes | bytearray) -> None:
+        self.streams[name].write(data)
+
+
+def _build(
+    directory: Path,
+    sources: Sequence[Source],
+    encoder: Encoder,
+    num_workers: int | None,
+    progress: bool,
+    label: str,
+) -> None:
+    files = [(number, file) for number, source in enumerate(sources) for file in source.files]
+    size = sum(file.stat().st_size for _, file in files)
+    workers = num_workers or _cores()
+    per_source = [0] * len(sources)
+    with ExitStack() as stack:
+        writer = _Writer(directory, stack)
+        encode = _inline(encoder)
+        if size > SMALL and workers > 1:
+            encode = stack.enter_context(Pool(encoder, workers)).encode
+        packed = any(file.suffix == ".gz" for _, file in files)
+        bar = stack.enter_context(
+            tqdm(
+                total=None if packed else size,
+                desc=f"tokenising {label}",
+                unit="B",
+                unit_scale=True,
+                disable=None if progress else True,  # None: only where a terminal shows it
+                leave=False,
+            )
+        )
+        at: deque[int] = deque()  # number of the file of each chunk on its way
+
+        def jobs() -> Iterator[Job]:
+            for number, (source, file) in enumerate(files):
+                for chunk in read_chunks(file):
+                    at.append(number)
+                    yield chunk, sources[source].format
+
+        for chunk in encode(jobs()):
+            number = at.popleft()
+            source, file = files[number]
+            writer.add(number, str(file), chunk)
+            per_source[source] += len(chunk.lengths)
+            bar.update(chunk.size)
+    _refuse_nothing(writer, files, label)
+    meta = {
+        "version": VERSION,
+        "fingerprint": writer.hash.hexdigest(),
+        "files": [str(file) for _, file in files],
+        "per_source": per_source,
+        "samples": writer.samples,
+        "tokens": writer.offset,
+        **writer.counts,
+        "left_out": writer.named,
+        "max_length": encoder.max_length,
+        "sizes": {name: (directory / name).stat().st_size for name in ARRAYS},
+    }
+    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _inline(encoder: Encoder) -> Callable[[Iterator[Job]], Iterator[EncodedChunk]]:
+    return lambda jobs: (encoder.encode_chunk(*job) for job in jobs)
+
+
+def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str) -> None:
+    """Raises UserError where there is no sample, saying why."""
+    if writer.samples:
+        return
+    names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
+    rows = writer.counts["rows"]
+    if not rows:
+        raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
+    file, line, reason = writer.named[0]
+    if writer.counts["too_long"] == rows:
+        fix = "raise data.max_length, or set data.too_long=truncate"
+    elif "max_length" in reason:
+        fix = "raise data.max_length: the trained part of each row lies beyond it"
+    else:
+        fix = "data.loss_on and the roles of the messages say what is trained; `dtrain preview` shows it"
+    raise UserError(
+        f"{label}: not one of {rows} rows has a trained token ({names}); {file}:{line}, for one: {reason}. Fix: {fix}"
+    )

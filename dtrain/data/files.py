@@ -1,0 +1,252 @@
+"""Data files: which files a path means, and their rows in order, each with the line it stands on.
+
+JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
+three may be gzipped (`.gz`). Nothing is read whole: rows come in chunks of bounded size. Torch is not imported.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dtrain.errors import UserError
+
+KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
+CHUNK_ROWS = 256
+CHUNK_BYTES = 1 << 20
+CSV_FIELD_BYTES = 2**31 - 1
+SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
+
+    `size` is how many bytes of the file the chunk stands for: a progress bar adds them up to the file's size.
+    """
+
+    file: str
+    rows: list[tuple[int, Any]]
+    size: int
+
+
+def resolve(paths: str | Sequence[str], key: str = "data.train.path") -> list[Path]:
+    """The files that `paths` (one or several paths or globs) mean, in the order given, a glob's files sorted.
+
+    Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
+    """
+    files: list[Path] = []
+    for path in [paths] if isinstance(paths, str) else list(paths):
+        found = _matches(str(path), key)
+        for file in found:
+            kind_of(file, key)
+        files += found
+    if not files:
+        raise UserError(f"{key} names no file; give a path, a glob or a list of them")
+    return files
+
+
+def _matches(path: str, key: str) -> list[Path]:
+    expanded = Path(path).expanduser()
+    if expanded.is_file():
+        return [expanded]
+    if expanded.is_dir():
+        raise UserError(f"{key}: {path} is a directory; name its files, for example {key}='{path.rstrip('/')}/*.jsonl'")
+    if glob.has_magic(path):
+        found = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True) if Path(name).is_file())
+        if not found:
+            raise UserError(f"{key}: no file matches {path}")
+        return found
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not set(expanded.suffixes) & {*KINDS, ".gz"}:
+        name = path.split("/")[1]
+        raise UserError(
+            f"{key}: there is no file {path}; it looks like a dataset of the Hugging Face hub, and dtrain reads "
+            f"local files only for now. Write one and name it:\n"
+            f"    pip install datasets\n"
+            f'    python -c "from datasets import load_dataset; '
+            f"load_dataset('{path}', split='train').to_json('{name}.jsonl')\"\n"
+            f"    {key}={name}.jsonl"
+        )
+    raise UserError(f"{key}: there is no file {path}")
+
+
+def kind_of(file: Path, key: str = "data.train.path") -> str:
+    """json, csv or parquet, by the file's ending."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    ending = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    kind = KINDS.get(ending)
+    if kind is None or (kind == "parquet" and suffixes[-1] == ".gz"):
+        raise UserError(f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}")
+    return kind
+
+
+def read_chunks(file: Path) -> Iterator[Chunk]:
+    """The rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are passed over."""
+    kind = kind_of(file)
+    if kind == "parquet":
+        yield from _parquet(file)
+        return
+    with _open(file) as stream:
+        try:
+            if kind == "csv":
+                rows = _csv(file, stream)
+            elif _first_character(stream) == b"[":
+                rows = _json_array(file, stream)
+            else:
+                rows = _json_lines(stream)
+            yield from _chunks(file, rows)
+        except UnicodeDecodeError as problem:
+            raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
+        except (gzip.BadGzipFile, EOFError) as problem:
+            raise UserError(f"{file}: the file is not a whole gzip file ({problem})") from problem
+
+
+def parse(file: str, line: int, row: Any) -> dict[str, Any]:
+    """A row of a chunk as a dict. Raises UserError with file, line and column of what is wrong."""
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row.decode("utf-8-sig" if line == 1 else "utf-8"))
+        except json.JSONDecodeError as problem:
+            raise UserError(
+                f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "
+                "each line of the file must be one whole JSON object"
+            ) from problem
+        except UnicodeDecodeError as problem:
+            raise UserError(f"{file}:{line}: this line is not UTF-8 text ({problem}); convert it to UTF-8") from problem
+    if not isinstance(row, dict):
+        raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {_named(row)}")
+    return row
+
+
+def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
+    """The line and value of the file's first row; None where it has none."""
+    for chunk in read_chunks(file):
+        for line, row in chunk.rows:
+            return line, parse(chunk.file, line, row)
+    return None
+
+
+def _named(value: Any) -> str:
+    names = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+    return names.get(type(value), "null")
+
+
+def _open(file: Path) -> IO[bytes]:
+    return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else open(file, "rb")
+
+
+def _first_character(stream: IO[bytes]) -> bytes:
+    """The first byte that is neither space nor byte order mark; the stream is back at its start."""
+    found = b""
+    while not found:
+        block = stream.read(4096)
+        if not block:
+            break
+        found = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    stream.seek(0)
+    return found
+
+
+def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
+    """(line, row, size) triples gathered into chunks."""
+    gathered: list[tuple[int, Any]] = []
+    size = 0
+    for line, row, row_size in rows:
+        gathered.append((line, row))
+        size += row_size
+        if len(gathered) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield Chunk(str(file), gathered, size)
+            gathered, size = [], 0
+    if gathered:
+        yield Chunk(str(file), gathered, size)
+
+
+def _json_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
+    for line, text in enumerate(stream, start=1):
+        if text.strip():
+            yield line, text, len(text)
+
+
+def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]:
+    """The objects of one JSON array, decoded one after the other from a sliding piece of the file."""
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    decoder = json.JSONDecoder()
+    buffer, position, line = text.read(CHUNK_BYTES), 0, 1
+
+    def more() -> bool:
+        nonlocal buffer, position
+        block = text.read(max(CHUNK_BYTES, len(buffer) - position))
+        buffer, position = buffer[position:] + block, 0
+        return bool(block)
+
+    def next_character() -> str:
+        nonlocal position, line
+        while True:
+            end = SPACE.match(buffer, position).end()
+            line += buffer.count("\n", position, end)
+            position = end
+            if position < len(buffer):
+                return buffer[position]
+            if not more():
+                raise UserError(f"{file}:{line}: the JSON array never ends: a ] is missing; is the file whole?")
+
+    next_character()
+    position += 1
+    closed = next_character() == "]"
+    while not closed:
+        next_character()
+        while True:
+            try:
+                row, end = decoder.raw_decode(buffer, position)
+                break
+            except json.JSONDecodeError as problem:
+                at = line + buffer.count("\n", position, problem.pos)
+                if not more():
+                    raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}") from problem
+        yield line, row, end - position
+        line += buffer.count("\n", position, end)
+        position = end
+        separator = next_character()
+        if separator not in ",]":
+            raise UserError(f"{file}:{line}: a comma or a ] must follow a row of a JSON array, not {separator!r}")
+        position += 1
+        closed = separator == "]"
+
+
+def _csv(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, str], int]]:
+    csv.field_size_limit(CSV_FIELD_BYTES)  # the csv module's own 128 KiB is less than one long document
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    reader = csv.DictReader(text, strict=True)
+    line = 1
+    try:
+        for row in reader:
+            start, line = line + 1 if reader.line_num > line else line, reader.line_num
+            if None in row:
+                raise UserError(f"{file}:{start}: this row has more cells than the header has names")
+            cells = {name: cell for name, cell in row.items() if cell is not None}
+            yield start, cells, sum(map(len, cells.values())) + len(cells)
+    except csv.Error as problem:
+        raise UserError(f"{file}:{reader.line_num}: this is not CSV: {problem}") from problem
+
+
+def _parquet(file: Path) -> Iterator[Chunk]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as problem:
+        raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
+            for batch in table.iter_batches(batch_size=CHUNK_ROWS):
+                rows = batch.to_pylist()
+                yield Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
+                line += len(rows)
+    except pyarrow.ArrowException as problem:
+        raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem

@@ -1,0 +1,320 @@
+"""Rows to samples: what format a row is in, whether it is sound, and what it says, in one shape per kind of training.
+
+The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Completion`
+(prompt and completion as strings), `Text`, and `Tokens` (used as they are). Torch is not imported.
+Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.errors import UserError
+
+IGNORE = -100  # a label without loss, as everywhere in the field
+
+# The keys by which a format is known; the first that a row has all of is its format.
+FORMATS = {
+    "tokenized": ("input_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "preference": ("chosen", "rejected"),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    **{role: role for role in ROLES},
+}
+CALL_ROLES = ("function_call", "tool_call")
+ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`train[i]` is what the row says of messages[i]: True, False, or None where it says nothing.
+
+    The first `prompt` messages are never trained (0 unless the row has a prompt and a completion).
+    """
+
+    messages: list[dict[str, Any]]
+    train: list[bool | None]
+    tools: list[dict[str, Any]] | None = None
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`trained[t]`: token t is a target."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+def detect(row: Mapping[str, Any]) -> str | None:
+    """The name of the row's format, or None. Keys whose value is null count as absent (parquet fills them in)."""
+    for name, keys in FORMATS.items():
+        if all(row.get(key) is not None for key in keys):
+            return name
+    return None
+
+
+def describe_unknown(row: Mapping[str, Any]) -> str:
+    """Why `detect` found nothing."""
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in FORMATS.items() if name != "preference")
+    return (
+        f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
+        f"{known}. Rename the columns of the file"
+    )
+
+
+def refuse_preference() -> UserError:
+    return UserError(
+        "the rows are preferences (chosen, rejected), which method sft does not train on; "
+        "method dpo, which does, is not in dtrain yet. For sft give each row messages, or prompt and completion"
+    )
+
+
+def normalise(row: Mapping[str, Any], name: str) -> Conversation | Completion | Text | Tokens:
+    """`row` of format `name` in its one shape. Raises UserError."""
+    if name == "preference":
+        raise refuse_preference()
+    missing = [key for key in FORMATS[name] if row.get(key) is None]
+    if missing:
+        other = detect(row)
+        looks = f"it looks like format {other}" if other else describe_unknown(row)
+        raise UserError(
+            f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
+            "Rows of different formats belong into different files, each one of data.train.sources"
+        )
+    return {
+        "messages": lambda: _chat(row, "messages"),
+        "sharegpt": lambda: _chat(row, "conversations"),
+        "alpaca": lambda: _alpaca(row),
+        "prompt_completion": lambda: _prompt_completion(row),
+        "text": lambda: Text(_string(row["text"], "text")),
+        "tokenized": lambda: _tokens(row),
+    }[name]()
+
+
+def _string(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{key} must be a string, not {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _list(value: Any, key: str) -> list[Any]:
+    """`value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as problem:
+            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(f"{key} must be a list, not {_kind(value)}")
+    return list(value)
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    if row.get("tools") in (None, "", []):
+        return None
+    tools = _list(row["tools"], "tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise UserError(f"tools[{index}] must be an object (a JSON schema of a function), not {_kind(tool)}")
+    return tools
+
+
+def _chat(row: Mapping[str, Any], key: str) -> Conversation:
+    messages, train = _messages(row[key], key)
+    system = row.get("system")
+    if system and key == "conversations" and messages[0]["role"] != "system":
+        messages, train = [{"role": "system", "content": _string(system, "system")}, *messages], [None, *train]
+    return Conversation(messages, train, _tools(row))
+
+
+def _messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    entries = _list(value, key)
+    if not entries:
+        raise UserError(f"{key} is an empty list; give at least one user and one assistant message")
+    pairs = [_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries)]
+    return [message for message, _ in pairs], [train for _, train in pairs]
+
+
+def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
+    if not isinstance(entry, dict):
+        raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {_kind(entry)}')
+    message = {name: value for name, value in entry.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message = _sharegpt_message(message, key)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise UserError(f"{key} has no role; give it one of {', '.join(ROLES)}")
+    if role not in ROLES:
+        near = ROLE_HINTS.get(role.lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, 1)), None)
+        raise UserError(
+            f"{key}.role is {role!r}, which is no known role"
+            + (f"; did you mean {near!r}?" if near else "")
+            + f" Known are {', '.join(ROLES)}"
+        )
+    train = _train_flag(message, key)
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{key}.content")
+    elif not message.get("tool_calls"):
+        raise UserError(f"{key} has no content; give it a string")
+    return message, train
+
+
+def _sharegpt_message(message: Mapping[str, Any], key: str) -> dict[str, Any]:
+    speaker, rest = message["from"], {name: value for name, value in message.items() if name not in ("from", "value")}
+    if "value" not in message:
+        raise UserError(f"{key} has no value; give it a string")
+    if speaker in CALL_ROLES:
+        return {**rest, "role": "assistant", "tool_calls": _sharegpt_calls(message["value"], f"{key}.value")}
+    if speaker not in SHAREGPT_ROLES:
+        known = ", ".join([*SHAREGPT_ROLES, *CALL_ROLES])
+        raise UserError(f"{key}.from is {speaker!r}, which is no known speaker; known are {known}")
+    return {**rest, "role": SHAREGPT_ROLES[speaker], "content": message["value"]}
+
+
+def _sharegpt_calls(value: Any, key: str) -> list[dict[str, Any]]:
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as problem:
+        raise UserError(f"{key} must be the JSON of a function call ({problem})") from problem
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(f'{key} must be a function call like {{"name": "...", "arguments": {{...}}}}')
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _train_flag(message: dict[str, Any], key: str) -> bool | None:
+    """`train: false`, or `weight: 0` as OpenAI's fine-tuning files say it; taken out of the message."""
+    train, weight = message.pop("train", None), message.pop("weight", None)
+    if train is not None and not isinstance(train, bool):
+        raise UserError(f"{key}.train must be true or false, not {train!r}")
+    if weight is not None:
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise UserError(f"{key}.weight is {weight!r}; only 0 (not trained) and 1 (trained) are known")
+        if train is not None and train != bool(weight):
+            raise UserError(f"{key}.train and {key}.weight say different things; keep one of them")
+        train = bool(weight)
+    if train and message["role"] != "assistant":
+        raise UserError(
+            f"{key} is a {message['role']} message and asks to be trained; only assistant messages are. "
+            "Take the mark away, or set data.loss_on=all to train on every token"
+        )
+    return train
+
+
+def _content(content: Any, key: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError(f"{key} must be a string, not {_kind(content)}")
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on text only")
+    return "".join(texts)
+
+
+def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
+    calls = _list(value, key)
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f'{key}[{index}] must be like {{"type": "function", "function": {{"name": "...", "arguments": {{}}}}}}'
+            )
+    return [{name: item for name, item in call.items() if item is not None} for call in calls]
+
+
+def _alpaca(row: Mapping[str, Any]) -> Conversation:
+    """instruction, a blank line and input (where there is one) are the user's message, output is the reply.
+
+    `system` and `history` (a list of [question, reply]) are read where they stand.
+    """
+    instruction, given = _string(row["instruction"], "instruction"), row.get("input")
+    question = f"{instruction}\n\n{_string(given, 'input')}" if given else instruction
+    messages = [{"role": "system", "content": _string(row["system"], "system")}] if row.get("system") else []
+    for index, pair in enumerate(_list(row.get("history") or [], "history")):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise UserError(f"history[{index}] must be a list of two strings, a question and its reply")
+        messages.append({"role": "user", "content": _string(pair[0], f"history[{index}][0]")})
+        messages.append({"role": "assistant", "content": _string(pair[1], f"history[{index}][1]")})
+    messages.append({"role": "user", "content": question})
+    messages.append({"role": "assistant", "content": _string(row["output"], "output")})
+    return Conversation(messages, [None] * len(messages), _tools(row))
+
+
+def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise UserError("prompt and completion must both be strings or both be lists of messages")
+    before, before_train = _messages(prompt, "prompt")
+    after, after_train = _messages(completion, "completion")
+    return Conversation(before + after, before_train + after_train, _tools(row), prompt=len(before))
+
+
+def _tokens(row: Mapping[str, Any]) -> Tokens:
+    ids = _integers(row["input_ids"], "input_ids")
+    if any(token < 0 for token in ids):
+        raise UserError("input_ids holds a negative id")
+    if row.get("labels") is None:
+        return Tokens(ids, [True] * len(ids))
+    labels = _integers(row["labels"], "labels")
+    if len(labels) != len(ids):
+        raise UserError(f"input_ids has {len(ids)} entries and labels {len(labels)}; they must be equally long")
+    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (IGNORE, token):
+            raise UserError(
+                f"labels[{index}] is {label}, but input_ids[{index}] is {token}: labels must not be shifted, so each "
+                f"is the id of its own position, or {IGNORE} where no loss is wanted"
+            )
+    return Tokens(ids, [label != IGNORE for label in labels])
+
+
+def _integers(value: Any, key: str) -> list[int]:
+    values = _list(value, key)
+    for index, item in enumerate(values):
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise UserError(f"{key}[{index}] must be a whole number, not {item!r}")
+    return values

@@ -1,0 +1,111 @@
+"""The order in which an epoch visits its samples: a function of (seed, epoch, position) that needs no memory.
+
+A permutation of [0, n) is a Feistel network over the next power of four, walked until it lands inside ("cycle
+walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer
+(Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDS = 8
+
+
+def key(*parts: object) -> int:
+    """A signed 64-bit number out of anything that prints."""
+    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right of int64."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(values: Tensor) -> Tensor:
+    """SplitMix64's finaliser over int64, element by element."""
+    values = (values ^ _shift(values, 30)) * _signed(0xBF58476D1CE4E5B9)
+    values = (values ^ _shift(values, 27)) * _signed(0x94D049BB133111EB)
+    return values ^ _shift(values, 31)
+
+
+def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
+    """Where the permutation of [0, size) with that key sends `positions` (int64, each below `size`)."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+
+    def once(values: Tensor) -> Tensor:
+        left, right = values >> half, values & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (mix(right + key(permutation, number)) & mask)
+        return (left << half) | right
+
+    result = once(positions)
+    outside = result >= size
+    while bool(outside.any()):
+        result[outside] = once(result[outside])
+        outside = result >= size
+    return result
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source's samples, `first` and `count` of them, and how often each appears in an epoch."""
+
+    first: int
+    count: int
+    weight: float = 1.0
+
+    @property
+    def copies(self) -> int:
+        return int(self.weight)
+
+    @property
+    def extra(self) -> int:
+        """How many of the samples appear once more."""
+        return round((self.weight - self.copies) * self.count)
+
+    @property
+    def total(self) -> int:
+        return self.copies * self.count + self.extra
+
+
+class Order:
+    """The samples of one epoch.
+
+    A source of weight w gives every sample ⌊w⌋ times, and round((w − ⌊w⌋) · count) of them once more: the next so many
+    of one order drawn from the seed, around and around, so that after any number of epochs no sample is more than one
+    visit ahead of another. Shuffled, all of these are permuted together; else they come source by source.
+    """
+
+    def __init__(self, shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool):
+        self.shares, self.seed, self.epoch, self.shuffle = tuple(shares), seed, epoch, shuffle
+        self.total = sum(share.total for share in self.shares)
+
+    def samples(self, start: int, stop: int) -> Tensor:
+        """The sample at each position of [start, stop), int64."""
+        positions = torch.arange(start, min(stop, self.total))
+        if self.shuffle:
+            positions = permute(positions, self.total, key("order", self.seed, self.epoch))
+        result = torch.empty_like(positions)
+        base = 0
+        for number, share in enumerate(self.shares):
+            inside = (positions >= base) & (positions < base + share.total)
+            local = positions[inside] - base
+            chosen = local >= share.copies * share.count
+            sample = local % max(1, share.count)
+            if bool(chosen.any()):
+                drawn = local[chosen] - share.copies * share.count
+                drawn = (drawn + self.epoch * share.extra) % share.count
+                sample[chosen] = permute(drawn, share.count, key("choice", self.seed, number))
+            result[inside] = share.first + sample
+            base += share.total
+        return result

@@ -1,0 +1,106 @@
+"""Chunks of rows to samples in parallel processes, in order, with bounded memory.
+
+The workers are plain child processes that read jobs from a pipe and write results to another: they need neither a
+guarded main module nor a fork of a process full of threads, and they end when their parent does, however it ends,
+since their pipe then does.
+"""
+
+import collections
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO
+
+from dtrain.data.files import Chunk
+from dtrain.data.sample import EncodedChunk, Encoder
+from dtrain.errors import UserError
+
+AHEAD = 4  # chunks in flight per worker
+Job = tuple[Chunk, str]
+
+
+class Pool:
+    """`workers` processes that encode chunks; a context manager."""
+
+    def __init__(self, encoder: Encoder, workers: int):
+        self.encoder, self.workers = encoder, workers
+
+    def __enter__(self) -> "Pool":
+        # The child finds this package where the parent did, wherever it was started.
+        start = f"import sys; sys.path[:] = {sys.path!r}; from dtrain.data.pool import serve; serve()"
+        self._processes = [
+            subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(self.workers)
+        ]
+        self._idle: queue.Queue[subprocess.Popen] = queue.Queue()
+        self._threads = ThreadPoolExecutor(self.workers)
+        spec = pickle.dumps(self.encoder)
+        for process in self._processes:
+            self._send(process, spec)
+            self._idle.put(process)
+        return self
+
+    def __exit__(self, *problem) -> None:
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            process.wait()
+            process.stdout.close()
+
+    def encode(self, jobs: Iterable[Job]) -> Iterator[EncodedChunk]:
+        """The result of each job, in the order of the jobs. Raises the UserError of the first row that has one."""
+        pending: collections.deque[Future[EncodedChunk]] = collections.deque()
+        for job in jobs:
+            pending.append(self._threads.submit(self._call, job))
+            if len(pending) >= AHEAD * self.workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def _call(self, job: Job) -> EncodedChunk:
+        process = self._idle.get()
+        try:
+            self._send(process, pickle.dumps(job))
+            result = pickle.load(process.stdout)
+        except (EOFError, pickle.UnpicklingError) as problem:
+            raise _died(process) from problem
+        finally:
+            self._idle.put(process)
+        if isinstance(result, UserError):
+            raise result
+        return result
+
+    def _send(self, process: subprocess.Popen, message: bytes) -> None:
+        try:
+            process.stdin.write(message)
+            process.stdin.flush()
+        except BrokenPipeError as problem:
+            raise _died(process) from problem
+
+
+def _died(process: subprocess.Popen) -> RuntimeError:
+    return RuntimeError(f"a tokenising process died with exit status {process.wait()}; its own error stands above")
+
+
+def serve() -> None:
+    """The worker's whole life: an encoder, then jobs until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    jobs: IO[bytes] = sys.stdin.buffer
+    results: IO[bytes] = sys.stdout.buffer
+    encoder: Encoder = pickle.load(jobs)
+    while True:
+        try:
+            job: Job = pickle.load(jobs)
+        except EOFError:
+            return
+        try:
+            answer: EncodedChunk | UserError = encoder.encode_chunk(*job)
+        except UserError as problem:
+            answer = UserError(str(problem))
+        pickle.dump(answer, results, protocol=pickle.HIGHEST_PROTOCOL)
+        results.flush()

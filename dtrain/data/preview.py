@@ -1,0 +1,111 @@
+"""`dtrain preview`: rows as the model sees them, and what the set is like once it is tokenised and packed."""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import IGNORE
+from dtrain.data.cache import Samples
+from dtrain.data.rows import Row, Rows
+from dtrain.data.sources import open_rows
+from dtrain.data.tokenizer import Tokenizer
+
+TRAINED, PLAIN = "\033[32m", "\033[0m"
+BUCKETS, BAR = 12, 40
+BLOCK = 1 << 16  # samples read at once
+
+
+def preview(recipe: Any, samples: int = 3, color: bool | None = None, out: TextIO | None = None) -> None:
+    """Prints rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
+
+    color   None: where `out` (standard output) is a terminal; without colour trained spans stand in [[ ]]
+
+    Tokenises into the cache that a run of the recipe uses. Raises UserError as a run would.
+    """
+    out = out or sys.stdout
+    color = out.isatty() if color is None else color
+
+    def say(text: str = "") -> None:
+        print(text, file=out)
+
+    tokenizer = Tokenizer.from_directory(recipe.model.path)
+    cache_dir = Path(recipe.run.dir) / ".cache"
+    rows = open_rows(recipe.data, tokenizer=tokenizer, seed=recipe.run.seed, cache_dir=cache_dir, say=say)
+    mark = "green" if color else "in [[ ]]"
+    for number, placement in enumerate(islice(rows.placements(), samples), start=1):
+        places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
+        more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
+        say(f"\n--- row {number}, trained tokens {mark}: {places}{more}")
+        for text in documents(rows.build(placement.samples), tokenizer, color):
+            say(text)
+    say()
+    for line in histogram(rows.samples):
+        say(line)
+    say()
+    for line in packing(rows):
+        say(line)
+
+
+def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
+    """The text of each document of a row, its trained tokens marked."""
+    begin, end = (TRAINED, PLAIN) if color else ("[[", "]]")
+    targets = torch.zeros_like(row["labels"], dtype=torch.bool)
+    targets[1:] = row["labels"][:-1] != IGNORE  # a label stands one place before the token that it names
+    for document in range(int(row["seq_ids"][-1]) + 1):
+        inside = row["seq_ids"] == document
+        ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
+        text, start = "", 0
+        for stop in range(1, len(ids) + 1):
+            if stop == len(ids) or trained[stop] != trained[start]:
+                piece = tokenizer.decode(ids[start:stop])
+                text += f"{begin}{piece}{end}" if trained[start] else piece
+                start = stop
+        yield text
+
+
+def histogram(samples: Samples) -> list[str]:
+    """How long the samples are, in tokens, before truncation."""
+    lengths = _Spread()
+    for start in range(0, len(samples), BLOCK):
+        lengths.add(samples.full_lengths(start, min(len(samples), start + BLOCK)))
+    limit, lines = samples.meta["max_length"], []
+    width = max(1, -(-(lengths.highest + 1) // BUCKETS))
+    counts = torch.zeros(BUCKETS, dtype=torch.int64)
+    for start in range(0, len(samples), BLOCK):
+        bucket = samples.full_lengths(start, min(len(samples), start + BLOCK)) // width
+        counts += torch.bincount(bucket, minlength=BUCKETS)
+    mean = lengths.total / len(samples)
+    lines.append(f"lengths in tokens: {lengths.lowest} to {lengths.highest}, mean {mean:.1f} (max_length {limit})")
+    for bucket, count in enumerate(counts.tolist()):
+        if bucket * width <= lengths.highest:
+            low, high = bucket * width, (bucket + 1) * width - 1
+            lines.append(f"{low:>8} - {high:<8} {count:>9,} {'#' * round(BAR * count / int(counts.max()))}".rstrip())
+    return lines
+
+
+def packing(rows: Rows) -> list[str]:
+    """How many rows and tokens an epoch has, and how full packed rows are."""
+    count, tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
+    lines = [f"an epoch: {count:,} rows, {tokens:,} tokens"]
+    if rows.packing:
+        full = 100 * tokens / (count * rows.max_length)
+        per_row = sum(share.total for share in rows.samples.shares) / count
+        lines.append(f"packed rows of {rows.max_length} tokens are {full:.1f}% full, {per_row:.1f} samples each")
+    return lines
+
+
+class _Spread:
+    """Lowest, highest and sum of numbers that come in blocks."""
+
+    def __init__(self):
+        self.lowest, self.highest, self.total = sys.maxsize, 0, 0
+
+    def add(self, values: Tensor) -> None:
+        self.lowest = min(self.lowest, int(values.min()))
+        self.highest = max(self.highest, int(values.max()))
+        self.total += int(values.sum())

@@ -1,0 +1,189 @@
+"""From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.data.cache import Samples, Source, open_cache
+from dtrain.data.files import first_row, resolve
+from dtrain.data.formats import CHAT_FORMATS, FORMATS, describe_unknown, detect, refuse_preference
+from dtrain.data.rows import Rows
+from dtrain.data.sample import LONG, Encoder
+from dtrain.data.template import ChatTemplate, choose_template
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+
+Say = Callable[[str], None]
+
+
+def open_rows(
+    section: Any,
+    *,
+    split: str = "train",
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    epochs: int | None = None,
+    cache_dir: str | Path | None = None,
+    say: Say = print,
+    progress: bool = True,
+) -> Rows:
+    """The rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
+
+    section     the recipe's `data` (its field names, as attributes)
+    split       "train", or "val": unshuffled, one epoch, each weight taken as 1
+    cache_dir   where section.cache_dir says nothing
+
+    Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
+    """
+    samples = open_samples(section, split=split, tokenizer=tokenizer, cache_dir=cache_dir, say=say, progress=progress)
+    train = split == "train"
+    return Rows(
+        samples,
+        max_length=section.max_length,
+        packing=section.packing,
+        shuffle=section.shuffle and train,
+        seed=seed,
+        epochs=epochs if train else 1,
+    )
+
+
+def open_samples(
+    section: Any,
+    *,
+    split: str = "train",
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None = None,
+    say: Say = print,
+    progress: bool = True,
+) -> Samples:
+    """The samples of one split; see `open_rows`."""
+    key = f"data.{split}"
+    sources = find_sources(getattr(section, split), key, say)
+    if split != "train":
+        sources = [Source(source.files, source.format) for source in sources]
+    encoder = make_encoder(section, tokenizer, sources, say)
+    samples = open_cache(
+        sources,
+        encoder,
+        cache_dir=section.cache_dir or cache_dir,
+        num_workers=section.num_workers,
+        progress=progress,
+        label=f"{split} data",
+    )
+    for line in report(samples, f"{split} data", section.too_long):
+        say(line)
+    return samples
+
+
+def find_sources(split: Any, key: str, say: Say = print) -> list[Source]:
+    """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
+    given = _given(split, key)
+    sources = []
+    for path, name, weight, where in given:
+        files = tuple(resolve(path, where))
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+            raise UserError(f"{where.removesuffix('.path')}.weight is {weight!r}; it must be a number, 0 or above")
+        named = f"{files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+        if name in (None, "auto"):
+            name = _detected(files)
+            say(f"{key}: {named}: format {name} (detected)")
+        elif name not in FORMATS:
+            raise UserError(f"{where.removesuffix('path')}format is {name!r}; known are auto, {', '.join(FORMATS)}")
+        if name == "preference":
+            raise UserError(f"{files[0]}: {refuse_preference()}")
+        sources.append(Source(files, name, float(weight)))
+    return sources
+
+
+def make_encoder(section: Any, tokenizer: Tokenizer, sources: Sequence[Source], say: Say = print) -> Encoder:
+    """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
+    formats = {source.format for source in sources}
+    template = choose_template(
+        tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
+    )
+    encoder = Encoder(
+        tokenizer, template, max_length=section.max_length, loss_on=section.loss_on, too_long=section.too_long
+    )
+    if template and formats & {*CHAT_FORMATS, "prompt_completion"}:
+        say(f"chat template: {template.origin}")
+        for note in _template_notes(template, encoder):
+            say(note)
+    if "text" in formats and section.loss_on != "all":
+        say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
+    if "tokenized" in formats:
+        say("tokenized rows are used as they are: their labels, not data.loss_on, say what is trained")
+    return encoder
+
+
+def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
+    """What a cache holds and what is missing from it, in sentences."""
+    meta = samples.meta
+    lines = [
+        f"{label}: {meta['samples']:,} samples of {meta['rows']:,} rows, {meta['tokens']:,} tokens, "
+        f"{meta['trained_tokens']:,} of them trained"
+    ]
+    limit = f"data.max_length={meta['max_length']}"
+    if meta["truncated"]:
+        lines.append(f"{label}: {meta['truncated']:,} samples truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
+    if meta["too_long"]:
+        lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
+    if meta["untrained"]:
+        named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason != LONG]
+        lines.append(
+            f"{label}: {meta['untrained']:,} rows left out without a trained token: {', '.join(named[:5])}"
+            + (", ..." if meta["untrained"] > len(named[:5]) else "")
+        )
+    if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
+        lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
+    return lines
+
+
+def _given(split: Any, key: str) -> list[tuple[Any, str | None, float, str]]:
+    """(path, format, weight, key of the path) of each source."""
+    if split is None:
+        raise UserError(f"{key} is null: name its data with {key}.path")
+    sources = getattr(split, "sources", None)
+    if sources:
+        if getattr(split, "path", None):
+            raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
+        return [
+            (_field(source, "path"), _field(source, "format"), _weight(source), f"{key}.sources[{number}].path")
+            for number, source in enumerate(sources)
+        ]
+    if not getattr(split, "path", None):
+        raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
+    return [(split.path, split.format, 1.0, f"{key}.path")]
+
+
+def _field(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+
+
+def _weight(source: Any) -> float:
+    weight = _field(source, "weight")
+    return 1.0 if weight is None else weight
+
+
+def _detected(files: Sequence[Path]) -> str:
+    """The format of the first row that there is; the encoder holds all others to it."""
+    for file in files:
+        first = first_row(file)
+        if first is not None:
+            line, row = first
+            name = detect(row)
+            if name is None:
+                raise UserError(f"{file}:{line}: {describe_unknown(row)}")
+            return name
+    raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
+
+
+def _template_notes(template: ChatTemplate, encoder: Encoder) -> list[str]:
+    notes = []
+    if template.writes_today:
+        notes.append(
+            "the chat template writes today's date into each conversation; "
+            "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
+        )
+    if encoder.replies.headers().ending == "" and "{% generation" not in template.source:
+        notes.append("the chat template writes no end-of-turn token: a model trained with it does not learn to stop")
+    return notes

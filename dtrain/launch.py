@@ -1,0 +1,96 @@
+"""The start of a run: the only reader of the environment.
+
+Three ways to run, told apart by what the environment says:
+
+    torchrun, SLURM started this process   it is one rank of theirs: in place
+    launch.nproc == 1                      in place, without a process group
+    launch.nproc > 1                       torchrun's own elastic agent starts that many processes (`agent`)
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from dtrain import agent
+from dtrain.config import Recipe
+from dtrain.errors import RecipeError
+from dtrain.preflight import preflight
+from dtrain.rank import Place, Train, run_in_place
+
+
+def launch(recipe: Recipe, train: Train | None = None) -> None:
+    """Run `recipe` to its end, in place or in processes of its own. `train` defaults to `dtrain.trainer.train`.
+
+    Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT or
+    SIGTERM, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
+    """
+    place = find_place(os.environ, recipe.launch.nproc)
+    problems = preflight(recipe, place.world_size if place else recipe.launch.nproc)
+    if problems:
+        raise RecipeError(problems)
+    if place is None and recipe.launch.nproc > 1:
+        agent.run_workers(recipe, _threads(recipe.launch.nproc), train)
+    else:
+        place = place or Place()
+        run_in_place(recipe, place, _threads(place.local_world_size), train)
+
+
+def work(job: str) -> None:
+    """The main function of a process that `agent.run_workers` started. Never returns."""
+    place = find_place(os.environ, 1)
+    agent.work(job, place, attempt=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+
+
+def _threads(processes: int) -> int | None:
+    """CPU threads of each of `processes` on this machine; None, torch's own choice, where OMP_NUM_THREADS is set."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
+def find_place(environ: Mapping[str, str], nproc: int) -> Place | None:
+    """Where torchrun or SLURM put this process, or None where nobody started it as a rank.
+
+    A SLURM batch script that asks for processes of its own (`nproc` > 1) is no rank: srun starts those.
+    """
+    if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        world = int(environ["WORLD_SIZE"])
+        local_world = int(environ.get("LOCAL_WORLD_SIZE", world))
+        return Place(int(environ["RANK"]), int(environ["LOCAL_RANK"]), world, local_world)
+    if not all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+        return None
+    if nproc > 1 and "SLURM_STEP_ID" not in environ and "SLURM_JOB_ID" in environ:
+        return None
+    world = int(environ["SLURM_NTASKS"])
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(world)
+    return Place(
+        rank=int(environ["SLURM_PROCID"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        world_size=world,
+        local_world_size=int(re.match(r"\d+", per_node)[0]),
+        master=_slurm_master(environ),
+    )
+
+
+def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Rank 0's host, and a port that two jobs on one machine rarely share."""
+    lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = next((environ[name] for name in lists if name in environ), "")
+    host = environ.get("MASTER_ADDR") or first_host(nodes)
+    port = environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000
+    return host, int(port)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list such as `gpu[07-09,12],login1`: scontrol's answer, or our own reading."""
+    if not nodes:
+        return "localhost"
+    if shutil.which("scontrol"):
+        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+        if shown.returncode == 0 and shown.stdout.strip():
+            return shown.stdout.split()[0]
+    first = re.match(r"[^,\[]+(\[[^\]]*\][^,\[]*)*", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

@@ -1,0 +1,144 @@
+"""Metrics: the rows of a run, handed to every sink, and the terminal. The fields of a row and their order stand here."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from dtrain.errors import UserError
+from dtrain.metrics.progress import Progress
+from dtrain.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+
+# The order in which a row is written; other fields (a method's own) follow in the order they came.
+FIELDS = (
+    "step",
+    "epoch",
+    "loss",
+    "val_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_sec",
+    "mfu",
+    "mem_gib",
+    "step_time",
+    "data_time",
+)
+
+Number = int | float
+
+
+class Metrics:
+    """Hands rows to its sinks. A sink that fails is warned of once and left out; training goes on.
+
+    `choices` holds one line per automatic choice, with its reason.
+    """
+
+    def __init__(self, sinks: list[Sink], progress: Progress | None, every: int, choices: list[str]):
+        self._sinks = list(sinks)
+        self._progress = progress
+        self._every = every
+        self.choices = choices
+
+    def resume_at(self, step: int) -> None:
+        """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
+        self._to_sinks(lambda sink: sink.resume_at(step))
+
+    def start(self, step: int, total_steps: int) -> None:
+        """Show progress from `step` (done so far) to `total_steps`."""
+        if self._progress is not None:
+            self._progress.start(step, total_steps)
+
+    def due(self, step: int) -> bool:
+        """Whether step's row is written: every `metrics.every` steps."""
+        return step % self._every == 0
+
+    def train_row(self, step: int, **fields: Number | None) -> None:
+        """The row of optimizer step `step` (from 1), if it is due, and the progress bar. None: does not apply."""
+        row = _row(step, fields)
+        if self._progress is not None:
+            self._progress.update(row)
+        if self.due(step):
+            self.log(row, step)
+
+    def val_row(self, step: int, **fields: Number | None) -> None:
+        """A validation after step `step`: `val_loss` and what else was measured."""
+        row = _row(step, fields)
+        shown = "  ".join(f"{name} {value:.6g}" for name, value in row.items() if name != "step")
+        self.say(f"step {step}  {shown}")
+        self.log(row, step)
+
+    def log(self, row: Mapping[str, Number], step: int) -> None:
+        """One row to every sink, as it is."""
+        self._to_sinks(lambda sink: sink.write({"step": step, **row}))
+
+    def say(self, text: str) -> None:
+        """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def close(self) -> None:
+        """Flush and close every sink and the bar. Twice does no harm."""
+        if self._progress is not None:
+            self._progress.close()
+        self._to_sinks(lambda sink: sink.close())
+        self._sinks = []
+
+    def _to_sinks(self, act) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except sink.failures as error:
+                self._sinks.remove(sink)
+                self.say(
+                    f"warning: {sink.name} failed and is left out from here on; training goes on. "
+                    f"{type(error).__name__}: {error}"
+                )
+
+
+def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
+    given = {"step": step, **{name: value for name, value in fields.items() if value is not None}}
+    known = {name: given[name] for name in FIELDS if name in given}
+    return known | given
+
+
+def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Metrics:
+    """The metrics of a run, from the recipe's `metrics` section (every, tensorboard, wandb). Files open at their first row.
+
+    config_yaml: the resolved recipe, kept with the W&B run. stream: the terminal (default: stderr).
+    On ranks other than 0 the same object without sinks. No collective.
+
+    Raises UserError, on every rank alike, where a package that the recipe asks for is not installed.
+    """
+    choices = []
+    tensorboard = section.tensorboard
+    if tensorboard == "auto":
+        tensorboard = _installed("tensorboard")
+        choices.append(
+            f"metrics.tensorboard=auto: {run_dir / 'tensorboard'}, since tensorboard is installed"
+            if tensorboard
+            else "metrics.tensorboard=auto: off, since tensorboard is not installed (pip install 'dtrain[tensorboard]')"
+        )
+    elif tensorboard and not _installed("tensorboard"):
+        raise UserError(
+            f"metrics.tensorboard={section.tensorboard} needs a package that is not installed: "
+            "pip install 'dtrain[tensorboard]', or set metrics.tensorboard=null"
+        )
+    if section.wandb and not _installed("wandb"):
+        raise UserError(
+            f"metrics.wandb={section.wandb} needs a package that is not installed: "
+            "pip install 'dtrain[wandb]', or set metrics.wandb=null"
+        )
+    if not is_main:
+        return Metrics([], None, section.every, [])
+    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+    if tensorboard:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+    if section.wandb:
+        sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
+    return Metrics(sinks, Progress(stream if stream is not None else sys.stderr), section.every, choices)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,22 @@
+"""Models in plain PyTorch under Hugging Face's names: configuration, families, initialisation.
+
+`config` is torch-free; what needs torch is imported when it is first asked for.
+"""
+
+from typing import Any
+
+from dtrain.models.config import ModelConfig, Rope, parse_config, read_config
+
+__all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "parse_config", "read_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("build", "from_pretrained"):
+        from dtrain.models import registry
+
+        return getattr(registry, name)
+    if name == "init_weights":
+        from dtrain.models.init import init_weights
+
+        return init_weights
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,329 @@
+"""What a model is: config.json, as transformers 4 and 5 write it, to one `ModelConfig`. Imports no torch.
+
+Every field of the file is used, known to change nothing, or refused by name, all problems at once. Where a field is
+absent the default is transformers' for that family. Rotary scaling has a file of its own, `rope_config`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtrain.errors import UserError
+from dtrain.models.fields import Fields
+from dtrain.models.rope_config import Rope, read_gemma_ropes, read_rope
+
+__all__ = ["FULL", "SLIDING", "ModelConfig", "Rope", "architectures", "parse_config", "read_config"]
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder, with config.json's names where it has them. Sizes in elements, of the whole model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    hidden_act: str  # a key of models.functions.ACTIVATIONS
+    rms_norm_eps: float
+    initializer_range: float
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]  # FULL or SLIDING, one a layer
+    sliding_window: int | None  # keys that a SLIDING layer sees, the query's own included; None without such layers
+    ropes: dict[str, Rope]  # by layer type
+    attention_scale: float  # what q·k is multiplied by
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    final_logit_softcapping: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None  # its embedding starts at zero and gets no gradient as an input, as in transformers
+    dtype: str | None = None  # of the weights in the files, such as "bfloat16"
+    is_text_tower: bool = False  # one part of a multimodal checkpoint
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """The model described by `directory`/config.json. Raises UserError listing everything that cannot be used."""
+    directory = Path(directory)
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise UserError(_no_directory(str(directory)))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{directory} has no config.json: model.path must be a model's directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return parse_config(values, str(path))
+
+
+def _no_directory(name: str) -> str:
+    message = f"model.path: there is no directory {name!r}"
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        local = name.split("/")[1]
+        message += (
+            f"; if it is a model on the Hugging Face hub, download it first: `hf download {name} --local-dir {local}`, "
+            f"then set model.path={local}"
+        )
+    return message
+
+
+def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The model that the fields of a config.json describe; `where` names the file in errors (UserError)."""
+    architecture = _architecture(values, where)
+    problems: list[str] = []
+    config = _READERS[architecture](architecture, Fields(values, problems))
+    if problems:
+        raise UserError("\n".join([f"{where}: {architecture} with", *(f"  - {problem}" for problem in problems)]))
+    return config
+
+
+def architectures() -> tuple[str, ...]:
+    """The architectures that can be built, as config.json names them."""
+    return tuple(_READERS)
+
+
+def _architecture(values: dict[str, Any], where: str) -> str:
+    named = values.get("architectures") or [_MODEL_TYPES.get(values.get("model_type"), values.get("model_type"))]
+    for name in named if isinstance(named, list) else [named]:
+        if name in _READERS:
+            return name
+    raise UserError(
+        f"{where}: architecture {' or '.join(map(str, named))} is not supported; there are: {', '.join(_READERS)}"
+    )
+
+
+def _common(architecture: str, fields: Fields, *, activation: str = "hidden_act", **more: Any) -> dict[str, Any]:
+    """What every family reads in the same way. `more` overrides it."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", more.pop("kv_heads", heads))
+    if heads % kv_heads:
+        fields.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    default_head_dim = more.pop("head_dim", None)
+    if default_head_dim is None:
+        default_head_dim = hidden // heads
+        if fields.get("head_dim") is None and hidden % heads:
+            fields.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = fields.integer("head_dim", max(default_head_dim, 1))
+    if head_dim % 2:
+        fields.problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
+    vocab = fields.integer("vocab_size", more.pop("vocab", None))
+    pad = fields.token("pad_token_id", more.pop("pad", None))
+    if pad is not None and not -vocab <= pad < vocab:
+        fields.problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
+    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        fields.must_be_off(key, "dropout is not implemented; set it to 0.0")
+    fields.must_be_off("quantization_config", "quantized weights cannot be trained; use the original checkpoint")
+    fields.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
+    return {
+        "architecture": architecture,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("max_position_embeddings", more.pop("max_positions", None)),
+        "hidden_act": _activation(fields, activation, more.pop("default_act", None)),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        # transformers reads 0 as "unset"
+        "initializer_range": fields.number("initializer_range", 0.02) or 0.02,
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", more.pop("tie", False)),
+        "attention_scale": head_dim**-0.5,
+        "bos_token_id": fields.token("bos_token_id"),
+        "eos_token_ids": fields.tokens("eos_token_id"),
+        "pad_token_id": pad,
+        "dtype": fields.dtype(),
+        **more,
+    }
+
+
+# transformers' names of activations, and ours.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",  # the same formula, written out
+    "relu": "relu",
+}
+
+
+def _activation(fields: Fields, key: str, default: str | None) -> str:
+    return _ACTIVATIONS[fields.choice(key, tuple(_ACTIVATIONS), default)]
+
+
+def _finish(fields: Fields, common: dict[str, Any], ropes: Callable[[Fields, dict], dict[str, Rope]]) -> ModelConfig:
+    ropes_read = ropes(fields, common)
+    fields.refuse_the_rest()
+    return ModelConfig(**common, ropes=ropes_read)
+
+
+def _one_rope(fields: Fields, common: dict[str, Any]) -> dict[str, Rope]:
+    rope = read_rope(fields, common["max_position_embeddings"])
+    return {kind: rope for kind in dict.fromkeys(common["layer_types"])}
+
+
+def _layer_types(fields: Fields, count: int, default: list[str], fixed: bool = False) -> tuple[str, ...]:
+    """`layer_types` as written, or the default; where the family fixes them, what is written must agree."""
+    written = fields.get("layer_types")
+    if written is None:
+        return tuple(default)
+    if not isinstance(written, list) or not all(kind in (FULL, SLIDING) for kind in written):
+        fields.problem(f"layer_types {written!r}: entries must be {FULL} or {SLIDING}")
+    elif len(written) != count:
+        fields.problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
+    elif fixed and written != default:
+        fields.problem(f"layer_types {written!r}: in this architecture every layer is {default[0]} here")
+    else:
+        return tuple(written)
+    return tuple(default)
+
+
+def _window(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> int | None:
+    if SLIDING not in layer_types:
+        return None
+    if window is None:
+        fields.problem("layer_types has sliding_attention, but no sliding_window is set")
+    return window
+
+
+def _llama(architecture: str, fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    common = _common(
+        architecture, fields, default_act="silu", qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias", False)
+    )
+    count = common["num_hidden_layers"]
+    common |= {"layer_types": _layer_types(fields, count, [FULL] * count, fixed=True), "sliding_window": None}
+    return _finish(fields, common, _one_rope)
+
+
+def _mistral(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields, default_act="silu", kv_heads=8)
+    # An absent key means 4096, null means none: transformers' default of the first Mistral.
+    window = fields.integer("sliding_window", None, optional=True) if "sliding_window" in fields else 4096
+    count = common["num_hidden_layers"]
+    types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    common |= {"layer_types": types, "sliding_window": window}
+    return _finish(fields, common, _one_rope)
+
+
+def _qwen(architecture: str, fields: Fields) -> ModelConfig:
+    if architecture == "Qwen2ForCausalLM":
+        if fields.get("attention_bias") is False:
+            fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
+        common = _common(architecture, fields, default_act="silu", kv_heads=32, qkv_bias=True)
+    else:
+        bias = fields.flag("attention_bias", False)
+        common = _common(
+            architecture, fields, default_act="silu", kv_heads=32, head_dim=128, qkv_bias=bias, o_bias=bias
+        )
+    count = common["num_hidden_layers"]
+    window = fields.integer("sliding_window", 4096 if "sliding_window" not in fields else None, optional=True)
+    window = window if fields.flag("use_sliding_window", False) else None
+    full_layers = fields.integer("max_window_layers", 28, minimum=0)
+    default = [SLIDING if window is not None and i >= full_layers else FULL for i in range(count)]
+    types = _layer_types(fields, count, default)
+    common |= {"layer_types": types, "sliding_window": _window(fields, types, window)}
+    return _finish(fields, common, _one_rope)
+
+
+def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: bool = False) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
+    if fields.get("hidden_act") is not None:
+        fields.problem("hidden_act: Gemma3 reads hidden_activation")
+    fields = _with_gemma_defaults(fields)
+    common = _common(
+        architecture,
+        fields,
+        activation="hidden_activation",
+        pad=0,
+        tie=tie,
+        qkv_bias=bias,
+        o_bias=bias,
+        final_logit_softcapping=fields.number("final_logit_softcapping", None, optional=True, positive=True),
+        is_text_tower=is_text_tower,
+    )
+    common["attention_scale"] = fields.number("query_pre_attn_scalar", 256, positive=True) ** -0.5
+    count = common["num_hidden_layers"]
+    # `or`, not a default: either spelling is read, and both are marked as known.
+    patterns = [fields.integer(key, None, optional=True) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
+    pattern = patterns[0] or patterns[1] or 6
+    types = _layer_types(fields, count, [SLIDING if (i + 1) % pattern else FULL for i in range(count)])
+    window = fields.integer("sliding_window", 4096 if "sliding_window" not in fields else None, optional=True)
+    common |= {"layer_types": types, "sliding_window": _window(fields, types, window)}
+    return _finish(fields, common, lambda f, c: read_gemma_ropes(f, c["max_position_embeddings"], FULL, SLIDING))
+
+
+# What the published Gemma3 checkpoints leave out of their text_config.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
+
+def _with_gemma_defaults(fields: Fields) -> Fields:
+    return fields.over(_GEMMA3_DEFAULTS)
+
+
+def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
+    """The text tower: `text_config` describes it, the rest of the file images and tokens."""
+    fields.known("vision_config", "mm_tokens_per_image", "initializer_range", "audio_config")
+    fields.known("boi_token_index", "eoi_token_index", "image_token_index")
+    fields.must_be_off("quantization_config", "quantized weights cannot be trained; use the original checkpoint")
+    text = fields.get("text_config") or {}
+    if not isinstance(text, dict):
+        fields.problem(f"text_config {text!r} is no object")
+        text = {}
+    # The files' own end-of-turn tokens stand at the top, beside those of the text model.
+    outer = {key: fields.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if fields.get(key) is not None}
+    tie = fields.get("tie_word_embeddings")
+    if tie is not None and text.get("tie_word_embeddings", tie) != tie:
+        fields.problem("tie_word_embeddings is not the same at the top and in text_config")
+    fields.refuse_the_rest()
+    inner = Fields({**text, **outer}, fields.problems, prefix="text_config.")
+    return _gemma3(architecture, inner, tie=True if tie is None else bool(tie), is_text_tower=True)
+
+
+_READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen,
+    "Qwen3ForCausalLM": _qwen,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_multimodal,
+}
+
+# For files without `architectures`, such as those that models from scratch are described by.
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}

@@ -1,0 +1,145 @@
+"""Reading the fields of a config.json: typed, with every problem collected, and nothing passed over in silence."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Fields that config.json files carry and that change no number of a causal decoder's training.
+HARMLESS = frozenset(
+    """
+    architectures model_type transformers_version name_or_path _name_or_path _commit_hash auto_map torch_dtype dtype
+    use_cache output_attentions output_hidden_states return_dict use_return_dict torchscript use_bfloat16 is_decoder
+    attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+    _experts_implementation_internal _flash_attn_2_enabled use_flash_attn use_flash_attention_2 _output_attentions
+    chunk_size_feed_forward tie_last_hidden_states keys_to_ignore_at_inference tie_encoder_decoder tf_legacy_loss
+    id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
+    image_token_id boi_token_id eoi_token_id
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_new_tokens
+    epsilon_cutoff eta_cutoff encoder_repetition_penalty num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold assistant_lookbehind target_lookbehind cache_implementation generation_config
+    model_max_length tokenizer_model_max_length max_sequence_length seq_length tokenizer_padding_side
+    unsloth_fixed unsloth_version transformers.js_config neftune_noise_alpha
+    pretraining_tp
+    """.split()
+    # pretraining_tp: how transformers 4 may cut its matrix products, whose sum is the same.
+)
+
+
+class Fields:
+    """The fields of one JSON object. A missing or null field takes its default; one of the wrong kind is a problem
+    and takes a value to go on with. What was never asked for, and is not harmless, is refused at the end."""
+
+    def __init__(self, values: Mapping[str, Any], problems: list[str], prefix: str = ""):
+        self._values = values
+        self._asked: set[str] = set()
+        self._prefix = prefix
+        self.problems = problems
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def over(self, defaults: Mapping[str, Any]) -> "Fields":
+        """The same fields, with `defaults` where one is missing or null."""
+        set_here = {key: value for key, value in self._values.items() if value is not None or key not in defaults}
+        fields = Fields({**defaults, **set_here}, self.problems, self._prefix)
+        fields._asked = self._asked
+        return fields
+
+    def problem(self, text: str) -> None:
+        self.problems.append(self._prefix + text)
+
+    def known(self, *keys: str) -> None:
+        """These fields are none of ours."""
+        self._asked.update(keys)
+
+    def get(self, key: str) -> Any:
+        self._asked.add(key)
+        return self._values.get(key)
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, optional: bool = False) -> int | None:
+        value = self._or_default(key, default, optional)
+        if value is None:
+            return None if optional else minimum
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            self.problem(f"{key} {value!r}: must be a whole number of at least {minimum}")
+            return minimum
+        return value
+
+    def number(
+        self, key: str, default: float | None = None, *, optional: bool = False, positive: bool = False
+    ) -> float | None:
+        value = self._or_default(key, default, optional)
+        if value is None:
+            return None if optional else 1.0
+        wrong_kind = isinstance(value, bool) or not isinstance(value, int | float)
+        if wrong_kind or value < 0 or (positive and value == 0):
+            self.problem(f"{key} {value!r}: must be a number {'above' if positive else 'of at least'} 0")
+            return 1.0
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._or_default(key, default, False)
+        if not isinstance(value, bool):
+            self.problem(f"{key} {value!r}: must be true or false")
+            return default
+        return value
+
+    def choice(self, key: str, choices: tuple[str, ...], default: str | None) -> str:
+        value = self._or_default(key, default, False)
+        if value in choices:
+            return value
+        if value is not None:
+            self.problem(f"{key} {value!r} is not implemented; there are: {', '.join(choices)}")
+        return choices[0]
+
+    def token(self, key: str, default: int | None = None) -> int | None:
+        """A token id, of a list the first; null is none, and only a missing field takes the default."""
+        value = self.get(key) if key in self else default
+        if isinstance(value, list) and value:
+            value = value[0]
+        if value is None or value == []:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.problem(f"{key} {value!r}: must be a token id")
+            return None
+        return value
+
+    def tokens(self, key: str) -> tuple[int, ...]:
+        value = self.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in values):
+            self.problem(f"{key} {value!r}: must be a token id or a list of them")
+            return ()
+        return tuple(values)
+
+    def dtype(self) -> str | None:
+        """transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
+        value = self.get("dtype") or self.get("torch_dtype")
+        name = str(value).removeprefix("torch.") if value is not None else None
+        return None if name == "auto" else name
+
+    def must_be_off(self, key: str, reason: str) -> None:
+        if self.get(key):
+            self.problem(f"{key} {_short(self._values[key])}: {reason}")
+
+    def refuse_the_rest(self) -> None:
+        """Every field not asked for is a problem, unless it is harmless, private to transformers or switched off."""
+        for key, value in self._values.items():
+            if key not in self._asked and key not in HARMLESS and value:
+                self.problem(f"{key} {_short(value)}: not a field that dtrain knows; it may change the numbers")
+
+    def _or_default(self, key: str, default: Any, optional: bool) -> Any:
+        value = self.get(key)
+        if value is not None:
+            return value
+        if default is None and not optional:
+            self.problem(f"{key} is missing")
+        return default
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,78 @@
+"""Gemma3's text model (arXiv:2503.19786), alone or as the text tower of a multimodal checkpoint.
+
+Five sliding layers to each full one, with a rotary base for either kind; norms before and after attention and MLP, and
+over each head of q and k, all multiplying by 1 + weight; embeddings scaled by sqrt(D).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.attention.cache import KVCache
+from dtrain.models.config import ModelConfig
+from dtrain.models.functions import rms_norm
+from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Rotary
+
+
+class Gemma3RMSNorm(nn.Module):
+    """(1 + weight) · norm(x), all in max(float32, x's dtype), rounded once at the end."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Gemma3Layer(nn.Module):
+    """Each residual branch between two norms."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, index, qk_norm=Gemma3RMSNorm)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = Gemma3RMSNorm(size, eps)
+        self.post_attention_layernorm = Gemma3RMSNorm(size, eps)
+        self.pre_feedforward_layernorm = Gemma3RMSNorm(size, eps)
+        self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
+
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: KVCache | None = None) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+
+
+class Gemma3ForCausalLM(CausalLM):
+    plan = {
+        **DECODER_PLAN,
+        "model.layers.*.self_attn.q_norm": "replicated",
+        "model.layers.*.self_attn.k_norm": "replicated",
+        "model.layers.*.pre_feedforward_layernorm": "sequence",
+        "model.layers.*.post_feedforward_layernorm": "sequence",
+    }
+    initial = {"*norm.weight": "zeros", "*.bias": "zeros", "*": "normal"}
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Decoder(config, Gemma3Layer, Gemma3RMSNorm, embed_scale=config.hidden_size**0.5))
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """Multimodal files call the text tower `language_model.model` (transformers 4) or `model.language_model`."""
+        if not self.config.is_text_tower:
+            return [name]
+        if name.startswith("lm_head."):
+            return [name, f"language_model.{name}"]
+        inner = name.removeprefix("model.")
+        return [f"language_model.model.{inner}", f"model.language_model.{inner}"]
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        images = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",) if self.config.is_text_tower else ()
+        return super().ignored_checkpoint_names + images

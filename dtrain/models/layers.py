@@ -1,0 +1,270 @@
+"""The decoder that all families share, and the parts they choose from. Module names are Hugging Face's.
+
+A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
+`layer(hidden, rotary, mask, cache)`. Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head
+size, F MLP size, V vocabulary; heads and F are counted from the projections' outputs, which may be one rank's share.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.attention.cache import KVCache
+from dtrain.attention.kernels import Kernel
+from dtrain.attention.mask import Visibility
+from dtrain.models.config import SLIDING, ModelConfig
+from dtrain.models.functions import ACTIVATIONS, gated, rms_norm
+from dtrain.models.rope import rotate, tables
+
+Rotary = tuple[Tensor, Tensor]
+
+# Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
+DECODER_PLAN = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise_kv",
+    "model.layers.*.self_attn.v_proj": "colwise_kv",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.layers.*.input_layernorm": "sequence",
+    "model.layers.*.post_attention_layernorm": "sequence",
+    "model.norm": "sequence",
+    "lm_head": "vocab",
+}
+
+
+class RMSNorm(nn.Module):
+    """weight · norm(x). The norm is computed in max(float32, x's dtype) and rounded before the weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if wide == x.dtype == self.weight.dtype:
+            return rms_norm(x, self.weight, self.eps)
+        return self.weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built."""
+
+    kernel: Kernel
+
+    def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+        key = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, query, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, key, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, key, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query, hidden, bias=config.o_bias)
+        self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: KVCache | None = None) -> Tensor:
+        heads = (-1, self.head_dim)
+        q = self.q_proj(hidden).unflatten(-1, heads)  # [B, S, H, hd]
+        k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = cache.update(self.index, k, v)  # [B, K, kv, hd]
+        return self.o_proj(self.kernel(q, k, v, mask, self.scale).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+class PreNormLayer(nn.Module):
+    """A norm before attention and one before the MLP, each in its residual branch."""
+
+    def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
+        super().__init__()
+        self.self_attn = Attention(config, index, qk_norm)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: KVCache | None = None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: Callable[[ModelConfig, int], nn.Module],
+        norm: type[nn.Module] = RMSNorm,
+        embed_scale: float | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.embed_scale = embed_scale
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        config, device = self.config, input_ids.device
+        hidden = self._embed(input_ids)  # [B, S, D]
+        if cache is not None:
+            position_ids = cache.begin(input_ids, position_ids)
+        length = input_ids.shape[1]
+        positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
+        kernel = self.layers[0].self_attn.kernel
+        rotary, masks = {}, {}
+        for kind in dict.fromkeys(config.layer_types):
+            rope = config.ropes[kind]
+            if rope not in rotary:
+                rotary[rope] = tables(rope, config.head_dim, positions, hidden.dtype)
+            window = config.sliding_window if kind == SLIDING else None
+            if cache is not None and position_ids is not None:
+                slots = torch.arange(cache.filled, device=device)[None]  # [1, K]
+                visibility = Visibility(length, cache.filled, window, positions, slots)
+            elif seq_ids is not None:
+                visibility = Visibility(length, length, window, positions, positions, seq_ids, seq_ids)
+            else:
+                visibility = Visibility(length, length, window)
+            masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
+        for layer, kind in zip(self.layers, config.layer_types, strict=True):
+            hidden = layer(hidden, rotary[config.ropes[kind]], masks[kind], cache)
+        return self.norm(hidden)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(input_ids)
+        if self.embed_scale is None:
+            return hidden
+        # Rounded to the embedding's dtype first, as the checkpoints were trained: 50.6 is 50.5 in bfloat16.
+        return hidden * torch.tensor(self.embed_scale, dtype=hidden.dtype, device="cpu").item()
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
+
+    config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
+    "normal" (std config.initializer_range), "ones" or "zeros".
+    """
+
+    plan: Mapping[str, str] = DECODER_PLAN
+    initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
+
+    def __init__(self, config: ModelConfig, decoder: Decoder):
+        super().__init__()
+        self.config = config
+        self.model = decoder
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """One parameter for embedding and head where the config says so; again after anything that replaced it."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def use_kernel(self, kernel: Kernel) -> None:
+        """One kernel for all layers; it must be able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        for layer in self.model.layers:
+            layer.self_attn.kernel = kernel
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """input_ids [B, S] int64 -> logits [B, S, V] in the weights' dtype.
+
+        Without seq_ids every row is one document, padding (if any) at its right: plain causal attention.
+        seq_ids [B, S]: packed rows, the document of each token (-1 on padding), with position_ids [B, S] that restart.
+        cache: keys of the tokens before; then position_ids [B, S] say where these tokens stand in their rows.
+        No collective of its own.
+        """
+        return self.logits(self.hidden_states(input_ids, position_ids, seq_ids, cache))
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """[B, S, D] after the final norm; arguments as in `forward`."""
+        return self.model(input_ids, position_ids, seq_ids, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] after the final norm -> logits [..., V]."""
+        logits = self.lm_head(hidden)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def with_head(
+        self,
+        fn: Callable[[Tensor, Tensor], Any],
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+    ) -> Any:
+        """`fn(hidden [B, S, D], head_weight [V, D])`'s result: how a loss reaches the head without whole logits.
+
+        Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
+        applies config.final_logit_softcapping.
+        """
+        return fn(self.hidden_states(input_ids, position_ids, seq_ids), self.lm_head.weight)
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""
+        return [name]
+
+    @property
+    def ignored_checkpoint_names(self) -> tuple[str, ...]:
+        """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
+        return (r".*\.rotary_emb\.inv_freq",)  # a buffer that transformers once saved
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach).
+
+        PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
+        keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
+        """
+        config = self.config
+        count = sum(parameter.numel() for parameter in self.parameters())
+        if not config.tie_word_embeddings:
+            count -= self.model.embed_tokens.weight.numel()
+        reach = [min(seq_len, config.sliding_window) if t == SLIDING else seq_len for t in config.layer_types]
+        return 6.0 * count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)

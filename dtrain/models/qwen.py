@@ -1,0 +1,25 @@
+"""Qwen2 and 2.5 (arXiv:2407.10671, 2412.15115), and Qwen3 (arXiv:2505.09388).
+
+Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an RMSNorm over each head of q and k.
+"""
+
+from functools import partial
+
+from dtrain.models.config import ModelConfig
+from dtrain.models.layers import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm
+
+
+class Qwen2ForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Decoder(config, PreNormLayer))
+
+
+class Qwen3ForCausalLM(CausalLM):
+    plan = {
+        **DECODER_PLAN,
+        "model.layers.*.self_attn.q_norm": "replicated",
+        "model.layers.*.self_attn.k_norm": "replicated",
+    }
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))

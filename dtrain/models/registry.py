@@ -1,0 +1,57 @@
+"""From a ModelConfig to a model: which class an architecture has, and how it is built and loaded."""
+
+from pathlib import Path
+
+import torch
+
+from dtrain.attention.kernels import choose_kernel
+from dtrain.models.config import SLIDING, ModelConfig, read_config
+from dtrain.models.gemma3 import Gemma3ForCausalLM
+from dtrain.models.layers import CausalLM
+from dtrain.models.llama import LlamaForCausalLM
+from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+
+FAMILIES: dict[str, type[CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+}
+
+
+def build(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", kernel: str = "sdpa"
+) -> CausalLM:
+    """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
+    `checkpoint.huggingface.read_weights` fills them. device "meta" takes no memory; `to_empty` gives it later.
+
+    kernel: of attention, by name; UserError if it cannot do what this model needs. No collective, no randomness.
+    """
+    device = torch.device(device)
+    chosen = choose_kernel(
+        kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
+    )
+    with torch.device("meta"):
+        model = FAMILIES[config.architecture](config)
+    model.to(dtype)
+    if device.type != "meta":
+        model.to_empty(device=device)
+    model.tie_weights()
+    model.use_kernel(chosen)
+    return model
+
+
+def from_pretrained(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> CausalLM:
+    """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`.
+
+    Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit.
+    """
+    from dtrain.checkpoint.huggingface import read_weights
+
+    model = build(read_config(path), dtype, device)
+    read_weights(model, path)
+    return model

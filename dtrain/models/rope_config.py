@@ -1,0 +1,123 @@
+"""Rotary scaling as config.json tells it: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.models.fields import Fields
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3 or yarn; the other fields belong to some.
+
+    table_scale multiplies cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4).
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    table_scale: float = 1.0
+
+
+# The parameters that each kind reads, beside rope_theta.
+_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+
+
+def read_rope(fields: Fields, max_positions: int) -> Rope:
+    """The rope of a model whose layers all share it."""
+    written = fields.get("rope_parameters")
+    written = fields.get("rope_scaling") or written or {}
+    theta = fields.number("rope_theta", 10_000.0, positive=True)
+    original = fields.integer("original_max_position_embeddings", None, optional=True)
+    partial = fields.number("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated")
+    return _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original)
+
+
+def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
+    """Gemma3's two: scaling belongs to the full layers, and the sliding ones have a base of their own."""
+    nested = fields.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or set(nested) - {full, sliding}:
+        fields.problem(f"rope_parameters {nested!r}: must be nested under {full} and {sliding}")
+        nested = {}
+    scaling = fields.get("rope_scaling") or {}
+    theta = fields.number("rope_theta", 1_000_000.0, positive=True)
+    local_theta = fields.number("rope_local_base_freq", 10_000.0, positive=True)
+    kinds = ("default", "linear", "llama3")
+    full_written = nested.get(full) or {}
+    if isinstance(full_written, dict) and isinstance(scaling, dict):
+        full_written = {**full_written, **scaling}
+    return {
+        full: _rope(fields, f"rope_parameters.{full}", full_written, theta, max_positions, kinds),
+        sliding: _rope(
+            fields, f"rope_parameters.{sliding}", nested.get(sliding) or {}, local_theta, max_positions, kinds
+        ),
+    }
+
+
+def _rope(
+    fields: Fields,
+    where: str,
+    written: Any,
+    theta: float,
+    max_positions: int,
+    kinds: tuple[str, ...],
+    original: int | None = None,
+) -> Rope:
+    if not isinstance(written, dict):
+        fields.problem(f"{where} {written!r} is no object")
+        return Rope()
+    inner = Fields(written, fields.problems, prefix=where + ".")
+    inner.known("type", "original_max_position_embeddings")
+    kind = inner.get("rope_type") or written.get("type") or "default"
+    if kind not in kinds:
+        fields.problem(f"{where}: rope type {kind!r} is not implemented; there are: {', '.join(kinds)}")
+        return Rope()
+    theta = inner.number("rope_theta", theta, positive=True)
+    if inner.number("partial_rotary_factor", 1.0) != 1.0:
+        inner.problem("partial_rotary_factor: only whole heads are rotated")
+    if kind in ("llama3", "yarn"):
+        original = original or inner.integer("original_max_position_embeddings", max_positions)
+    reads = _PARAMETERS[kind]
+    values: dict[str, Any] = {}
+    if "factor" in reads:
+        # YaRN may leave the factor to the two lengths (DeepSeek's files do).
+        values["factor"] = inner.number("factor", max_positions / original if kind == "yarn" else None, positive=True)
+    if kind == "llama3":
+        values |= {key: inner.number(key, positive=True) for key in ("low_freq_factor", "high_freq_factor")}
+        if values["high_freq_factor"] <= values["low_freq_factor"]:
+            inner.problem("high_freq_factor must be greater than low_freq_factor")
+    if kind == "yarn":
+        values["beta_fast"] = inner.number("beta_fast", 32.0) or 32.0  # 0 is read as unset
+        values["beta_slow"] = inner.number("beta_slow", 1.0) or 1.0
+        values["truncate"] = inner.flag("truncate", True)
+        values["table_scale"] = _yarn_scale(inner, values["factor"])
+    inner.refuse_the_rest()
+    return Rope(kind=kind, theta=theta, original_max_positions=original if kind in ("llama3", "yarn") else 0, **values)
+
+
+def _yarn_scale(fields: Fields, factor: float) -> float:
+    """YaRN's attention factor as transformers infers it: 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
+    given = fields.number("attention_factor", None, optional=True)
+    mscale = fields.number("mscale", None, optional=True)
+    mscale_all_dim = fields.number("mscale_all_dim", None, optional=True)
+    if given is not None:
+        return given
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)

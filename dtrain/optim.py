@@ -1,0 +1,272 @@
+"""Parameter groups, optimizers and learning-rate schedules, by name, by import path, or in stages.
+
+What may be named, and which fields of the recipe each name reads, stands in the tables `OPTIMIZERS` and `SCHEDULES`.
+"""
+
+import difflib
+import importlib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+
+from dtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """`reads`: the fields of the recipe's section that go to the class beside lr and weight_decay."""
+
+    cls: type[Optimizer]
+    reads: tuple[str, ...] = ()
+    fused: bool = False
+
+
+OPTIMIZERS = {
+    "adamw": NamedOptimizer(torch.optim.AdamW, ("betas", "eps"), fused=True),
+    "adam": NamedOptimizer(torch.optim.Adam, ("betas", "eps"), fused=True),
+    "sgd": NamedOptimizer(torch.optim.SGD, fused=True),
+    "adafactor": NamedOptimizer(torch.optim.Adafactor),
+}
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups: tensors of two or more dimensions, embeddings included, decay; the others do not.
+
+    Parameters that need no gradient are left out, and so is a group without parameters.
+    """
+    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors).
+
+    `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
+    over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in AdamW's
+    shape. No collective.
+
+    Raises UserError: an unknown name, a path that does not import, arguments that the class refuses.
+    """
+    groups = parameter_groups(named_parameters, section.weight_decay)
+    kwargs = dict(section.kwargs or {})
+    fields = {"betas": tuple(section.betas), "eps": section.eps}
+    named = OPTIMIZERS.get(section.name)
+    if named is not None:
+        cls = named.cls
+        settings = {field: fields[field] for field in named.reads}
+        if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
+            settings["fused"] = True
+    else:
+        cls = _import(section.name, "optimizer.name", OPTIMIZERS)
+        settings = {field: fields[field] for field in _adam_like_arguments(cls)}
+    try:
+        return cls(groups, **{"lr": section.lr, **settings, **kwargs})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
+
+
+def _fused_fits(groups: list[dict[str, Any]]) -> bool:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+
+
+def _adam_like_arguments(cls: Callable) -> list[str]:
+    """Of betas and eps, those that `cls` takes and means as AdamW does: two numbers, one number."""
+    arguments = inspect.signature(cls).parameters
+    found = []
+    if "betas" in arguments and len(arguments["betas"].default or ()) == 2:
+        found.append("betas")
+    if "eps" in arguments and isinstance(arguments["eps"].default, float):
+        found.append("eps")
+    return found
+
+
+def _constant(progress: float) -> float:
+    return 1.0
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+# Name → the factor between 1 and min_lr_ratio at `progress` (0 to 1) through the decay. Formulas: transformers'
+# get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup (which
+# ends at 0; here at min_lr_ratio), get_wsd_schedule (whose decay is a cosine; its warm-up starts at 0 here).
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _cosine,
+}
+# Share of the steps that wsd decays over, where `kwargs: {decay_steps: N}` does not say.
+WSD_DECAY_SHARE = 0.2
+
+
+def factor(name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int) -> float:
+    """What the schedule `name` multiplies the learning rate with at `step`, counted from 0.
+
+    Warm-up is step ÷ warmup_steps; then a plateau, where decay_steps leaves room for one; the decay would reach
+    min_lr_ratio at step = total_steps.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    plateau_end = max(warmup_steps, total_steps - decay_steps)
+    if step < plateau_end or name == "constant":
+        return 1.0
+    progress = min(1.0, (step - plateau_end) / max(1, total_steps - plateau_end))
+    return max(0.0, SCHEDULES[name](progress) * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+
+class Schedule:
+    """Learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
+
+    Loading replays that many steps on a fresh scheduler, so that one interface serves every class of torch's, whatever it
+    keeps, and a recipe changed in between counts as if it had been so from the start.
+    """
+
+    def __init__(self, optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]):
+        """`make` builds the scheduler on an optimizer whose groups hold their base learning rates."""
+        self._optimizer = optimizer
+        self._make = make
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._restart()
+
+    def _restart(self) -> None:
+        for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr
+            group.pop("initial_lr", None)
+        self._scheduler = self._make(self._optimizer)
+        self.steps = 0
+
+    def step(self) -> None:
+        """Once per optimizer step, after it (also after one that was skipped)."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step")
+            self._scheduler.step()
+        self.steps += 1
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate that the next optimizer step uses, one per parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Also sets the learning rates of the optimizer's groups."""
+        self._restart()
+        for _ in range(state["steps"]):
+            self.step()
+
+
+def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule:
+    """The schedule of a recipe's `scheduler` section, or of a list of them, over `total_steps` optimizer steps.
+
+    `name` is a key of `SCHEDULES`, or the import path of one of torch's schedulers or of any callable
+    `(optimizer, **kwargs) -> LRScheduler`. In a list each stage counts its own steps from 0 over `steps` steps (the last
+    one may leave them out and take the rest), which makes the milestones of torch's SequentialLR.
+
+    Raises UserError: an unknown name, a path that does not import, arguments refused, a scheduler that needs a metric,
+    stages without steps.
+    """
+    if not isinstance(section, (list, tuple)):
+        return Schedule(optimizer, _maker(section, total_steps, "scheduler"))
+    lengths = stage_lengths([stage.steps for stage in section], total_steps)
+    makers = [
+        _maker(stage, length, f"scheduler[{index}]")
+        for index, (stage, length) in enumerate(zip(section, lengths, strict=True))
+    ]
+    milestones = [sum(lengths[: index + 1]) for index in range(len(lengths) - 1)]
+    return Schedule(optimizer, partial(_sequence, makers=makers, milestones=milestones))
+
+
+def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
+    """Optimizer steps of each stage; None, allowed in the last place, takes what is left (at least one)."""
+    if not steps:
+        raise UserError("scheduler: [] has no stages; give a list of stages with steps, or one schedule")
+    for index, length in enumerate(steps):
+        if length is None and index < len(steps) - 1:
+            raise UserError(f"scheduler[{index}].steps is missing: only the last stage may leave its steps out")
+        if length is not None and length < 1:
+            raise UserError(f"scheduler[{index}].steps={length} must be at least 1")
+    known = sum(length for length in steps if length is not None)
+    return [max(1, total_steps - known) if length is None else length for length in steps]
+
+
+def _sequence(optimizer: Optimizer, makers: list, milestones: list[int]) -> LRScheduler:
+    schedulers = [make(optimizer) for make in makers]
+    return SequentialLR(optimizer, schedulers, milestones) if milestones else schedulers[0]
+
+
+def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRScheduler]:
+    kwargs = dict(section.kwargs or {})
+    if section.name not in SCHEDULES:
+        target = _import(section.name, f"{key}.name", SCHEDULES)
+        return partial(_construct, target=target, name=section.name, kwargs=kwargs, key=key)
+    decay_steps = total_steps - section.warmup_steps
+    if section.name == "wsd":
+        decay_steps = kwargs.pop("decay_steps", None) or max(1, round(WSD_DECAY_SHARE * total_steps))
+    if kwargs:
+        raise UserError(f"{key}.kwargs: {section.name} does not know {', '.join(map(str, kwargs))}")
+    at = partial(
+        factor,
+        section.name,
+        total_steps=total_steps,
+        warmup_steps=section.warmup_steps,
+        min_lr_ratio=section.min_lr_ratio,
+        decay_steps=decay_steps,
+    )
+    return lambda optimizer: LambdaLR(optimizer, at)
+
+
+def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, key: str) -> LRScheduler:
+    try:
+        scheduler = target(optimizer, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}.name={name} refuses its settings: {error}. See {key}.kwargs") from error
+    required = [
+        parameter.name
+        for parameter in inspect.signature(scheduler.step).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    if required:
+        raise UserError(
+            f"{key}.name={name} needs {', '.join(required)} at every step, which the training loop does not have; "
+            "take a schedule that depends on the step alone"
+        )
+    return scheduler
+
+
+def _import(path: str, key: str, names: Iterable[str]) -> Any:
+    """The object at an import path `package.module.Name`."""
+    module_name, _, attribute = path.rpartition(".")
+    names = list(names)
+    if not module_name:
+        near = difflib.get_close_matches(path, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise UserError(
+            f"{key}={path} is unknown{hint} Known: {', '.join(names)}, or an import path such as torch.optim.Adagrad"
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{key}={path} cannot be imported: {error}") from error

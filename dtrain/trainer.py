@@ -1,0 +1,219 @@
+"""The loop: build, resume, step, log, validate, checkpoint.
+
+The files that a batch passes through:
+
+    data/files → formats → template → sample → cache     rows of files to token ids and a trained mask, once
+    data/packing → rows → loader                          the endless row sequence; this dp rank's rows of a global batch
+    batch.collate                                         rows to a batch [n, S] on the host
+    policy.Policy.train → batch.micro_batches             counts over all ranks, micro-batches
+    policy/score → models → losses/hidden                 hidden states, the loss inside the root's forward
+    policy/step → parallel/grads → optim                  backward, norm, clip, update
+    metrics                                               the row of metrics.jsonl
+"""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dtrain import config, data, metrics, resume
+from dtrain.batch import collate
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.checkpoint.rundir import RunDirectory
+from dtrain.checkpoint.store import CheckpointStore
+from dtrain.config.schema import Recipe
+from dtrain.errors import Stopped
+from dtrain.methods import METHODS
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh, init_one_process_group
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.resume import Start
+
+
+def train(recipe: Recipe, runtime: Runtime) -> None:
+    """Run `recipe` to its end on this rank. Collective: every rank of the run calls it.
+
+    Raises UserError for what the user can mend, Stopped when a signal ended the run in order.
+    """
+    with ExitStack() as stack:
+        if not dist.is_initialized():
+            init_one_process_group(runtime.device.type)
+            stack.callback(dist.destroy_process_group)
+        trainer = Trainer(recipe, runtime, stack)
+        start = trainer.resume()
+        if start.step >= trainer.total_steps:
+            trainer.metrics.say(f"step {start.step} of {trainer.total_steps} is saved already: nothing left to do")
+            return
+        trainer.loop(start)
+
+
+class Trainer:
+    """One run on one rank: its data, its policy and its directory. `loop` is the run."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, stack: ExitStack):
+        self.recipe, self.runtime = recipe, runtime
+        self.ranks = Ranks()
+        self.run = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+        self.ranks.first(lambda: self.run.hold(tell=print) and None)  # a lock is no value to broadcast
+        if runtime.is_main:
+            stack.callback(self.run.release)
+        self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)
+        stack.callback(self.metrics.close)
+        self.sizes = config.sizes(recipe, runtime.world_size)
+        model_config = read_config(recipe.model.path)
+        self.method = METHODS[recipe.method]()
+        self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
+        self.total_steps = recipe.train.steps or -(-self.rows.total_rows() // recipe.train.global_batch)
+        mesh = build_mesh(runtime, dp_shard=self.sizes.dp_shard)
+        self.policy = Policy(recipe, model_config, mesh, runtime)
+        self.policy.init_optimizer(self.total_steps)
+        self.store = CheckpointStore(self.run.checkpoints, self.ranks)
+        self._report_choices()
+
+    def resume(self) -> Start:
+        """Where the run starts: the state of the checkpoint that `checkpoint.resume` picks, loaded, or the beginning.
+
+        Prints the differences from the saved recipe; refused ones are a UserError.
+        """
+        start = resume.find_start(self.recipe, self.run, self.store, self.ranks, self.metrics.say)
+        if start.state is not None:
+            changed = resume.restore(self.recipe, self.policy, start, self.rows.fingerprint, self.ranks)
+            self.metrics.say(f"resumed from {start.path}")
+            for line in changed:
+                self.metrics.say(f"  changed since then: {line}")
+        if self.runtime.is_main:
+            self.run.write_config(config.to_yaml(self.recipe))
+            self.run.keep_model_files(self.recipe.model.path)
+        self.metrics.resume_at(start.step)
+        return start
+
+    def loop(self, start: Start) -> None:
+        """Train from `start` to the last step, saving and validating on the way; the export at the end."""
+        recipe, every = self.recipe, self.recipe.checkpoint.every
+        batches = data.Batches(
+            self.rows,
+            global_batch=recipe.train.global_batch,
+            dp_rank=self.policy.mesh.dp_rank,
+            dp_size=self.policy.mesh.dp_size,
+            cursor=data.Cursor(*start.cursor),
+            num_workers=recipe.data.num_workers,
+        )
+        self.metrics.start(start.step, self.total_steps)
+        step, saved = start.step, start.step if start.state is not None else None
+        clock = time.perf_counter()
+        for batch in batches:
+            fetched = time.perf_counter()
+            result = self.policy.train(collate(batch.rows, self.method.streams), self.method.loss, gbs=batch.size)
+            step += 1
+            self._log(step, batch.epoch, result, clock, fetched)
+            last = step == self.total_steps
+            if recipe.train.validate_every and (last or step % recipe.train.validate_every == 0):
+                self.validate(step)
+            signum = self._agreed_signal()
+            if every is not None and (last or signum or step % every == 0):
+                self.save(step, batch.cursor)
+                saved = step
+            if signum:
+                raise Stopped(signum, self._farewell(step, saved))
+            if last:
+                break
+            clock = time.perf_counter()
+        if recipe.checkpoint.export == "final":
+            self.export()
+
+    def validate(self, step: int) -> None:
+        """The mean loss over every trained token of `data.val`, summed over all batches and ranks and divided once."""
+        if self.val_rows is None:
+            return
+        total = count = 0
+        for batch in data.Batches(
+            self.val_rows,
+            global_batch=self.recipe.train.global_batch,
+            dp_rank=self.policy.mesh.dp_rank,
+            dp_size=self.policy.mesh.dp_size,
+        ):
+            rows = collate(batch.rows, self.method.streams)
+            result = self.policy.train(rows, self.method.loss, eval_mode=True, gbs=batch.size)
+            tokens = result["tokens"][0, 0].item()
+            total += result["global_loss"][0].item() * tokens
+            count += tokens
+        self.metrics.val_row(step, val_loss=total / max(count, 1))
+
+    def save(self, step: int, cursor: tuple[int, int]) -> None:
+        """Save everything that a resume needs as `checkpoints/step-N`; the oldest ones beyond `keep_last` go."""
+        resume.save(self.recipe, self.policy, self.store, step, cursor, self.rows.fingerprint)
+        self.store.prune(self.recipe.checkpoint.keep_last)
+        if self.recipe.checkpoint.export == "every":
+            self.export()
+
+    def export(self) -> None:
+        """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
+        self.policy.export(self.run.export, Path(self.recipe.model.path))
+        self.metrics.say(f"exported to {self.run.export}")
+
+    def _open_rows(self, split: str) -> data.Rows:
+        """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
+        recipe, is_main = self.recipe, self.runtime.is_main
+        return data.open_rows(
+            recipe.data,
+            split=split,
+            tokenizer=data.Tokenizer.from_directory(recipe.model.path),
+            seed=recipe.run.seed,
+            epochs=recipe.train.epochs,
+            cache_dir=Path(recipe.run.dir) / ".cache",
+            say=self.metrics.say,
+            progress=is_main,
+        )
+
+    def _log(self, step: int, epoch: float, result: dict, began: float, fetched: float) -> None:
+        """Write the step's row. Times are those at which the step began, and had its batch."""
+        step_time = time.perf_counter() - began
+        tokens = result["tokens"][0, 2].item()
+        per_second = tokens / step_time
+        self.metrics.train_row(
+            step,
+            epoch=epoch,
+            loss=result["global_loss"][0].item(),
+            grad_norm=result["grad_norm"],
+            lr=result["lr"],
+            tokens=tokens,
+            tokens_per_sec=per_second,
+            mfu=metrics.model_flops_utilisation(
+                self.policy.model.flops_per_token(self.recipe.data.max_length),
+                per_second,
+                self.runtime.world_size,
+                self.runtime.device,
+                self.policy.precision.compute,
+            ),
+            mem_gib=metrics.memory_gib(self.runtime.device),
+            step_time=step_time,
+            data_time=fetched - began,
+        )
+
+    def _agreed_signal(self) -> int:
+        """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce."""
+        signum = torch.tensor(self.runtime.stop.signum)
+        if self.runtime.world_size > 1:
+            dist.all_reduce(signum, dist.ReduceOp.MAX)
+        return int(signum)
+
+    def _farewell(self, step: int, saved: int | None) -> str:
+        if saved == step:
+            return f"stopped after step {step}, which is saved in {self.store.path(step)}; the same command goes on there"
+        rest = "nothing was saved" if saved is None else f"the steps after {saved} are lost"
+        return f"stopped after step {step}; checkpoint.every=null saves no checkpoint, so {rest}"
+
+    def _report_choices(self) -> None:
+        say, sizes, policy = self.metrics.say, self.sizes, self.policy
+        parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+        say(f"model: {self.recipe.model.path}, {parameters / 1e6:.1f} M parameters, init {self.recipe.model.init}")
+        say(
+            f"global batch {self.recipe.train.global_batch} = micro batch {self.recipe.train.micro_batch} × "
+            f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} steps"
+        )
+        say(f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})")
+        for line in self.metrics.choices:
+            say(line)

@@ -1,0 +1,143 @@
+"""The lock dies with its holder, changed recipes are guarded, metrics are cut."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from dtrain.checkpoint.rundir import RunDirectory, guard
+from dtrain.errors import UserError
+
+HOLDER = textwrap.dedent("""
+    import os, sys, time
+    from dtrain.checkpoint.rundir import RunDirectory
+    RunDirectory(sys.argv[1]).hold()
+    child = os.fork() if sys.argv[2] == "fork" else 1
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
+""")
+
+
+@pytest.fixture
+def holder(request, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), getattr(request, "param", "alone")], stdout=subprocess.PIPE
+    )
+    child = int(process.stdout.readline())
+    yield process
+    process.kill()
+    process.wait()
+    if child > 1:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_run_waits_then_names_the_holder(holder, tmp_path):
+    told = []
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"held by process {holder.pid} on {os.uname().nodename}"):
+        RunDirectory(tmp_path).hold(wait=0.5, tell=told.append)
+    assert 0.5 <= time.monotonic() - began < 5
+    assert len(told) == 1 and str(holder.pid) in told[0]
+
+
+@pytest.mark.parametrize("holder", ["alone", "fork"], indirect=True)
+def test_the_lock_dies_with_its_holder_even_when_its_workers_live(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    with RunDirectory(tmp_path).hold(wait=5):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_released_directory_can_be_held_by_another_process(tmp_path):
+    with RunDirectory(tmp_path).hold(wait=0):
+        pass
+    code = "import sys; from dtrain.checkpoint.rundir import RunDirectory; RunDirectory(sys.argv[1]).hold(wait=0)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_importing_it_loads_no_torch():
+    code = "import sys, dtrain.checkpoint.rundir; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/run: Not a directory"):
+        RunDirectory(tmp_path / "file" / "run").hold()
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_are_cut_to_the_step_and_of_a_torn_line(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert run.cut_metrics(3) == 0 and not run.has_metrics()
+    written = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}, {"step": 2, "val_loss": 1.0}, {"step": 3}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in written) + '{"step": 2, "lo')
+    assert run.cut_metrics(2) == 2
+    assert rows(run.metrics) == written[:3]
+    run.metrics.write_text(run.metrics.read_text() + '{"step": 2}')
+    assert run.cut_metrics(2) == 1, "a last line without its end may lack digits"
+    assert run.cut_metrics(0) == 3 and run.metrics.read_text() == ""
+
+
+def test_config_and_model_files_are_kept(tmp_path):
+    run = RunDirectory(tmp_path / "run").hold()
+    assert run.read_config() is None
+    run.write_config("a: 1\n")
+    run.write_config("a: 2\n")
+    assert run.read_config() == "a: 2\n"
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"):
+        (model / name).write_text(name)
+    run.keep_model_files(model)
+    assert sorted(path.name for path in run.model.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    run.release()
+
+
+CHANGES = [
+    ("train.steps", 10, 20),
+    ("data.num_workers", 0, 2),
+    ("optimizer.lr", 1e-5, 2e-5),
+    ("data.fingerprint", "aa", "bb"),
+    ("scheduler.name", "cosine", None),
+]
+
+
+def test_guarded_changes_are_refused_together_and_the_override_is_named():
+    with pytest.raises(UserError) as caught:
+        guard(CHANGES, [])
+    message = str(caught.value)
+    assert "optimizer.lr: 1e-05 -> 2e-05" in message and "data.fingerprint: aa -> bb" in message
+    assert "checkpoint.allow_changes=[optimizer.lr,data.fingerprint]" in message
+    assert "train.steps" not in message and "num_workers" not in message
+
+
+def test_named_changes_pass_and_are_printed():
+    lines = guard(CHANGES, ["optimizer", "data.fingerprint"])
+    assert len(lines) == 5 and lines[0] == "train.steps: 10 -> 20" and lines[4] == "scheduler.name: cosine -> null"
+    with pytest.raises(UserError, match="optimizer.lr"):
+        guard(CHANGES, ["optimizer.l", "data"])
+    for key in ("model.path", "run.seed", "method", "tokenizer"):
+        with pytest.raises(UserError, match=key):
+            guard([(key, 1, 2)], [])
+
+
+def test_null_refuses_a_used_directory(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.refuse_used()
+    run.metrics.write_text('{"step": 1, "loss": 0.5}\n')
+    with pytest.raises(UserError, match="metrics of an earlier run.*resume=null"):
+        run.refuse_used()
+    run.metrics.unlink()
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    with pytest.raises(UserError, match="checkpoints of an earlier run"):
+        run.refuse_used()

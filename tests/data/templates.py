@@ -1,0 +1,23 @@
+"""Chat templates written for the tests, each behaving as the published one of its family does where it matters here."""
+
+from pathlib import Path
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / "jinja" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+# Trims contents, writes BOS itself, ends turns with <|eot_id|>; a turn with a tool call ignores its content.
+LLAMA3 = _read("llama3")
+# Contents as they are, a default system message, tool replies gathered into one user turn.
+QWEN25 = _read("qwen25")
+# Thinking is kept only after the last question; enable_thinking=false puts an empty block into the prompt.
+QWEN3 = _read("qwen3")
+# The system message goes into the first user turn; assistant is called model; roles must alternate.
+GEMMA3 = _read("gemma3")
+# No header and no generation prompt: what follows [/INST] is the model's.
+LLAMA2 = _read("llama2")
+# The loop counts: no round of it has a message as its variable.
+BY_INDEX = _read("by_index")
+# Marks the reply itself, without its end-of-turn token.
+GENERATION = _read("generation")

@@ -1,0 +1,121 @@
+"""Files to rows: every kind, in bounded pieces, with the line of each row and of each mistake."""
+
+import csv
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dtrain.data import files
+from dtrain.errors import UserError
+
+ROWS = [{"text": f"row {number}\nüber", "n": number} for number in range(700)]
+
+
+def read(file):
+    return [
+        (line, files.parse(chunk.file, line, row)) for chunk in files.read_chunks(file) for line, row in chunk.rows
+    ]
+
+
+def test_json_lines_in_chunks(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(row) for row in ROWS).encode() + b"\n\n")
+    assert read(file) == list(enumerate(ROWS, start=1))
+    sizes = [len(chunk.rows) for chunk in files.read_chunks(file)]
+    assert max(sizes) <= files.CHUNK_ROWS and len(sizes) == 3
+
+
+def test_blank_lines_count(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"n": 1}\n\n  \n{"n": 2}')
+    assert read(file) == [(1, {"n": 1}), (4, {"n": 2})]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_array_is_read_piece_by_piece(tmp_path, monkeypatch, indent):
+    monkeypatch.setattr(files, "CHUNK_BYTES", 97)  # far less than the file, and not a divisor of anything
+    file = tmp_path / "a.json"
+    text = " \n" + json.dumps(ROWS, indent=indent, ensure_ascii=False)
+    file.write_text(text, encoding="utf-8")
+    found = read(file)
+    assert [row for _, row in found] == ROWS
+    lines = text.split("\n")
+    assert all(lines[line - 1].lstrip(" [").startswith("{") for line, _ in found)
+
+
+@pytest.mark.parametrize("text, message", [
+    ('[{"a": 1}\n{"a": 2}]', "x.json:2: a comma or a ]"),
+    ('[{"a": 1},\n{"a": 2', "x.json:2: this is not JSON"),
+    ('[{"a": 1},\n', "x.json:2: the JSON array never ends"),
+    ('[{"a": 1},\n 5]', "x.json:2: a row must be a JSON object"),
+])  # fmt: skip
+def test_bad_json_array(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match="x.json") as error:
+        read(tmp_path / "x.json")
+    assert message in str(error.value)
+
+
+def test_bad_line_names_file_and_line(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2,}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl:2: this line is not JSON: .*column 9"):
+        read(file)
+    file.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl:2: this line is not UTF-8"):
+        read(file)
+
+
+def test_csv_with_long_cells_and_line_breaks(tmp_path):
+    file = tmp_path / "a.csv"
+    rows = [{"prompt": "a\nb", "completion": "x" * 200_000}, {"prompt": 'say "hi", ok', "completion": "y"}]
+    with open(file, "w", newline="") as stream:
+        writer = csv.DictWriter(stream, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read(file) == [(2, rows[0]), (4, rows[1])]
+    file.write_text("a,b\n1,2\n1,2,3\n")
+    with pytest.raises(UserError, match=r"a\.csv:3: this row has more cells"):
+        read(file)
+
+
+def test_parquet_rows_are_counted(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=300)
+    assert read(tmp_path / "a.parquet") == list(enumerate(ROWS, start=1))
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match="b.parquet: the file is not readable as parquet"):
+        read(tmp_path / "b.parquet")
+
+
+def test_gzip(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
+        stream.write('{"n": 1}\n{"n": 2}\n')
+    assert read(tmp_path / "a.jsonl.gz") == [(1, {"n": 1}), (2, {"n": 2})]
+    (tmp_path / "a.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-9])
+    with pytest.raises(UserError, match="not a whole gzip file"):
+        read(tmp_path / "a.jsonl.gz")
+
+
+def test_paths_globs_and_lists(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c.csv"):
+        (tmp_path / name).write_text("")
+    assert files.resolve(str(tmp_path / "*.jsonl")) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    both = [str(tmp_path / "c.csv"), str(tmp_path / "a.*")]
+    assert files.resolve(both) == [tmp_path / "c.csv", tmp_path / "a.jsonl"]
+
+
+@pytest.mark.parametrize("path, words", [
+    ("HuggingFaceH4/ultrachat", ["load_dataset('HuggingFaceH4/ultrachat'", "local files only", "ultrachat.jsonl"]),
+    ("data/none.jsonl", ["there is no file data/none.jsonl"]),
+    ("none*.jsonl", ["no file matches none*.jsonl"]),
+    ("{dir}", ["is a directory", "*.jsonl"]),
+    ("{dir}/notes.txt", [".jsonl", ".parquet"]),
+])  # fmt: skip
+def test_paths_that_mean_no_data(tmp_path, path, words):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UserError) as error:
+        files.resolve(path.replace("{dir}", str(tmp_path)), "data.val.path")
+    assert all(word in str(error.value) for word in ["data.val.path", *words])

@@ -1,0 +1,115 @@
+"""Rows of every format to their one shape, and what is said of rows that are wrong."""
+
+import json
+
+import pytest
+
+from dtrain.data.formats import Completion, Conversation, Text, Tokens, detect, normalise
+from dtrain.errors import UserError
+
+USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+
+def test_detection():
+    assert detect({"messages": [USER]}) == "messages"
+    assert detect({"prompt": "p", "messages": [USER]}) == "messages"
+    assert detect({"conversations": []}) == "sharegpt"
+    assert detect({"instruction": "i", "output": "o"}) == "alpaca"
+    assert detect({"prompt": "p", "completion": "c"}) == "prompt_completion"
+    assert detect({"prompt": "p", "chosen": "c", "rejected": "r"}) == "preference"
+    assert detect({"text": "t", "messages": None}) == "text"
+    assert detect({"input_ids": [1], "text": "t"}) == "tokenized"
+    assert detect({"question": "t"}) is None
+
+
+def test_messages_lose_marks_and_nulls():
+    row = {
+        "messages": [
+            {**USER, "tool_calls": None, "train": False},
+            {**REPLY, "train": False},
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {**REPLY, "weight": 0},
+            {**REPLY, "weight": 1, "reasoning_content": "hm"},
+        ],
+        "tools": json.dumps([{"type": "function"}]),
+    }
+    sample = normalise(row, "messages")
+    kept = [USER, REPLY, {"role": "assistant", "content": "ab"}, REPLY, {**REPLY, "reasoning_content": "hm"}]
+    assert sample == Conversation(kept, [False, False, None, False, True], [{"type": "function"}])
+
+
+def test_sharegpt_speakers_and_calls():
+    row = {
+        "system": "be brief",
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "1"},
+            {"from": "gpt", "value": "a", "weight": 0},
+        ],
+    }
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert normalise(row, "sharegpt") == Conversation(
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "1"},
+            {"role": "assistant", "content": "a"},
+        ],
+        [None, None, None, None, False],
+    )
+
+
+def test_alpaca():
+    sample = normalise({"instruction": "add", "input": "1 1", "output": "2", "history": [["a", "b"]]}, "alpaca")
+    assert [message["content"] for message in sample.messages] == ["a", "b", "add\n\n1 1", "2"]
+    sample = normalise({"instruction": "add", "input": "", "output": "2"}, "alpaca")
+    assert sample.messages == [{"role": "user", "content": "add"}, {"role": "assistant", "content": "2"}]
+
+
+def test_prompt_completion_text_and_tokens():
+    assert normalise({"prompt": "p", "completion": "c"}, "prompt_completion") == Completion("p", "c")
+    chat = normalise({"prompt": [USER, REPLY, USER], "completion": [REPLY]}, "prompt_completion")
+    assert chat == Conversation([USER, REPLY, USER, REPLY], [None] * 4, prompt=3)
+    assert normalise({"text": "t"}, "text") == Text("t")
+    assert normalise({"input_ids": [5, 6], "labels": [-100, 6]}, "tokenized") == Tokens([5, 6], [False, True])
+    assert normalise({"input_ids": "[5, 6]"}, "tokenized") == Tokens([5, 6], [True, True])
+
+
+def chat(**message):
+    return {"messages": [USER, {**REPLY, **message}]}
+
+
+@pytest.mark.parametrize("row, name, words", [
+    (chat(role="gpt"), "messages", ["messages[1].role is 'gpt'", "did you mean 'assistant'"]),
+    (chat(role="assitant"), "messages", ["did you mean 'assistant'"]),
+    (chat(role=None), "messages", ["messages[1] has no role"]),
+    (chat(content=None), "messages", ["messages[1] has no content"]),
+    (chat(content=7), "messages", ["messages[1].content must be a string, not a number"]),
+    (chat(content=[{"type": "image_url"}]), "messages", ["messages[1].content[0]", "image_url", "text only"]),
+    (chat(train="no"), "messages", ["messages[1].train must be true or false"]),
+    (chat(weight=0.5), "messages", ["messages[1].weight is 0.5"]),
+    (chat(train=True, weight=0), "messages", ["different things"]),
+    ({"messages": [{**USER, "train": True}]}, "messages", ["messages[0] is a user message", "data.loss_on=all"]),
+    (chat(tool_calls=["f"]), "messages", ["messages[1].tool_calls[0]"]),
+    ({"messages": []}, "messages", ["empty list"]),
+    ({"messages": {"a": 1}}, "messages", ["messages must be a list, not an object"]),
+    ({"messages": "hello"}, "messages", ["not JSON"]),
+    ({"messages": [USER], "tools": [3]}, "messages", ["tools[0]"]),
+    ({"conversations": [{"from": "alien", "value": "x"}]}, "sharegpt", ["conversations[0].from is 'alien'", "human"]),
+    ({"conversations": [{"from": "human"}]}, "sharegpt", ["conversations[0] has no value"]),
+    ({"text": 5}, "text", ["text must be a string"]),
+    ({"prompt": "p", "completion": [REPLY]}, "prompt_completion", ["both"]),
+    ({"input_ids": [1, 2], "labels": [1]}, "tokenized", ["2 entries and labels 1"]),
+    ({"input_ids": [1, 2], "labels": [2, -100]}, "tokenized", ["labels[0] is 2", "not be shifted"]),
+    ({"input_ids": [1, "2"]}, "tokenized", ["input_ids[1]"]),
+    ({"input_ids": [1, -2]}, "tokenized", ["negative"]),
+    ({"chosen": "a", "rejected": "b"}, "preference", ["preferences", "dpo", "not in dtrain yet"]),
+    ({"text": "t"}, "messages", ["no messages", "looks like format text", "data.train.sources"]),
+    ({"question": "t"}, "messages", ["no messages", "question", "prompt, completion"]),
+])  # fmt: skip
+def test_mistakes_name_the_key(row, name, words):
+    with pytest.raises(UserError) as error:
+        normalise(row, name)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -1,0 +1,156 @@
+"""The endless sequence of rows: each sample once an epoch, labels shifted once, any position a place to go on from."""
+
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+import torch
+
+from dtrain.data import rows as rows_module
+from dtrain.data.cache import Source, open_cache
+from dtrain.data.loader import Batches
+from dtrain.data.rows import Cursor, Rows
+from dtrain.data.sample import Encoder
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+from tests.data.makers import byte_level, save, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """60 samples of 2 to 16 tokens; sample i is made of the token i, its first half untrained."""
+    root = tmp_path_factory.mktemp("rows")
+    lengths = [2 + number * 7 % 15 for number in range(60)]
+    data = [
+        {"input_ids": [number] * size, "labels": [-100] * (size // 2) + [number] * (size - size // 2)}
+        for number, size in enumerate(lengths)
+    ]
+    coder = Encoder(Tokenizer.from_directory(save(root, byte_level())), None, max_length=16)
+    source = Source((write_jsonl(root / "a.jsonl", data),), "tokenized")
+    return open_cache([source], coder, cache_dir=root / "cache")
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(rows_module, "WINDOW", 16)
+
+
+def make(samples, **options):
+    return Rows(samples, max_length=16, **{"seed": 3, **options})
+
+
+def listed(row):
+    return {name: tensor.tolist() for name, tensor in row.items()}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_once_an_epoch(samples, packing, shuffle):
+    rows = make(samples, packing=packing, shuffle=shuffle, epochs=3)
+    placements = list(rows.placements())
+    assert len(placements) == rows.total_rows()
+    for epoch in range(3):
+        count = rows.rows_in_epoch(epoch)
+        mine, placements = placements[:count], placements[count:]
+        assert Counter(index for placement in mine for index in placement.samples) == Counter(range(60))
+        assert [placement.after for placement in mine[:-1]] == [Cursor(epoch, row) for row in range(1, count)]
+        assert mine[-1].after == Cursor(epoch + 1, 0) and mine[-1].epochs == epoch + 1
+        progress = [placement.epochs for placement in mine]
+        assert progress == sorted(progress) and epoch < progress[0]
+        if not shuffle and not packing:
+            assert [placement.samples for placement in mine] == [[index] for index in range(60)]
+        sizes = [sum(len(samples[index][0]) for index in placement.samples) for placement in mine]
+        assert max(sizes) <= 16 and sum(sizes) == rows.tokens_in_epoch(epoch) == samples.meta["tokens"]
+    orders = [tuple(tuple(p.samples) for p in islice(make(samples, seed=seed).placements(), 60)) for seed in (1, 2)]
+    assert orders[0] != orders[1]
+
+
+def test_a_row_by_hand(samples):
+    row = listed(make(samples).build([1, 3]))  # 9 and 8 tokens
+    assert row["input_ids"] == [1] * 9 + [3] * 8
+    assert row["position_ids"] == [*range(9), *range(8)]
+    assert row["seq_ids"] == [0] * 9 + [1] * 8
+    assert row["labels"] == [-100] * 3 + [1] * 5 + [-100] + [-100] * 3 + [3] * 4 + [-100]
+
+
+def test_rows_hold_the_samples(samples):
+    """Brute force: each token of each sample, its label the next one where that one is trained."""
+    for row in make(samples, epochs=2).iterate():
+        assert all(tensor.dtype == torch.int64 and tensor.shape == row["input_ids"].shape for tensor in row.values())
+        row, at = listed(row), 0
+        for document in range(max(row["seq_ids"]) + 1):
+            ids, trained = (tensor.tolist() for tensor in samples[row["input_ids"][at]])
+            for place in range(len(ids)):
+                label = ids[place + 1] if place + 1 < len(ids) and trained[place + 1] else -100
+                found = tuple(row[name][at + place] for name in ("input_ids", "labels", "position_ids", "seq_ids"))
+                assert found == (ids[place], label, place, document)
+            at += len(ids)
+        assert at == len(row["input_ids"])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_resume_at_every_position(samples, packing):
+    rows = make(samples, packing=packing, epochs=3)
+    whole = list(rows.placements())
+    cursor = Cursor()
+    for position, placement in enumerate(whole):
+        saved = Cursor(*json.loads(json.dumps(cursor)))
+        fresh = make(samples, packing=packing, epochs=3)
+        assert list(islice(fresh.placements(saved), 5)) == whole[position : position + 5]
+        cursor = placement.after
+    assert list(rows.placements(cursor)) == []
+
+
+def test_cursor_beyond_the_data(samples):
+    with pytest.raises(UserError, match="row 500 of epoch 1, which has only"):
+        next(make(samples).iterate(Cursor(1, 500)))
+
+
+def test_without_end(samples):
+    assert make(samples).total_rows() is None
+    assert list(islice(make(samples).placements(), 400))[-1].after.epoch > 3
+
+
+def collect(batches):
+    return [([listed(row) for row in batch.rows], batch.size, batch.cursor, batch.epoch) for batch in batches]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
+def test_ranks_share_the_same_batches(samples, dp_size):
+    """Whatever the number of ranks, batch n holds the same rows; the last one is short, and a rank may have none."""
+    rows = make(samples, epochs=2)
+    alone = collect(Batches(rows, global_batch=12))
+    ranks = [collect(Batches(rows, global_batch=12, dp_rank=rank, dp_size=dp_size)) for rank in range(dp_size)]
+    assert sum(size for _, size, _, _ in alone) == rows.total_rows()
+    for number, (all_rows, size, cursor, epoch) in enumerate(alone):
+        assert size == len(all_rows) and (size == 12 or number == len(alone) - 1)
+        for rank in range(dp_size):
+            assert ranks[rank][number] == (all_rows[rank::dp_size], size, cursor, epoch)
+
+
+def test_batches_span_epochs_and_resume_anywhere(samples):
+    rows = make(samples, epochs=3)
+    whole = collect(Batches(rows, global_batch=5))
+    assert any(batch[2].epoch > 0 and 0 < batch[2].row < 5 for batch in whole)
+    for number, (_, _, cursor, _) in enumerate(whole):
+        rest = collect(Batches(rows, global_batch=5, dp_rank=1, dp_size=2, cursor=cursor))
+        assert [(size, cursor) for _, size, cursor, _ in rest] == [(b[1], b[2]) for b in whole[number + 1 :]]
+        assert [batch[0] for batch in rest] == [batch[0][1::2] for batch in whole[number + 1 :]]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(samples, workers):
+    rows = make(samples, epochs=2)
+    alone = collect(Batches(rows, global_batch=7, dp_rank=2, dp_size=4, cursor=Cursor(0, 3)))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    together = Batches(rows, global_batch=7, dp_rank=2, dp_size=4, cursor=Cursor(0, 3), num_workers=workers)
+    assert collect(together) == alone
+    assert torch.equal(torch.get_rng_state(), state)  # else training would draw other numbers
+
+
+def test_weights_without_a_row(samples):
+    weightless = type(samples)(samples.directory, [0.0])
+    with pytest.raises(UserError, match="weights"):
+        make(weightless)

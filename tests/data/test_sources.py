@@ -1,0 +1,129 @@
+"""The data section to rows, what is said on the way, and the preview."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from dtrain.data.preview import preview
+from dtrain.data.sources import open_rows
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+from tests.data import templates
+from tests.data.makers import byte_level, save, write_jsonl
+
+CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+
+
+def section(**more):
+    plain = dict(max_length=64, packing=True, loss_on="assistant", shuffle=True, too_long="truncate", num_workers=0)
+    unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={})
+    return SimpleNamespace(**{**plain, **unset, **more})
+
+
+def split(path=None, format="auto", sources=None):
+    return SimpleNamespace(path=path, format=format, sources=sources)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save(tmp_path / "model", byte_level(), templates.QWEN25)
+
+
+def opened(model, data, **options):
+    said = []
+    rows = open_rows(data, tokenizer=Tokenizer.from_directory(model), say=said.append, progress=False, **options)
+    return rows, "\n".join(said)
+
+
+def test_says_what_it_found_chose_and_left_out(tmp_path, model):
+    long = [CHAT[0], {"role": "assistant", "content": "x" * 99}]
+    rows = [{"messages": chat} for chat in (*[CHAT] * 5, CHAT[:1], long)]
+    file = write_jsonl(tmp_path / "a.jsonl", rows)
+    _, said = opened(model, section(train=split(str(file))), cache_dir=tmp_path / "cache")
+    assert f"{file}: format messages (detected)" in said
+    assert "tokenizer_config.json (chat_template)" in said
+    assert "train data: 6 samples of 7 rows" in said
+    assert "1 samples truncated to data.max_length=64" in said
+    assert f"1 rows left out without a trained token: {file}:6 (no trained token)" in said
+    _, said = opened(model, section(train=split(str(file)), too_long="drop", cache_dir=str(tmp_path / "own")))
+    assert "1 rows dropped, longer than data.max_length=64" in said and (tmp_path / "own").is_dir()
+
+
+def test_weighted_sources(tmp_path, model):
+    chat = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}] * 10)
+    text = write_jsonl(tmp_path / "b.jsonl", [{"text": "two"}] * 10)
+    sources = [
+        SimpleNamespace(path=str(chat), format="auto", weight=2.0),
+        SimpleNamespace(path=[str(text)], format="text", weight=0.3),
+    ]
+    rows, said = opened(model, section(train=split(sources=sources), packing=False))
+    assert rows.rows_in_epoch(0) == 23 and "so all of their tokens are trained" in said
+    assert rows.total_rows() is None
+
+
+def test_validation_is_one_unshuffled_epoch(tmp_path, model):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{number}"} for number in range(10)])
+    rows, said = opened(model, section(val=split(str(file)), packing=False), split="val", epochs=7)
+    assert [placement.samples for placement in rows.placements()] == [[index] for index in range(10)]
+    assert "data.val" in said
+
+
+@pytest.mark.parametrize("train, words", [
+    (split(), ["data.train.path is not set"]),
+    (split("a/b"), ["data.train.path", "load_dataset('a/b'"]),
+    (split("{text}", "preference"), ["preferences", "dpo"]),
+    (split("{text}", "chatml"), ["data.train.format is 'chatml'", "sharegpt"]),
+    (split("{odd}"), ["odd.jsonl:1", "question", "prompt, completion"]),
+    (split("{none}"), ["the dataset is empty", "none.jsonl"]),
+    (split("{mixed}"), ["mixed.jsonl:2", "format is text", "looks like format messages"]),
+    (split("{text}", sources=[split("{text}")]), ["both set"]),
+    (split(sources=[SimpleNamespace(path="{text}", format="auto", weight=-1)]), ["data.train.sources[0].weight is -1"]),
+])  # fmt: skip
+def test_mistakes(tmp_path, model, train, words):
+    rows = {"text": [{"text": "a"}], "odd": [{"question": "a"}], "none": []}
+    rows["mixed"] = [{"text": "a"}, {"messages": CHAT}]
+    for name, content in rows.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", content)
+
+    def filled(source):
+        path = source.path and source.path.replace("{", f"{tmp_path}/").replace("}", ".jsonl")
+        sources = [filled(inner) for inner in getattr(source, "sources", None) or []] or None
+        return SimpleNamespace(**{**vars(source), "path": path, "sources": sources})
+
+    with pytest.raises(UserError) as error:
+        opened(model, section(train=filled(train)))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_notes_about_templates(tmp_path, model):
+    file = str(write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}]))
+    (tmp_path / "a.jinja").write_text(
+        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    _, said = opened(model, section(train=split(file), chat_template=str(tmp_path / "a.jinja")))
+    assert "today's date" in said and "no end-of-turn token" in said and "a.jinja (data.chat_template)" in said
+
+
+def test_preview(tmp_path, model):
+    rows = [{"messages": [*CHAT, *CHAT]}] * 3 + [{"messages": CHAT[:1]}]
+    file = write_jsonl(tmp_path / "a.jsonl", rows)
+    recipe = SimpleNamespace(
+        data=section(train=split(str(file)), max_length=128),
+        model=SimpleNamespace(path=str(model)),
+        run=SimpleNamespace(seed=0, dir=str(tmp_path / "runs")),
+    )
+    out = io.StringIO()
+    preview(recipe, samples=1, out=out)
+    plain = out.getvalue()
+    text = (
+        "<|im_start|>system\nYou are a helper.<|im_end|>\n"
+        + "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n[[Me.<|im_end|>]]\n" * 2
+    )
+    assert text in plain and plain.count("[[Me.") >= 2
+    assert f"{file}:4 (no trained token)" in plain and "format messages (detected)" in plain
+    assert "lengths in tokens: " in plain and "####" in plain and "% full" in plain and "an epoch: " in plain
+    out = io.StringIO()
+    preview(recipe, samples=1, color=True, out=out)
+    assert "\033[32mMe.<|im_end|>\033[0m\n" in out.getvalue() and "[[Me" not in out.getvalue()

@@ -1,0 +1,126 @@
+"""Chat templates write what transformers writes."""
+
+import json
+import pickle
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from dtrain.data.template import ChatTemplate, choose_template
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+from tests.data import templates
+from tests.data.makers import byte_level, save
+
+ASK, SAY = {"role": "user", "content": " Who? "}, {"role": "assistant", "content": " Me.\n"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"q": "<ü>", "n": [1, 2]}}}
+CHATS = {
+    "short": [ASK, SAY],
+    "system": [{"role": "system", "content": "be <b>rief</b>"}, ASK, SAY, ASK, SAY],
+    "thinking": [ASK, {**SAY, "reasoning_content": "hm"}, ASK, {**SAY, "thinking": "hm hm"}],
+    "calls": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}, SAY],
+    "prompt": [ASK],
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü", "parameters": {"type": "object"}}}]
+FAMILIES = ("LLAMA3", "QWEN25", "QWEN3", "GEMMA3", "LLAMA2", "BY_INDEX", "GENERATION")
+
+
+def load(directory, template=None, **variables):
+    tokenizer = Tokenizer.from_directory(directory)
+    return tokenizer, choose_template(directory, tokenizer.special_tokens, template, variables)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"date_string": "1 Jan 2000"}], ids=str)
+def test_equals_transformers(tmp_path, family, chat, variables):
+    save(tmp_path, byte_level(), getattr(templates, family))
+    tokenizer, template = load(tmp_path, **variables)
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for tools in (None, TOOLS):
+        for prompt in (False, True):
+            options = dict(tools=tools, add_generation_prompt=prompt)
+            try:
+                expected = oracle.apply_chat_template(CHATS[chat], tokenize=False, **options, **variables)
+            except Exception as problem:
+                with pytest.raises(UserError) as error:
+                    template.render(CHATS[chat], **options)
+                assert str(problem) in str(error.value)
+                continue
+            assert template.render(CHATS[chat], **options) == expected
+            ids = oracle.apply_chat_template(CHATS[chat], return_dict=False, **options, **variables)
+            assert tokenizer.encode(expected) == ids
+
+
+def test_extras_of_the_field():
+    source = (
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m | tojson(indent=1) }}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ tools }}"
+    )
+    assert ChatTemplate(source, "here", {}).render([{"a": "<ü>"}, {}]) == '{\n "a": "<ü>"\n}4None'
+    template = ChatTemplate("{{ messages | tojson }}", "here", {})
+    assert template.render([{"role": "x", "a": "<ü>"}]) == '[{"role": "x", "a": "<ü>"}]'
+
+
+def test_sandbox():
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}", "here", {})
+    with pytest.raises(UserError, match="unsafe"):
+        template.render([ASK])
+    template = ChatTemplate("{{ messages.append(1) }}", "here", {})
+    with pytest.raises(UserError):
+        template.render([ASK])
+
+
+def test_errors_name_template_line_and_message():
+    with pytest.raises(UserError, match=r"my\.jinja, line 2: the chat template is not valid"):
+        ChatTemplate("a\n{% if %}", "my.jinja", {})
+    template = ChatTemplate("a\n\n{{ raise_exception('no ' + messages[0].role) }}", "my.jinja", {})
+    with pytest.raises(UserError, match=r"my\.jinja, refuses .*line 3 of the template.*: no user"):
+        template.render([ASK])
+    template = ChatTemplate("a\n{{ messages[0].content + 1 }}", "my.jinja", {})
+    with pytest.raises(UserError, match=r"line 2 of the template.*str"):
+        template.render([ASK])
+    with pytest.raises(UserError, match="data.template_kwargs.tools"):
+        ChatTemplate("a", "my.jinja", {}, {"tools": 1})
+
+
+def test_choice(tmp_path):
+    directory = save(tmp_path / "m", byte_level())
+    assert load(directory)[1] is None
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert load(directory)[1].render([ASK]) == "processor"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    save(directory, byte_level(), named)
+    template = pickle.loads(pickle.dumps(load(directory)[1]))
+    assert template.render([ASK]) == "plain" and template.render([ASK], TOOLS) == "with tools"
+    assert "tokenizer_config.json" in template.origin and "default" in template.origin
+    (directory / "chat_template.jinja").write_text("jinja file")
+    assert load(directory)[1].render([ASK]) == "jinja file"
+    (tmp_path / "own.jinja").write_text("own {{ word }}")
+    template = load(directory, str(tmp_path / "own.jinja"), word="w")[1]
+    assert template.render([ASK]) == "own w" and "own.jinja" in template.origin
+    with pytest.raises(UserError, match="data.chat_template: there is no file"):
+        load(directory, str(tmp_path / "none.jinja"))
+    save(directory, byte_level(), [{"name": "rag", "template": "x"}])
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no template named default, only rag"):
+        load(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marks_tell_each_message_and_change_nothing(family):
+    template = ChatTemplate(getattr(templates, family), "here", {"bos_token": "<s>", "eos_token": "</s>"})
+    marked = template.marked(CHATS["system"][1:])
+    assert marked.text == template.render(CHATS["system"][1:])
+    if family == "BY_INDEX":
+        assert marked.blocks == [None] * 4
+        return
+    texts = [marked.text[start:end] for start, end in marked.blocks]
+    assert all(("Who?" if index % 2 == 0 else "Me.") in text for index, text in enumerate(texts))
+    assert marked.text.endswith("".join(texts))
+
+
+def test_today_is_noticed():
+    assert ChatTemplate("{{ strftime_now('%d') }}", "here", {}).writes_today
+    assert not ChatTemplate("{{ strftime_now('%d') }}", "here", {}, {"date_string": "1"}).writes_today
+    assert not ChatTemplate(templates.LLAMA3, "here", {}).writes_today

@@ -1,0 +1,96 @@
+"""A process for `test_launch` to watch: launches a tiny recipe with one of the fake trainings below.
+
+    python -m tests.launched DIRECTORY TRAINING [key=value ...]
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dtrain import config
+from dtrain.agent import WorkerFailed
+from dtrain.errors import Stopped, UserError
+from dtrain.launch import launch
+from tests.tiny import tiny_recipe
+
+
+def _mark(recipe, runtime, text=""):
+    Path(recipe.run.dir, f"mark-{runtime.rank}").write_text(text or str(os.getpid()))
+
+
+def ends(recipe, runtime):
+    total = torch.tensor(float(runtime.rank))
+    if runtime.world_size > 1:
+        dist.all_reduce(total)
+    print(f"hello from {runtime.rank}")
+    _mark(recipe, runtime, f"{runtime.world_size} {total.item()} {torch.get_num_threads()} {runtime.device}")
+
+
+def mistaken(recipe, runtime):
+    raise UserError("data.train.path: line 7 is not JSON")
+
+
+def crashes(recipe, runtime):
+    _mark(recipe, runtime)
+    if runtime.rank == 1:
+        raise ZeroDivisionError("the reason")
+    dist.barrier()
+    time.sleep(60)
+
+
+def waits(recipe, runtime):
+    """Until it is asked to stop; then it takes its time to save."""
+    _mark(recipe, runtime)
+    for _ in range(600):
+        time.sleep(0.1)
+        if runtime.stop.signum:
+            time.sleep(2)
+            Path(recipe.run.dir, f"saved-{runtime.rank}").touch()
+            raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
+
+
+def hangs(recipe, runtime):
+    """Deaf to everything, deep in a collective."""
+    _mark(recipe, runtime)
+    if runtime.rank == 0:
+        dist.barrier()
+    time.sleep(60)
+
+
+def starves(recipe, runtime):
+    torch.empty(2**60)
+
+
+def fails_once(recipe, runtime):
+    tried = Path(recipe.run.dir, f"tried-{runtime.rank}")
+    if not tried.exists():
+        tried.touch()
+        dist.barrier()
+        raise RuntimeError("a passing cloud")
+    _mark(recipe, runtime, recipe.checkpoint.resume)
+
+
+def main() -> int:
+    directory, training, *overrides = sys.argv[1:]
+    recipe = config.load(tiny_recipe(Path(directory)), overrides)
+    Path(recipe.run.dir).mkdir(exist_ok=True)
+    try:
+        launch(recipe, globals()[training])
+    except (UserError, WorkerFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Stopped as error:
+        print(error, file=sys.stderr)
+        return 128 + error.signum
+    return 0
+
+
+if __name__ == "__main__":
+    # Under its own name, so that workers find the functions where this process did.
+    from tests import launched
+
+    sys.exit(launched.main())

@@ -1,0 +1,152 @@
+"""Tiny random checkpoints made by transformers, for every family and variant that dtrain names."""
+
+import warnings
+
+import torch
+import transformers
+
+VOCAB = 97
+
+_TINY = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+    initializer_range=0.1,
+)
+_LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=64)
+
+
+def _gemma(**more):
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    base = dict(num_hidden_layers=7, head_dim=16, sliding_window=9, query_pre_attn_scalar=20, rope_parameters=ropes)
+    return transformers.Gemma3TextConfig(**{**_TINY, **base, **more})
+
+
+def _llama(**more):
+    return transformers.LlamaConfig(**{**_TINY, **more})
+
+
+def _mistral(**more):
+    return transformers.MistralConfig(**{**_TINY, **more})
+
+
+def _qwen2(**more):
+    return transformers.Qwen2Config(**{**_TINY, **more})
+
+
+def _qwen3(**more):
+    return transformers.Qwen3Config(**{**_TINY, "head_dim": 16, **more})
+
+
+VARIANTS = {
+    "llama2": lambda: _llama(num_key_value_heads=4),
+    "llama3": lambda: _llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+    "llama3.1": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
+    "llama3.2": lambda: _llama(rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True, head_dim=16),
+    "llama-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "llama-gelu": lambda: _llama(hidden_act="gelu"),
+    "llama-relu": lambda: _llama(hidden_act="relu"),
+    "llama-gelu-new": lambda: _llama(hidden_act="gelu_new"),
+    "llama-pad": lambda: _llama(pad_token_id=5, tie_word_embeddings=True),
+    "mistral": lambda: _mistral(sliding_window=None),
+    "mistral-window": lambda: _mistral(sliding_window=11),
+    "qwen2": lambda: _qwen2(),
+    "qwen2.5-tied": lambda: _qwen2(tie_word_embeddings=True, num_key_value_heads=1),
+    "qwen2-yarn": lambda: _qwen2(rope_parameters=_YARN),
+    "qwen2-linear": lambda: _qwen2(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "qwen2-llama3": lambda: _qwen2(rope_parameters=_LLAMA3_ROPE),
+    "qwen2-window": lambda: _qwen2(use_sliding_window=True, sliding_window=10, max_window_layers=1),
+    "qwen3": lambda: _qwen3(),
+    "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
+    "qwen3-biases": lambda: _qwen3(attention_bias=True),
+    "qwen3-yarn-factor": lambda: _qwen3(rope_parameters={**_YARN, "attention_factor": 1.3, "truncate": False}),
+    "qwen3-yarn-mscale": lambda: _qwen3(
+        rope_parameters={**_YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}
+    ),
+    "gemma3": lambda: _gemma(),
+    "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
+    "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
+    "gemma3-llama3": lambda: _gemma(
+        rope_parameters={"full_attention": _LLAMA3_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    ),
+}
+
+_CLASSES = {
+    "llama": transformers.LlamaForCausalLM,
+    "mistral": transformers.MistralForCausalLM,
+    "qwen2": transformers.Qwen2ForCausalLM,
+    "qwen3": transformers.Qwen3ForCausalLM,
+    "gemma3_text": transformers.Gemma3ForCausalLM,
+}
+
+
+def make(variant: str, dtype: torch.dtype = torch.float32):
+    """The transformers model of a variant, every parameter random (norms and biases too), in eval mode."""
+    config = VARIANTS[variant]()
+    return randomise(_CLASSES[config.model_type](config)).to(dtype)
+
+
+def make_multimodal():
+    """A Gemma3ForConditionalGeneration with a vision tower of one layer."""
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        vision_use_head=False,
+    )
+    config = transformers.Gemma3Config(
+        text_config=_gemma().to_dict(), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
+    )
+    return randomise(transformers.Gemma3ForConditionalGeneration(config))
+
+
+@torch.no_grad()
+def randomise(model):
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        scale = 0.05 if parameter.dim() > 1 else 0.5
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+    return model.eval()
+
+
+def save(model, directory):
+    """save_pretrained without its progress bar."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.utils.logging.disable_progress_bar()
+        model.save_pretrained(directory)
+    return directory
+
+
+def packed_rows(lengths: list[list[int]], padding: list[int]):
+    """input_ids, position_ids, seq_ids [B, S] of rows with documents of these lengths and padding at their right."""
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for documents, pad in zip(lengths, padding, strict=True):
+        positions = torch.cat([torch.arange(n) for n in documents] + [torch.arange(pad)])
+        owners = torch.cat([torch.full((n,), i) for i, n in enumerate(documents)] + [torch.full((pad,), -1)])
+        ids = torch.randint(0, VOCAB, owners.shape, generator=generator)
+        rows.append((ids, positions, owners))
+    return tuple(torch.stack(stream) for stream in zip(*rows, strict=True))

@@ -1,0 +1,212 @@
+"""Every family and variant against transformers: logits, gradients, packed documents, float64, bfloat16."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain import models
+from tests.models.oracle import VARIANTS, VOCAB, make, make_multimodal, packed_rows, save
+
+LENGTH = 90  # more than one block of queries on a CPU, and more than every window
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request, tmp_path_factory):
+    theirs = make(request.param)
+    directory = save(theirs, tmp_path_factory.mktemp("checkpoint"))
+    return theirs, directory
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_grads(ours, theirs, tolerance=1e-5):
+    expected = grads(theirs)
+    assert grads(ours).keys() == expected.keys()
+    for name, grad in grads(ours).items():
+        assert relative(grad, expected[name]) < tolerance, name
+
+
+def test_logits_and_gradients(pair):
+    theirs, directory = pair
+    ours = models.from_pretrained(directory)
+    ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    theirs.zero_grad()
+    expected, logits = theirs(ids).logits, ours(ids)
+    assert relative(logits, expected) < 1e-5
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    expected.backward(weights)
+    logits.backward(weights)
+    assert_same_grads(ours, theirs, 2e-5)
+
+
+def test_packed_documents_are_as_if_alone(pair):
+    theirs, directory = pair
+    ours = models.from_pretrained(directory)
+    ids, positions, owners = packed_rows([[40, 1, 33], [70, 12]], padding=[16, 8])
+    logits = ours(ids, positions, owners)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+    weights[owners < 0] = 0
+    logits.backward(weights)
+    theirs.zero_grad()
+    for row in range(2):
+        for document in range(int(owners[row].max()) + 1):
+            mine = owners[row] == document
+            expected = theirs(ids[row, mine][None]).logits
+            assert relative(logits[row, mine], expected[0]) < 1e-5
+            expected.backward(weights[row, mine][None])
+    assert_same_grads(ours, theirs, 2e-5)
+    assert logits.isfinite().all()
+
+
+def test_right_padding_needs_no_mask(pair):
+    theirs, directory = pair
+    ours = models.from_pretrained(directory)
+    ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative(ours(ids)[0, :50], theirs(ids[:1, :50]).logits[0]) < 1e-5
+
+
+class Dtypes(TorchDispatchMode):
+    """The dtypes of all floating tensors that any operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.seen.add(value.dtype)
+        return result
+
+
+def test_float64_has_no_float32_island(pair):
+    _, directory = pair
+    ours = models.from_pretrained(directory, dtype=torch.float64)
+    ids, positions, owners = packed_rows([[40, 1, 33]], padding=[16])
+    with Dtypes() as dtypes:
+        ours(ids, positions, owners).sum().backward()
+        ours(ids).sum().backward()
+    assert dtypes.seen == {torch.float64}
+
+
+def in_float64(model, head_dim):
+    """`model` with transformers' own float32 islands, norms and rotary tables, written out in float64 (default rope)."""
+
+    def norm(module, gemma):
+        eps = module.eps if gemma else module.variance_epsilon
+        return lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (module.weight + gemma)
+
+    def rotary(theta):
+        turn = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
+
+        def forward(x, position_ids, layer_type=None):
+            base = turn if layer_type is None else rotary(model.config.rope_parameters[layer_type]["rope_theta"]).turn
+            angles = (position_ids[..., None] * base).repeat(1, 1, 2)
+            return angles.cos(), angles.sin()
+
+        forward.turn = turn
+        return forward
+
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = norm(module, "Gemma" in type(module).__name__)
+        if "ScaledWordEmbedding" in type(module).__name__:
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
+    model.model.rotary_emb.forward = rotary(model.config.rope_parameters.get("rope_theta", 1.0))
+    return model.double()
+
+
+@pytest.mark.parametrize("variant", ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3"])
+def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path):
+    theirs = make(variant)
+    if variant == "gemma3":
+        for parameters in theirs.config.rope_parameters.values():
+            parameters.update(rope_type="default")
+            parameters.pop("factor", None)
+    save(theirs, tmp_path)
+    ours = models.from_pretrained(tmp_path, dtype=torch.float64)
+    theirs = in_float64(theirs, ours.config.head_dim)
+    ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    expected, logits = theirs(ids).logits, ours(ids)
+    assert relative(logits, expected) < 1e-12
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected.backward(weights)
+    logits.backward(weights)
+    for name, parameter in theirs.named_parameters():
+        assert relative(grads(ours)[name], parameter.grad) < 1e-11, name
+
+
+@pytest.mark.parametrize("variant", ["llama3.2", "qwen2", "qwen3", "gemma3"])
+def test_bfloat16_rounds_where_transformers_does(variant, tmp_path):
+    theirs = make(variant)
+    save(theirs, tmp_path)
+    ids = torch.randint(0, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = models.from_pretrained(tmp_path)(ids)
+        ours = models.from_pretrained(tmp_path, dtype=torch.bfloat16)(ids)
+        theirs = theirs.bfloat16()(ids).logits
+    assert ours.dtype == torch.bfloat16
+
+    def distance(a, b):
+        return (a.float() - b.float()).square().mean().sqrt()
+
+    assert distance(ours, exact) < 1.1 * distance(theirs, exact)
+    assert distance(ours, theirs) < 1.1 * distance(theirs, exact)
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_text_tower_of_a_multimodal_checkpoint(layout, tmp_path):
+    theirs = make_multimodal()
+    save(theirs, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    other = {"language_model.model.": "model.language_model.", "model.language_model.": "language_model.model."}[layout]
+    save_file({name.replace(other, layout): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    ours = models.from_pretrained(tmp_path)
+    ids = torch.randint(0, VOCAB - 1, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative(ours(ids), theirs(input_ids=ids, token_type_ids=torch.zeros_like(ids)).logits) < 1e-5
+
+
+def test_untied_head_of_a_text_tower_has_both_names():
+    text = json.loads(make("gemma3").config.to_json_string())
+    config = models.parse_config(
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {"image_size": 8}}
+    )
+    model = models.build(config, device="meta")
+    assert model.checkpoint_names("lm_head.weight") == ["lm_head.weight", "language_model.lm_head.weight"]
+    assert model.checkpoint_names("model.norm.weight") == [
+        "language_model.model.norm.weight",
+        "model.language_model.norm.weight",
+    ]
+
+
+def test_with_head_is_forward_without_the_logits(tmp_path):
+    save(make("gemma3-softcap"), tmp_path)
+    model = models.from_pretrained(tmp_path)
+    ids, positions, owners = packed_rows([[20, 9]], padding=[3])
+
+    def head(hidden, weight):
+        assert hidden.shape == (1, 32, 48) and weight is model.lm_head.weight
+        return torch.tanh(hidden @ weight.T / 3.0) * 3.0
+
+    with torch.no_grad():
+        assert torch.equal(model.with_head(head, ids, positions, owners), model(ids, positions, owners))
+
+
+def test_flops_follow_the_formula():
+    config = models.parse_config(json.loads(make("gemma3-untied").config.to_json_string()))
+    model = models.build(config, device="meta")
+    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    # six sliding layers see 9 keys, one sees all 100; 4 heads of 16
+    assert model.flops_per_token(100) == 6 * weights + 12 * 4 * 16 * (6 * 9 + 100)

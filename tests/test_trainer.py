@@ -1,0 +1,227 @@
+"""Whole runs: the same numbers on one rank and several, resumed and uninterrupted, and what a run leaves behind."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.checkpoint.store import CheckpointStore
+from dtrain.errors import Stopped, UserError
+from dtrain.parallel.runtime import Runtime
+from dtrain.trainer import train
+from tests.tiny import tiny_recipe, write_rows
+from tests.world import run_world
+
+
+def metrics(recipe):
+    path = Path(recipe.run.dir) / recipe.run.name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trajectory(recipe):
+    return [(row["loss"], row["grad_norm"], row["lr"], row["tokens"]) for row in metrics(recipe) if "loss" in row]
+
+
+def weights(recipe, step=10):
+    store = CheckpointStore(Path(recipe.run.dir) / recipe.run.name / "checkpoints")
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(step).items()}
+    store.load(step, tensors)
+    return tensors
+
+
+def on_rank(rank, recipe, world_size):
+    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
+
+
+def run(recipe, world_size=1):
+    if world_size == 1:
+        train(recipe, Runtime())
+    else:
+        run_world(on_rank, world_size, recipe, world_size)
+    return recipe
+
+
+def assert_same(recipe, reference, rtol):
+    for (loss, norm, lr, tokens), expected in zip(trajectory(recipe), trajectory(reference), strict=True):
+        assert (lr, tokens) == expected[2:]
+        assert abs(loss - expected[0]) <= rtol * abs(expected[0])
+        assert abs(norm - expected[1]) <= max(rtol, 10 * rtol if rtol > 1e-9 else 0) * abs(expected[1])
+
+
+SAVE_LAST = "checkpoint.every=10"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_ranks_and_accumulation_give_the_trajectory_of_one_process(tmp_path, family, packing):
+    shape = (f"data.packing={packing}", SAVE_LAST)
+    one = run(tiny_recipe(tmp_path, *shape, "train.micro_batch=8", family=family, name="one"))
+    accumulated = run(tiny_recipe(tmp_path, *shape, "train.micro_batch=1", family=family, name="accumulated"))
+    two = run(tiny_recipe(tmp_path, *shape, family=family, name="two"), 2)
+    four = run(tiny_recipe(tmp_path, *shape, family=family, name="four"), 4)
+    expected = weights(one)
+    for other in (accumulated, two, four):
+        assert_same(other, one, rtol=1e-9)
+        for name, value in weights(other).items():
+            if name.startswith("model."):
+                assert (value - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+
+
+def test_three_ranks_with_uneven_shards_and_a_short_last_batch(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", count=31)
+    shape = ("train.steps=null", "train.epochs=2", "data.packing=false", "train.global_batch=12")
+    one = run(tiny_recipe(tmp_path, *shape, name="one"))
+    three = run(tiny_recipe(tmp_path, *shape, name="three"), 3)
+    assert len(trajectory(one)) == 6  # 62 rows
+    assert_same(three, one, rtol=1e-9)
+
+
+def test_float32_stays_within_the_promise(tmp_path):
+    one = run(tiny_recipe(tmp_path, "train.dtype=float32", name="one"))
+    two = run(tiny_recipe(tmp_path, "train.dtype=float32", name="two"), 2)
+    assert_same(two, one, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_follows_float32(tmp_path, dtype):
+    reference = run(tiny_recipe(tmp_path, "train.dtype=float32", name="float32"))
+    for world_size in (1, 2):
+        mixed = run(tiny_recipe(tmp_path, f"train.dtype={dtype}", name=f"mixed{world_size}"), world_size)
+        for (loss, norm, *_), (expected, expected_norm, *_) in zip(
+            trajectory(mixed)[:5], trajectory(reference)[:5], strict=True
+        ):
+            assert abs(loss - expected) <= 0.02 * expected
+            assert abs(norm - expected_norm) <= 0.1 * expected_norm
+
+
+@pytest.mark.parametrize("kind", ["full", "mlp", "selective"])
+def test_activation_checkpointing_changes_no_bit_of_the_loss(tmp_path, kind):
+    plain = run(tiny_recipe(tmp_path, "train.steps=3", name="plain"))
+    for world_size in (1, 2):
+        checkpointed = run(
+            tiny_recipe(tmp_path, "train.steps=3", f"train.activation_checkpointing={kind}", name=f"ac{world_size}"),
+            world_size,
+        )
+        assert_same(checkpointed, plain, rtol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("stop_at", [3, 8])
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_size, packing, stop_at):
+    shape = ("train.dtype=float32", f"data.packing={packing}", f"checkpoint.every={stop_at}")
+    whole = run(tiny_recipe(tmp_path, *shape, name="whole"), world_size)
+    resumed = tiny_recipe(tmp_path, *shape, name="resumed")
+    with pytest.raises((Stopped, AssertionError), match="stopped after step"):
+        interrupt(resumed, world_size, stop_at)
+    run(resumed, world_size)
+    assert trajectory(resumed) == trajectory(whole)
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
+
+
+def interrupt(recipe, world_size, step):
+    if world_size == 1:
+        return stopped_at(0, recipe, 1, step)
+    run_world(stopped_at, world_size, recipe, world_size, step)
+
+
+def stopped_at(rank, recipe, world_size, step):
+    """A run whose last rank is sent a signal just before it logs `step`."""
+    from dtrain.metrics import Metrics
+    from dtrain.trainer import Trainer
+
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
+
+    class Interrupted(Metrics):
+        def train_row(self, at, **fields):
+            super().train_row(at, **fields)
+            if at == step and rank == world_size - 1:
+                runtime.stop.request(signal.SIGTERM)
+
+    original = Trainer.__init__
+
+    class Watched(Trainer):
+        def __init__(self, *args):
+            original(self, *args)
+            self.metrics.__class__ = Interrupted
+
+    from contextlib import ExitStack
+
+    from dtrain.parallel.mesh import init_one_process_group
+
+    with ExitStack() as stack:
+        if world_size == 1:
+            init_one_process_group("cpu")
+            stack.callback(torch.distributed.destroy_process_group)
+        trainer = Watched(recipe, runtime, stack)
+        trainer.loop(trainer.resume())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+def test_resume_on_another_world_size_keeps_the_data_and_the_numbers(tmp_path, before, after):
+    shape = ("data.packing=false", "train.global_batch=12", "train.micro_batch=1", "checkpoint.every=4")
+    whole = run(tiny_recipe(tmp_path, *shape, name="whole"))
+    resumed = tiny_recipe(tmp_path, *shape, name="resumed")
+    with pytest.raises((Stopped, AssertionError), match="stopped after step"):
+        interrupt(resumed, before, 4)
+    run(resumed, after)
+    assert_same(resumed, whole, rtol=1e-9)
+
+
+def test_a_finished_run_says_so_and_does_nothing(tmp_path, capfd):
+    recipe = run(tiny_recipe(tmp_path, SAVE_LAST))
+    before = metrics(recipe)
+    run(recipe)
+    assert metrics(recipe) == before
+    assert "step 10 of 10 is saved already" in capfd.readouterr().err
+
+
+def test_resuming_with_other_data_or_optimizer_is_refused_by_key(tmp_path):
+    run(tiny_recipe(tmp_path, SAVE_LAST))
+    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.01 -> 0\.5(.|\n)*checkpoint\.allow_changes=\[optimizer\.lr\]"):
+        run(tiny_recipe(tmp_path, SAVE_LAST, "train.steps=12", "optimizer.lr=0.5"))
+    write_rows(tmp_path / "rows.jsonl", seed=1)
+    with pytest.raises(UserError, match=r"data\.fingerprint"):
+        run(tiny_recipe(tmp_path, SAVE_LAST, "train.steps=12"))
+    allowed = tiny_recipe(tmp_path, SAVE_LAST, "train.steps=12", "checkpoint.allow_changes=[data]")
+    run(allowed)
+    assert [row["step"] for row in metrics(allowed)] == list(range(1, 13))
+
+
+def test_resume_null_refuses_a_used_directory_and_a_path_starts_from_it(tmp_path):
+    first = run(tiny_recipe(tmp_path, "checkpoint.every=5", name="first"))
+    with pytest.raises(UserError, match="resume=null starts anew"):
+        run(tiny_recipe(tmp_path, "checkpoint.resume=null", name="first"))
+    path = Path(first.run.dir) / "first" / "checkpoints" / "step-5"
+    second = run(tiny_recipe(tmp_path, f"checkpoint.resume={path}", "checkpoint.every=5", name="second"))
+    assert trajectory(second) == trajectory(first)[5:]
+
+
+def test_validation_is_the_mean_over_all_trained_tokens(tmp_path):
+    write_rows(tmp_path / "val.jsonl", count=13, seed=3)
+    shape = (f"data.val.path={tmp_path / 'val.jsonl'}", "train.validate_every=4")
+    one = run(tiny_recipe(tmp_path, *shape, "train.global_batch=4", name="one"))
+    four = run(tiny_recipe(tmp_path, *shape, "train.global_batch=4", "train.micro_batch=1", name="four"), 4)
+    values = [[(row["step"], row["val_loss"]) for row in metrics(r) if "val_loss" in row] for r in (one, four)]
+    assert [step for step, _ in values[0]] == [4, 8, 10]
+    for (_, value), (_, expected) in zip(values[1], values[0], strict=True):
+        assert abs(value - expected) <= 1e-9 * expected
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_optimizer(tmp_path):
+    recipe = tiny_recipe(tmp_path, "optimizer.lr=1e200", "scheduler.warmup_steps=0", "checkpoint.every=1")
+    with pytest.raises(UserError, match="gradient norm is nan.*(.|\n)*train.skip_nonfinite"):
+        run(recipe)
+    last = max(CheckpointStore(Path(recipe.run.dir) / "run" / "checkpoints").steps())
+    assert last == len(trajectory(recipe))
+
+
+def test_export_every_and_final_write_a_directory(tmp_path):
+    recipe = run(tiny_recipe(tmp_path, "checkpoint.export=final", "train.dtype=float32"))
+    from dtrain.models import from_pretrained
+
+    model = from_pretrained(Path(recipe.run.dir) / "run" / "export")
+    assert torch.isfinite(model(torch.arange(5)[None])).all()

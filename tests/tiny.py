@@ -1,0 +1,88 @@
+"""Tiny models and data on disk for tests: one config per family, a word-level tokenizer, tokenized rows."""
+
+import json
+import random
+from pathlib import Path
+
+from dtrain import config
+from dtrain.config.schema import Recipe
+
+VOCAB = 67
+
+_SHARED = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 100.0,
+    },
+}
+
+
+def write_model(directory: Path, family: str = "qwen3", *, tied: bool = True, **changes) -> Path:
+    """A model directory without weights: config.json and a word-level tokenizer of VOCAB words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    model = {**_SHARED, **FAMILIES[family], "tie_word_embeddings": tied, **changes}
+    (directory / "config.json").write_text(json.dumps(model))
+    words = {f"w{index}": index for index in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1", "pad_token": "w0"}))
+    return directory
+
+
+def write_rows(path: Path, count: int = 60, longest: int = 24, seed: int = 0, untrained: float = 0.3) -> Path:
+    """Tokenized rows of random lengths; about `untrained` of the labels are -100."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            ids = [draw.randrange(VOCAB) for _ in range(draw.randint(3, longest))]
+            labels = [-100 if draw.random() < untrained else token for token in ids]
+            labels[-1] = ids[-1]
+            file.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
+    return path
+
+
+def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool = True, name: str = "run") -> Recipe:
+    """An SFT recipe over a tiny model from scratch and 60 tokenized rows under `root`, float64, 10 steps."""
+    model = root / f"{family}-{'tied' if tied else 'untied'}"
+    if not model.exists():
+        write_model(model, family, tied=tied)
+    rows = root / "rows.jsonl"
+    if not rows.exists():
+        write_rows(rows)
+    recipe = {
+        "run": {"name": name, "dir": str(root / "runs")},
+        "model": {"path": str(model), "init": "scratch"},
+        "data": {"train": {"path": str(rows)}, "max_length": 32},
+        "train": {"steps": 10, "global_batch": 8, "micro_batch": 2, "dtype": "float64"},
+        "optimizer": {"lr": 1e-2},
+        "scheduler": {"warmup_steps": 2},
+        "checkpoint": {"every": None, "export": "none"},
+        "metrics": {"tensorboard": False},
+    }
+    return config.load(recipe, overrides)
