@@ -39,7 +39,7 @@ class WorkerFailed(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """How a worker ended. kind: user (a UserError), memory (there was too little), stopped (Stopped), crash (the rest)."""
+    """How a worker ended. kind: user (a UserError), memory (too little of it), stopped (Stopped), crash (the rest)."""
 
     rank: int
     attempt: int
@@ -155,15 +155,19 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def work(directory: str, place: Place, attempt: int) -> None:
-    """A worker from its first line to its last; `attempt` counts the restarts before it. Never returns."""
+def work(directory: str, place: Place) -> None:
+    """A worker from its first line to its last. Never returns."""
+    job, attempt = Path(directory), place.attempt
+    setup = json.loads((job / "job.json").read_text())
+    _die_with(setup["launcher"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):  # before torch is imported: every thread that it starts inherits the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
     from dtrain.parallel.runtime import StopFlag
 
-    job = Path(directory)
-    setup = json.loads((job / "job.json").read_text())
     stop = StopFlag()
-    _die_with(setup["launcher"])
-    _listen(job, setup["launcher"], stop)
+    threading.Thread(target=_listen, args=(job, setup["launcher"], stop), daemon=True).start()
     status, kind, text = 0, "", ""
     try:
         recipe = load(job / "recipe.yaml")
@@ -222,26 +226,18 @@ def _die_with(launcher: int) -> None:
 
 
 def _listen(job: Path, launcher: int, stop: "StopFlag") -> None:
-    """Start the thread that hears for this worker while its main thread may be deep in a collective.
+    """Hear for this worker, in a thread of its own, while its main thread may be deep in a collective. Never returns.
 
     The launcher asks for an orderly end by the file `stop`; Ctrl-C, which the whole process group gets, is the
     launcher's to answer. SIGTERM from the launcher means that another worker died: this one ends at once. SIGTERM from
     anyone else (a batch system that signals every process) asks for an orderly end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     wait = getattr(signal, "sigtimedwait", None)
-    if wait:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
-
-    def listen() -> None:
-        while True:
-            heard = wait({signal.SIGTERM}, POLL_SECONDS) if wait else time.sleep(POLL_SECONDS)
-            if os.getppid() != launcher or (heard and heard.si_pid == launcher):
-                os._exit(ENDED)
-            if not stop.signum and heard:
-                stop.request(signal.SIGTERM)
-            if not stop.signum and (job / "stop").exists():
-                stop.request(int((job / "stop").read_text()))
-
-    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        heard = wait({signal.SIGTERM}, POLL_SECONDS) if wait else time.sleep(POLL_SECONDS)
+        if os.getppid() != launcher or (heard and heard.si_pid == launcher):
+            os._exit(ENDED)
+        if not stop.signum and heard:
+            stop.request(signal.SIGTERM)
+        if not stop.signum and (job / "stop").exists():
+            stop.request(int((job / "stop").read_text()))

@@ -39,8 +39,7 @@ def launch(recipe: Recipe, train: Train | None = None) -> None:
 
 def work(job: str) -> None:
     """The main function of a process that `agent.run_workers` started. Never returns."""
-    place = find_place(os.environ, 1)
-    agent.work(job, place, attempt=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    agent.work(job, find_place(os.environ, 1))
 
 
 def _threads(processes: int) -> int | None:
@@ -59,7 +58,16 @@ def find_place(environ: Mapping[str, str], nproc: int) -> Place | None:
     if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         world = int(environ["WORLD_SIZE"])
         local_world = int(environ.get("LOCAL_WORLD_SIZE", world))
-        return Place(int(environ["RANK"]), int(environ["LOCAL_RANK"]), world, local_world)
+        return Place(
+            rank=int(environ["RANK"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            world_size=world,
+            local_world_size=local_world,
+            started_by="torchrun",
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            master=(environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", 29500))),
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
     if not all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
         return None
     if nproc > 1 and "SLURM_STEP_ID" not in environ and "SLURM_JOB_ID" in environ:
@@ -71,6 +79,8 @@ def find_place(environ: Mapping[str, str], nproc: int) -> Place | None:
         local_rank=int(environ["SLURM_LOCALID"]),
         world_size=world,
         local_world_size=int(re.match(r"\d+", per_node)[0]),
+        started_by="slurm",
+        attempt=int(environ.get("SLURM_RESTART_COUNT", 0)),
         master=_slurm_master(environ),
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
@@ -23,18 +24,22 @@ from dtrain.errors import UserError
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """`reads`: the fields of the recipe's section that go to the class beside lr and weight_decay."""
+    """`reads`: the fields of the recipe's section that go to the class beside lr and weight_decay.
+
+    fused: whether to ask for torch's fused kernel, where the parameters allow it. sharded: whether it steps DTensors.
+    """
 
     cls: type[Optimizer]
     reads: tuple[str, ...] = ()
     fused: bool = False
+    sharded: bool = True
 
 
 OPTIMIZERS = {
     "adamw": NamedOptimizer(torch.optim.AdamW, ("betas", "eps"), fused=True),
     "adam": NamedOptimizer(torch.optim.Adam, ("betas", "eps"), fused=True),
-    "sgd": NamedOptimizer(torch.optim.SGD, fused=True),
-    "adafactor": NamedOptimizer(torch.optim.Adafactor),
+    "sgd": NamedOptimizer(torch.optim.SGD),  # its fused kernel does not know DTensors
+    "adafactor": NamedOptimizer(torch.optim.Adafactor, sharded=False),
 }
 
 
@@ -57,8 +62,8 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
     """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors).
 
     `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
-    over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in AdamW's
-    shape. No collective.
+    over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
+    AdamW's shape. No collective.
 
     Raises UserError: an unknown name, a path that does not import, arguments that the class refuses.
     """
@@ -68,6 +73,11 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
     named = OPTIMIZERS.get(section.name)
     if named is not None:
         cls = named.cls
+        if not named.sharded and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+            raise UserError(
+                f"optimizer.name={section.name} cannot step sharded parameters: torch's class takes norms in place, "
+                "which DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
+            )
         settings = {field: fields[field] for field in named.reads}
         if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
             settings["fused"] = True
@@ -121,7 +131,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 WSD_DECAY_SHARE = 0.2
 
 
-def factor(name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int) -> float:
+def factor(
+    name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_ratio: float, decay_steps: int
+) -> float:
     """What the schedule `name` multiplies the learning rate with at `step`, counted from 0.
 
     Warm-up is step ÷ warmup_steps; then a plateau, where decay_steps leaves room for one; the decay would reach
@@ -139,8 +151,8 @@ def factor(name: str, step: int, *, total_steps: int, warmup_steps: int, min_lr_
 class Schedule:
     """Learning rates by optimizer step. Its state is the number of steps taken, and nothing else.
 
-    Loading replays that many steps on a fresh scheduler, so that one interface serves every class of torch's, whatever it
-    keeps, and a recipe changed in between counts as if it had been so from the start.
+    Loading replays that many steps on a fresh scheduler, so that one interface serves every class of torch's, whatever
+    it keeps, and a recipe changed in between counts as if it had been so from the start.
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]):
@@ -182,8 +194,8 @@ def build_scheduler(section, optimizer: Optimizer, total_steps: int) -> Schedule
     """The schedule of a recipe's `scheduler` section, or of a list of them, over `total_steps` optimizer steps.
 
     `name` is a key of `SCHEDULES`, or the import path of one of torch's schedulers or of any callable
-    `(optimizer, **kwargs) -> LRScheduler`. In a list each stage counts its own steps from 0 over `steps` steps (the last
-    one may leave them out and take the rest), which makes the milestones of torch's SequentialLR.
+    `(optimizer, **kwargs) -> LRScheduler`. In a list each stage counts its own steps from 0 over `steps` steps (the
+    last one may leave them out and take the rest), which makes the milestones of torch's SequentialLR.
 
     Raises UserError: an unknown name, a path that does not import, arguments refused, a scheduler that needs a metric,
     stages without steps.

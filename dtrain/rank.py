@@ -33,13 +33,21 @@ STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing wh
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those of the run. `master`: host and port of rank 0, None where the environment has them."""
+    """This process among those of the run.
+
+    started_by  torchrun, or slurm; None: this process is alone, or a launcher
+    attempt     restarts of all processes before this one
+    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    master: tuple[str, int] | None = None
+    started_by: str | None = None
+    attempt: int = 0
+    master: tuple[str, int] = ("localhost", 0)
+    agent_store: bool = False
 
 
 def run_rank(recipe: Recipe, place: Place, stop: "StopFlag", threads: int | None, train: Train | None = None) -> None:
@@ -86,14 +94,16 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
 def _join(place: Place, device: "torch.device") -> None:
     import torch.distributed as dist
 
-    where = {}
-    if place.master:
-        host, port = place.master
-        where = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
+    host, port = place.master
+    if place.agent_store:  # the same one over all restarts: what an earlier attempt left there must not be read
+        store = dist.PrefixStore(f"attempt-{place.attempt}", dist.TCPStore(host, port, is_master=False))
+        where = {"store": store}
     else:
-        dist.init_process_group("gloo", **where)
+        where = {"init_method": f"tcp://{host}:{port}"}
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(
+        backend, rank=place.rank, world_size=place.world_size, device_id=device_id, **where
+    )
 
 
 def choose_device(wanted: str, place: Place) -> "torch.device":
@@ -105,7 +115,7 @@ def choose_device(wanted: str, place: Place) -> "torch.device":
         if wanted == "cuda":
             raise UserError("launch.device=cuda: torch sees no CUDA device here; set launch.device=cpu")
         return torch.device("cpu")
-    if count == 1 and place.master:  # srun --gpus-per-task=1 shows each rank its own
+    if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
         return torch.device("cuda", 0)
     if place.local_world_size > count:
         raise UserError(

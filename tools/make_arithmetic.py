@@ -63,7 +63,8 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     """Byte-level BPE whose digits stand alone, as in Qwen's and Gemma's tokenizers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    digits, rest = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,

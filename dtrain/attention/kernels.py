@@ -59,9 +59,7 @@ class SdpaKernel:
     """
 
     name = "sdpa"
-    abilities = Abilities(
-        devices=None, window=True, documents=True, cache=True, backward=True, context_parallel=False
-    )
+    abilities = Abilities(devices=None, window=True, documents=True, cache=True, backward=True, context_parallel=False)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)

@@ -85,12 +85,14 @@ def replace_text(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def copy_new(source: Path, target: Path) -> None:
-    """Copy the contents of a file, synced to disk."""
-    with source.open("rb") as reading, target.open("wb") as writing:
+def replace_by_copy(source: Path, target: Path) -> None:
+    """Put a copy of `source` at `target` in one step, synced to disk."""
+    beside = target.with_name(f".{target.name}.new")
+    with source.open("rb") as reading, beside.open("wb") as writing:
         shutil.copyfileobj(reading, writing)
         writing.flush()
         os.fsync(writing.fileno())
+    beside.replace(target)
 
 
 def sync_directory(path: Path) -> None:

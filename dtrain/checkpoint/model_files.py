@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.files import copy_new, read_json, replace_text
+from dtrain.checkpoint.files import read_json, replace_by_copy, replace_text
 from dtrain.errors import UserError
 
 CONFIG = "config.json"
@@ -33,7 +33,7 @@ def copy_companions(source: Path, target: Path, *, config: bool = False) -> None
     names = COMPANIONS + (CONFIG,) * config
     for name in names:
         if (source / name).is_file():
-            copy_new(source / name, target / name)
+            replace_by_copy(source / name, target / name)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

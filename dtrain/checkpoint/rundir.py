@@ -1,4 +1,4 @@
-"""The directory of a run: who holds it, its config.yaml, what a resume may change, and the metrics that it keeps.
+"""The directory of a run: who holds it, its config.yaml, and what a resume may change.
 
     runs/<name>/
       lock             held by the run that writes here; gone with its process
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint.files import replace_text
-from dtrain.checkpoint.model_files import copy_companions
+from dtrain.checkpoint.model_files import CHAT_TEMPLATE, copy_companions
 from dtrain.errors import UserError
 
 WAIT_SECONDS = 30.0
@@ -112,10 +112,13 @@ class RunDirectory:
         """config.yaml as the run last wrote it, or None."""
         return self.config.read_text() if self.config.is_file() else None
 
-    def keep_model_files(self, source: str | Path) -> None:
-        """Copy config.json, tokenizer and chat template of `source`, so that exports do without it."""
+    def keep_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
+        """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is
+        the text of another one that the run trains with."""
         self.model.mkdir(exist_ok=True)
         copy_companions(Path(source), self.model, config=True)
+        if chat_template is not None:
+            replace_text(self.model / CHAT_TEMPLATE, chat_template)
 
     def has_metrics(self) -> bool:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -129,19 +132,6 @@ class RunDirectory:
                 f"{self.path} holds the {what} of an earlier run, and checkpoint.resume=null starts anew: choose "
                 "another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
-
-    def cut_metrics(self, step: int) -> int:
-        """Drop the rows beyond `step`, and lines that are no row (a torn last one); returns how many went.
-
-        Step 0 drops every row. The file changes in one step.
-        """
-        if not self.metrics.is_file():
-            return 0
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _row_step(line) <= step and line.endswith(b"\n")]
-        if len(kept) < len(lines):
-            replace_text(self.metrics, b"".join(kept).decode())
-        return len(lines) - len(kept)
 
     @staticmethod
     def _try(lock: int) -> bool:
@@ -194,11 +184,3 @@ def _holder(lock: int) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
-
-
-def _row_step(line: bytes) -> float:
-    """The step of a row; beyond every step for a line that is none."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

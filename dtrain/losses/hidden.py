@@ -5,8 +5,13 @@ forward, tile by tile: three matrix products of the head instead of the four tha
 and no more memory than one tile of logits beside the two gradients.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from dtrain.parallel.collectives import all_reduce
 
 # Elements of one tile of logits. A CPU core wants the tile near its cache, a GPU wants few large products.
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
@@ -17,6 +22,15 @@ def tile_rows(vocab_size: int, device_type: str) -> int:
     return max(64, _TILE_ELEMENTS.get(device_type, 2**27) // vocab_size)
 
 
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows [start, start + rows of its weight) of a vocabulary cut over `group`; shards may be uneven or
+    empty, but cover the vocabulary."""
+
+    start: int
+    group: Any
+
+
 def weighted_logprob_sum(
     hidden: Tensor,
     weight: Tensor,
@@ -25,6 +39,7 @@ def weighted_logprob_sum(
     index: Tensor,
     *,
     softcap: float | None = None,
+    shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> Tensor:
     """Σᵢ token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]], a scalar.
@@ -35,16 +50,20 @@ def weighted_logprob_sum(
 
     Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed in
     max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
-    whatever they hold. No collective. The graph can be walked once: a second backward raises RuntimeError.
+    whatever they hold. The graph can be walked once: a second backward raises RuntimeError.
+
+    shard: weight is this rank's part of the vocabulary, targets are global ids, the same on every rank of the group.
+    The value is the whole sum on every rank, the gradients are the shard's own: hidden's has still to be summed over
+    the group. Per tile one max and one sum all-reduce, of [rows] and [2, rows]. Without a shard no collective.
     """
     rows_per_tile = rows_per_tile or tile_rows(weight.shape[0], weight.device.type)
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _WeightedLogprobSum.apply(hidden, weight, targets, token_weights, index, softcap, rows_per_tile, with_grad)
+    return _WeightedLogprobSum.apply(hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad)
 
 
 class _WeightedLogprobSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, token_weights, index, softcap, rows_per_tile, with_grad):
+    def forward(ctx, hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         token_weights = token_weights.to(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
@@ -61,15 +80,20 @@ class _WeightedLogprobSum(torch.autograd.Function):
                 logits = logits.div_(softcap).tanh_()
                 cap_slope = 1 - logits.square() if with_grad else None
                 logits = logits.mul_(softcap)
-            logits.sub_(logits.amax(-1, keepdim=True))
-            target_logit = logits.gather(-1, target)
+            logits.sub_(_row_max(logits, shard))
+            local_target, is_mine = _on_shard(target, weight.shape[0], shard)
+            target_logit = _gather(logits, local_target, is_mine)
             exponentials = logits.exp_()  # the logits' memory from here on
             partition = exponentials.sum(-1, keepdim=True)
+            if shard is not None:
+                target_logit, partition = all_reduce(torch.stack([target_logit, partition]), shard.group)
             total += (scale * (target_logit - partition.log())).sum()
             if not with_grad:
                 continue
             # d(Σ w·logp)/dlogits = w·(onehot − softmax)
-            grad = exponentials.mul_(-scale / partition).scatter_add_(-1, target, scale)  # [t, V]
+            grad = exponentials.mul_(-scale / partition)  # [t, V]
+            if grad.shape[1]:
+                grad.scatter_add_(-1, local_target, scale * is_mine)
             if softcap is not None:
                 grad.mul_(cap_slope)
             grad = grad.to(hidden.dtype)
@@ -92,4 +116,29 @@ class _WeightedLogprobSum(torch.autograd.Function):
         ctx.grads = None
         hidden_grad.mul_(grad_total.to(hidden_grad.dtype))
         weight_grad.mul_(grad_total)
-        return hidden_grad, weight_grad.to(ctx.weight_dtype), None, None, None, None, None, None
+        return hidden_grad, weight_grad.to(ctx.weight_dtype), *[None] * 7
+
+
+def _row_max(logits: Tensor, shard: VocabShard | None) -> Tensor:
+    """[t, 1]: the largest logit of each row over the whole vocabulary."""
+    if not logits.shape[1]:
+        largest = logits.new_full((logits.shape[0], 1), float("-inf"))
+    else:
+        largest = logits.amax(-1, keepdim=True)
+    return largest if shard is None else all_reduce(largest, shard.group, "max")
+
+
+def _on_shard(target: Tensor, rows: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Targets [t, 1] as rows of this rank's weight, and whether they are there; 0 where they are not."""
+    if shard is None:
+        return target, torch.ones_like(target, dtype=torch.bool)
+    local = target - shard.start
+    is_mine = (local >= 0) & (local < rows)
+    return torch.where(is_mine, local, 0), is_mine
+
+
+def _gather(logits: Tensor, local_target: Tensor, is_mine: Tensor) -> Tensor:
+    """[t, 1]: each row's logit of its target, 0 where another rank has it."""
+    if not logits.shape[1]:
+        return logits.new_zeros(logits.shape[0], 1)
+    return torch.where(is_mine, logits.gather(-1, local_target), 0)

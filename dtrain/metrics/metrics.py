@@ -1,8 +1,8 @@
-"""Metrics: the rows of a run, handed to every sink, and the terminal. The fields of a row and their order stand here."""
+"""Metrics: the rows of a run, handed to every sink and the terminal; the fields of a row and their order."""
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -32,11 +32,13 @@ Number = int | float
 class Metrics:
     """Hands rows to its sinks. A sink that fails is warned of once and left out; training goes on.
 
-    `choices` holds one line per automatic choice, with its reason.
+    The record has every row; its views and the progress bar have the training rows of each `every`th step and the
+    last. `choices` holds one line per automatic choice, with its reason.
     """
 
     def __init__(self, sinks: list[Sink], progress: Progress | None, every: int, choices: list[str]):
         self._sinks = list(sinks)
+        self._total_steps = None
         self._progress = progress
         self._every = every
         self.choices = choices
@@ -47,20 +49,17 @@ class Metrics:
 
     def start(self, step: int, total_steps: int) -> None:
         """Show progress from `step` (done so far) to `total_steps`."""
+        self._total_steps = total_steps
         if self._progress is not None:
             self._progress.start(step, total_steps)
 
-    def due(self, step: int) -> bool:
-        """Whether step's row is written: every `metrics.every` steps."""
-        return step % self._every == 0
-
     def train_row(self, step: int, **fields: Number | None) -> None:
-        """The row of optimizer step `step` (from 1), if it is due, and the progress bar. None: does not apply."""
+        """The row of optimizer step `step` (from 1). None: the field does not apply."""
         row = _row(step, fields)
-        if self._progress is not None:
+        due = step % self._every == 0 or step == self._total_steps
+        if due and self._progress is not None:
             self._progress.update(row)
-        if self.due(step):
-            self.log(row, step)
+        self._to_sinks(lambda sink: sink.write(row), views=due)
 
     def val_row(self, step: int, **fields: Number | None) -> None:
         """A validation after step `step`: `val_loss` and what else was measured."""
@@ -71,7 +70,8 @@ class Metrics:
 
     def log(self, row: Mapping[str, Number], step: int) -> None:
         """One row to every sink, as it is."""
-        self._to_sinks(lambda sink: sink.write({"step": step, **row}))
+        row = {"step": step, **row}
+        self._to_sinks(lambda sink: sink.write(row))
 
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
@@ -85,8 +85,10 @@ class Metrics:
         self._to_sinks(lambda sink: sink.close())
         self._sinks = []
 
-    def _to_sinks(self, act) -> None:
+    def _to_sinks(self, act: Callable[[Sink], None], views: bool = True) -> None:
         for sink in list(self._sinks):
+            if sink.is_view and not views:
+                continue
             try:
                 act(sink)
             except sink.failures as error:
@@ -104,10 +106,10 @@ def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
 
 
 def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Metrics:
-    """The metrics of a run, from the recipe's `metrics` section (every, tensorboard, wandb). Files open at their first row.
+    """The metrics of a run, from the recipe's `metrics` section (every, tensorboard, wandb).
 
-    config_yaml: the resolved recipe, kept with the W&B run. stream: the terminal (default: stderr).
-    On ranks other than 0 the same object without sinks. No collective.
+    Files open at their first row. config_yaml: the resolved recipe, kept with the W&B run. stream: the terminal
+    (default: stderr). On ranks other than 0 the same object without sinks. No collective.
 
     Raises UserError, on every rank alike, where a package that the recipe asks for is not installed.
     """

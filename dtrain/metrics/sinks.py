@@ -12,9 +12,13 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """`failures`: the exceptions that mean "this sink is broken", as against a bug in dtrain."""
+    """`failures`: the exceptions that mean "this sink is broken", as against a bug in dtrain.
+
+    `is_view`: whether rows may be left out of it (`metrics.every`).
+    """
 
     name: str
+    is_view: bool
     failures: tuple[type[BaseException], ...]
 
     def resume_at(self, step: int) -> None: ...
@@ -27,6 +31,7 @@ class Sink(Protocol):
 class JsonlSink:
     """One JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity."""
 
+    is_view = False
     failures = (OSError,)
 
     def __init__(self, path: Path):
@@ -85,6 +90,7 @@ class TensorBoardSink:
     """Scalars `train/<field>` and `val/<field>` by step."""
 
     name = "TensorBoard"
+    is_view = True
     failures = (ImportError, OSError, RuntimeError, ValueError)
 
     def __init__(self, directory: Path):
@@ -118,6 +124,7 @@ class WandbSink:
     """A run of a W&B project; a resumed run goes on in the same one, whose id lies in the run directory."""
 
     name = "Weights & Biases"
+    is_view = True
 
     def __init__(self, project: str, run_dir: Path, config_yaml: str):
         import wandb

@@ -15,7 +15,7 @@ from dtrain.errors import UserError
 from dtrain.models.fields import Fields
 from dtrain.models.rope_config import Rope, read_gemma_ropes, read_rope
 
-__all__ = ["FULL", "SLIDING", "ModelConfig", "Rope", "architectures", "parse_config", "read_config"]
+__all__ = ["FULL", "SLIDING", "ModelConfig", "Rope", "parse_config", "read_config"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -91,11 +91,6 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelCon
     return config
 
 
-def architectures() -> tuple[str, ...]:
-    """The architectures that can be built, as config.json names them."""
-    return tuple(_READERS)
-
-
 def _architecture(values: dict[str, Any], where: str) -> str:
     named = values.get("architectures") or [_MODEL_TYPES.get(values.get("model_type"), values.get("model_type"))]
     for name in named if isinstance(named, list) else [named]:
@@ -106,22 +101,29 @@ def _architecture(values: dict[str, Any], where: str) -> str:
     )
 
 
-def _common(architecture: str, fields: Fields, *, activation: str = "hidden_act", **more: Any) -> dict[str, Any]:
-    """What every family reads in the same way. `more` overrides it."""
+def _common(
+    architecture: str,
+    fields: Fields,
+    *,
+    activation: tuple[str, str | None] = ("hidden_act", "silu"),
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    pad: int | None = None,
+    tie: bool = False,
+) -> dict[str, Any]:
+    """What every family reads in the same way; the keywords are its own defaults (activation: the key, its default)."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", more.pop("kv_heads", heads))
+    # A missing key takes the family's default, null means one for each query head.
+    kv_heads = fields.integer("num_key_value_heads", heads if "num_key_value_heads" in fields else kv_heads or heads)
     if heads % kv_heads:
         fields.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    default_head_dim = more.pop("head_dim", None)
-    if default_head_dim is None:
-        default_head_dim = hidden // heads
-        if fields.get("head_dim") is None and hidden % heads:
-            fields.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    head_dim = fields.integer("head_dim", max(default_head_dim, 1))
+    if head_dim is None and fields.get("head_dim") is None and hidden % heads:
+        fields.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = fields.integer("head_dim", head_dim or max(hidden // heads, 1))
     if head_dim % 2:
         fields.problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
-    vocab = fields.integer("vocab_size", more.pop("vocab", None))
-    pad = fields.token("pad_token_id", more.pop("pad", None))
+    vocab = fields.integer("vocab_size")
+    pad = fields.token("pad_token_id", pad)
     if pad is not None and not -vocab <= pad < vocab:
         fields.problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
@@ -137,18 +139,17 @@ def _common(architecture: str, fields: Fields, *, activation: str = "hidden_act"
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": fields.integer("max_position_embeddings", more.pop("max_positions", None)),
-        "hidden_act": _activation(fields, activation, more.pop("default_act", None)),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "hidden_act": _ACTIVATIONS[fields.choice(activation[0], tuple(_ACTIVATIONS), activation[1])],
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         # transformers reads 0 as "unset"
         "initializer_range": fields.number("initializer_range", 0.02) or 0.02,
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", more.pop("tie", False)),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", tie),
         "attention_scale": head_dim**-0.5,
         "bos_token_id": fields.token("bos_token_id"),
         "eos_token_ids": fields.tokens("eos_token_id"),
         "pad_token_id": pad,
         "dtype": fields.dtype(),
-        **more,
     }
 
 
@@ -163,19 +164,10 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(fields: Fields, key: str, default: str | None) -> str:
-    return _ACTIVATIONS[fields.choice(key, tuple(_ACTIVATIONS), default)]
-
-
-def _finish(fields: Fields, common: dict[str, Any], ropes: Callable[[Fields, dict], dict[str, Rope]]) -> ModelConfig:
-    ropes_read = ropes(fields, common)
+def _with_one_rope(fields: Fields, **values: Any) -> ModelConfig:
+    rope = read_rope(fields, values["max_position_embeddings"])
     fields.refuse_the_rest()
-    return ModelConfig(**common, ropes=ropes_read)
-
-
-def _one_rope(fields: Fields, common: dict[str, Any]) -> dict[str, Rope]:
-    rope = read_rope(fields, common["max_position_embeddings"])
-    return {kind: rope for kind in dict.fromkeys(common["layer_types"])}
+    return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
 
 def _layer_types(fields: Fields, count: int, default: list[str], fixed: bool = False) -> tuple[str, ...]:
@@ -194,7 +186,12 @@ def _layer_types(fields: Fields, count: int, default: list[str], fixed: bool = F
     return tuple(default)
 
 
-def _window(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> int | None:
+def _written_window(fields: Fields) -> int | None:
+    """null is no window; transformers takes an absent key for 4096, in every family that has the field."""
+    return fields.integer("sliding_window", None if "sliding_window" in fields else 4096, optional=True)
+
+
+def _used_window(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> int | None:
     if SLIDING not in layer_types:
         return None
     if window is None:
@@ -203,71 +200,48 @@ def _window(fields: Fields, layer_types: tuple[str, ...], window: int | None) ->
 
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:
-    bias = fields.flag("attention_bias", False)
-    common = _common(
-        architecture, fields, default_act="silu", qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias", False)
+    common = _common(architecture, fields)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    return _with_one_rope(
+        fields,
+        **common,
+        layer_types=_layer_types(fields, count, [FULL] * count, fixed=True),
+        sliding_window=None,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
     )
-    count = common["num_hidden_layers"]
-    common |= {"layer_types": _layer_types(fields, count, [FULL] * count, fixed=True), "sliding_window": None}
-    return _finish(fields, common, _one_rope)
 
 
 def _mistral(architecture: str, fields: Fields) -> ModelConfig:
-    common = _common(architecture, fields, default_act="silu", kv_heads=8)
-    # An absent key means 4096, null means none: transformers' default of the first Mistral.
-    window = fields.integer("sliding_window", None, optional=True) if "sliding_window" in fields else 4096
-    count = common["num_hidden_layers"]
+    common = _common(architecture, fields, kv_heads=8)
+    window, count = _written_window(fields), common["num_hidden_layers"]
     types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
-    common |= {"layer_types": types, "sliding_window": window}
-    return _finish(fields, common, _one_rope)
+    return _with_one_rope(fields, **common, layer_types=types, sliding_window=window)
 
 
-def _qwen(architecture: str, fields: Fields) -> ModelConfig:
-    if architecture == "Qwen2ForCausalLM":
-        if fields.get("attention_bias") is False:
-            fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
-        common = _common(architecture, fields, default_act="silu", kv_heads=32, qkv_bias=True)
-    else:
-        bias = fields.flag("attention_bias", False)
-        common = _common(
-            architecture, fields, default_act="silu", kv_heads=32, head_dim=128, qkv_bias=bias, o_bias=bias
-        )
-    count = common["num_hidden_layers"]
-    window = fields.integer("sliding_window", 4096 if "sliding_window" not in fields else None, optional=True)
-    window = window if fields.flag("use_sliding_window", False) else None
-    full_layers = fields.integer("max_window_layers", 28, minimum=0)
-    default = [SLIDING if window is not None and i >= full_layers else FULL for i in range(count)]
-    types = _layer_types(fields, count, default)
-    common |= {"layer_types": types, "sliding_window": _window(fields, types, window)}
-    return _finish(fields, common, _one_rope)
+def _qwen2(architecture: str, fields: Fields) -> ModelConfig:
+    if fields.get("attention_bias") is False:
+        fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
+    common = _common(architecture, fields, kv_heads=32)
+    return _with_one_rope(fields, **common, **_qwen_layers(fields, common["num_hidden_layers"]), qkv_bias=True)
 
 
-def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: bool = False) -> ModelConfig:
+def _qwen3(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields, kv_heads=32, head_dim=128)
     bias = fields.flag("attention_bias", False)
-    fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
-    if fields.get("hidden_act") is not None:
-        fields.problem("hidden_act: Gemma3 reads hidden_activation")
-    fields = _with_gemma_defaults(fields)
-    common = _common(
-        architecture,
-        fields,
-        activation="hidden_activation",
-        pad=0,
-        tie=tie,
-        qkv_bias=bias,
-        o_bias=bias,
-        final_logit_softcapping=fields.number("final_logit_softcapping", None, optional=True, positive=True),
-        is_text_tower=is_text_tower,
-    )
-    common["attention_scale"] = fields.number("query_pre_attn_scalar", 256, positive=True) ** -0.5
-    count = common["num_hidden_layers"]
-    # `or`, not a default: either spelling is read, and both are marked as known.
-    patterns = [fields.integer(key, None, optional=True) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
-    pattern = patterns[0] or patterns[1] or 6
-    types = _layer_types(fields, count, [SLIDING if (i + 1) % pattern else FULL for i in range(count)])
-    window = fields.integer("sliding_window", 4096 if "sliding_window" not in fields else None, optional=True)
-    common |= {"layer_types": types, "sliding_window": _window(fields, types, window)}
-    return _finish(fields, common, lambda f, c: read_gemma_ropes(f, c["max_position_embeddings"], FULL, SLIDING))
+    layers = _qwen_layers(fields, common["num_hidden_layers"])
+    return _with_one_rope(fields, **common, **layers, qkv_bias=bias, o_bias=bias)
+
+
+def _qwen_layers(fields: Fields, count: int) -> dict[str, Any]:
+    """The window counts only where it is switched on, from a certain layer upwards."""
+    window, switched_on = _written_window(fields), fields.flag("use_sliding_window", False)
+    window = window if switched_on else None
+    full_layers = fields.integer("max_window_layers", 28, minimum=0)
+    default = [SLIDING if window is not None and index >= full_layers else FULL for index in range(count)]
+    types = _layer_types(fields, count, default)
+    return {"layer_types": types, "sliding_window": _used_window(fields, types, window)}
 
 
 # What the published Gemma3 checkpoints leave out of their text_config.
@@ -286,8 +260,28 @@ _GEMMA3_DEFAULTS = {
 }
 
 
-def _with_gemma_defaults(fields: Fields) -> Fields:
-    return fields.over(_GEMMA3_DEFAULTS)
+def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: bool = False) -> ModelConfig:
+    fields = fields.over(_GEMMA3_DEFAULTS)
+    fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
+    if fields.get("hidden_act") is not None:
+        fields.problem("hidden_act: Gemma3 reads hidden_activation")
+    common = _common(architecture, fields, activation=("hidden_activation", None), pad=0, tie=tie)
+    common["attention_scale"] = fields.number("query_pre_attn_scalar", 256, positive=True) ** -0.5
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    spellings = ("sliding_window_pattern", "_sliding_window_pattern")
+    pattern = next(filter(None, [fields.integer(key, None, optional=True) for key in spellings]), 6)
+    types = _layer_types(fields, count, [SLIDING if (index + 1) % pattern else FULL for index in range(count)])
+    values = {
+        **common,
+        "layer_types": types,
+        "sliding_window": _used_window(fields, types, _written_window(fields)),
+        "ropes": read_gemma_ropes(fields, common["max_position_embeddings"], FULL, SLIDING),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "final_logit_softcapping": fields.number("final_logit_softcapping", None, optional=True, positive=True),
+    }
+    fields.refuse_the_rest()
+    return ModelConfig(**values, is_text_tower=is_text_tower)
 
 
 def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
@@ -312,8 +306,8 @@ def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
 _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen,
-    "Qwen3ForCausalLM": _qwen,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_multimodal,
 }

@@ -1,4 +1,4 @@
-"""Norms and gated activations that keep less for the backward than autograd would, in the order of casts of transformers.
+"""Norms and gated activations that keep less for the backward than autograd would.
 
 On a CPU torch has no fused RMSNorm, and its composite keeps two tensors of the input's size and takes three times as
 long; the gate recomputes its activation instead of keeping it. Both are elementwise plus reductions over the last

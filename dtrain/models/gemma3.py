@@ -13,9 +13,10 @@ from dtrain.attention.cache import KVCache
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import rms_norm
 from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Rotary
+from dtrain.parallel.local import LocalParameters
 
 
-class Gemma3RMSNorm(nn.Module):
+class Gemma3RMSNorm(LocalParameters, nn.Module):
     """(1 + weight) · norm(x), all in max(float32, x's dtype), rounded once at the end."""
 
     def __init__(self, size: int, eps: float):
@@ -25,7 +26,7 @@ class Gemma3RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        return rms_norm(x.to(wide), 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
+        return rms_norm(x.to(wide), 1.0 + self.local("weight").to(wide), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -53,8 +54,8 @@ class Gemma3Layer(nn.Module):
 class Gemma3ForCausalLM(CausalLM):
     plan = {
         **DECODER_PLAN,
-        "model.layers.*.self_attn.q_norm": "replicated",
-        "model.layers.*.self_attn.k_norm": "replicated",
+        "model.layers.*.self_attn.q_norm": "head_norm",
+        "model.layers.*.self_attn.k_norm": "head_norm",
         "model.layers.*.pre_feedforward_layernorm": "sequence",
         "model.layers.*.post_feedforward_layernorm": "sequence",
     }

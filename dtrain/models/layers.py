@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.attention.cache import KVCache
@@ -17,27 +18,41 @@ from dtrain.attention.mask import Visibility
 from dtrain.models.config import SLIDING, ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm
 from dtrain.models.rope import rotate, tables
+from dtrain.parallel.local import LocalParameters
 
 Rotary = tuple[Tensor, Tensor]
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
 DECODER_PLAN = {
-    "model.embed_tokens": "vocab",
+    "model": "decoder",
+    "model.embed_tokens": "vocab_embedding",
+    "model.layers.*.self_attn": "block",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise_kv",
     "model.layers.*.self_attn.v_proj": "colwise_kv",
     "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp": "block",
     "model.layers.*.mlp.gate_proj": "colwise",
     "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
     "model.layers.*.input_layernorm": "sequence",
     "model.layers.*.post_attention_layernorm": "sequence",
     "model.norm": "sequence",
-    "lm_head": "vocab",
+    "lm_head": "vocab_head",
 }
 
 
-class RMSNorm(nn.Module):
+class Linear(LocalParameters, nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.local("weight"), self.local("bias"))
+
+
+class Embedding(LocalParameters, nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.local("weight"), self.padding_idx)
+
+
+class RMSNorm(LocalParameters, nn.Module):
     """weight · norm(x). The norm is computed in max(float32, x's dtype) and rounded before the weight."""
 
     def __init__(self, size: int, eps: float):
@@ -47,9 +62,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        if wide == x.dtype == self.weight.dtype:
-            return rms_norm(x, self.weight, self.eps)
-        return self.weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
+        weight = self.local("weight")
+        if wide == x.dtype == weight.dtype:
+            return rms_norm(x, weight, self.eps)
+        return weight * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -67,10 +83,10 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
         key = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, query, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, key, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, key, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query, hidden, bias=config.o_bias)
+        self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, key, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, key, bias=config.qkv_bias)
+        self.o_proj = Linear(query, hidden, bias=config.o_bias)
         self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
@@ -93,9 +109,9 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +146,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_scale = embed_scale
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
@@ -188,7 +204,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = decoder
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -197,7 +213,7 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def use_kernel(self, kernel: Kernel) -> None:
-        """One kernel for all layers; it must be able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
         for layer in self.model.layers:
             layer.self_attn.kernel = kernel
 
@@ -245,7 +261,7 @@ class CausalLM(nn.Module):
         Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
         applies config.final_logit_softcapping.
         """
-        return fn(self.hidden_states(input_ids, position_ids, seq_ids), self.lm_head.weight)
+        return fn(self.hidden_states(input_ids, position_ids, seq_ids), self.lm_head.local("weight"))
 
     def checkpoint_names(self, name: str) -> list[str]:
         """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""

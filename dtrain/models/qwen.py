@@ -17,8 +17,8 @@ class Qwen2ForCausalLM(CausalLM):
 class Qwen3ForCausalLM(CausalLM):
     plan = {
         **DECODER_PLAN,
-        "model.layers.*.self_attn.q_norm": "replicated",
-        "model.layers.*.self_attn.k_norm": "replicated",
+        "model.layers.*.self_attn.q_norm": "head_norm",
+        "model.layers.*.self_attn.k_norm": "head_norm",
     }
 
     def __init__(self, config: ModelConfig):

@@ -1,6 +1,11 @@
-"""The norm of a model's gradients over every mesh, clipping by it, and the names of gradients that are not finite."""
+"""The norm of a model's gradients over every mesh, clipping by it, and the names of gradients that are not finite.
 
-from collections.abc import Iterable
+An element that several ranks hold counts once: a rank's share of the power sum is divided by the number of ranks that
+hold the same elements, whatever mix of meshes and placements the parameters have.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,47 +16,75 @@ from torch.distributed.tensor.placement_types import Replicate
 from dtrain.parallel.placement import local_tensor
 
 
-def _copies(tensor: Tensor) -> int:
-    """How many ranks hold each element of `tensor`: the product of its replicated mesh dimensions."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    copies = 1
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            copies *= tensor.device_mesh.size(mesh_dim)
-    return copies
+def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm over the full gradients of `parameters`, each logical element once: a scalar on their device.
 
-
-def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm over the full gradients of `parameters`, each logical element once: a scalar on their device.
-
-    Computed in max(float32, the gradients' dtype). Where a gradient is a DTensor, one all-reduce of a scalar over the
-    world; its replicated elements are divided by the number of ranks that hold them.
+    Computed in max(float32, the gradients' dtype); p is any number above 0, or inf. Where a gradient is a DTensor, one
+    all-reduce of a scalar over the world, which must be what the meshes lie on; plain gradients beside DTensors are
+    taken to be the same on every rank.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = _grads(parameters)
     if not grads:
         return torch.zeros(())
-    locals_ = [local_tensor(grad) for grad in grads]
-    dtype = torch.promote_types(locals_[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(locals_, 2, dtype=dtype))
-    copies = torch.tensor([_copies(grad) for grad in grads], dtype=dtype, device=norms.device)
-    total = (norms.square() / copies).sum()
-    if any(isinstance(grad, DTensor) for grad in grads):
-        dist.all_reduce(total)
-    return total.sqrt()
+    distributed = any(isinstance(grad, DTensor) for grad in grads)
+    dtype = torch.promote_types(local_tensor(grads[0]).dtype, torch.float32)
+    total = _local_power_sum(grads, norm_type, dtype, dist.get_world_size() if distributed else 1)
+    if distributed:
+        dist.all_reduce(total, _reduction(norm_type))
+    return _root(total, norm_type)
+
+
+def get_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    dp_cp_group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
+    norm_type: float = 2,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """`grad_norm` over the ranks of two groups, as NeMo-RL's users call it; None is a group of one.
+
+    Computed in max(`dtype`, the gradients' dtype). One all-reduce of a scalar over each group; reading the number waits
+    for the device. Gradients that are replicated over tp count once.
+    """
+    grads = _grads([parameters] if isinstance(parameters, Tensor) else parameters)
+    if not grads:
+        return 0.0
+    groups = [group for group in (dp_cp_group, tp_group) if group is not None]
+    ranks = math.prod(dist.get_world_size(group) for group in groups)
+    dtype = torch.promote_types(local_tensor(grads[0]).dtype, dtype)
+    total = _local_power_sum(grads, norm_type, dtype, ranks)
+    for group in groups:
+        dist.all_reduce(total, _reduction(norm_type), group=group)
+    return _root(total, norm_type).item()
 
 
 def clip_grads_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients in place by min(1, max_norm / norm), in their own dtype. No collective, no host sync."""
-    grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_tensor(grad) for grad in _grads(parameters)]
     # torch's clip_grad_norm_ adds the same 1e-6.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, scale.to(grads[0].dtype) if grads else scale)
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], scale.to(dtype))
+
+
+def clip_grad_by_total_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_grad_norm: float,
+    total_norm: float,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """`clip_grads_` by a number that `get_grad_norm` gave. The real gradients are scaled, whatever `dtype` says: it is
+    that of the factor, at least."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = _grads(parameters)
+    if grads:
+        norm = torch.tensor(total_norm, dtype=torch.promote_types(dtype, torch.float64))
+        clip_grads_(parameters, max_grad_norm, norm.to(local_tensor(grads[0]).device))
 
 
 def scale_grads_(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply the gradients by `factor` in place."""
-    torch._foreach_mul_([local_tensor(p.grad) for p in parameters if p.grad is not None], factor)
+    torch._foreach_mul_([local_tensor(grad) for grad in _grads(parameters)], factor)
 
 
 def nonfinite_names(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -61,3 +94,34 @@ def nonfinite_names(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]
         for name, parameter in named_parameters
         if parameter.grad is not None and not bool(torch.isfinite(local_tensor(parameter.grad)).all())
     ]
+
+
+def _grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _copies(tensor: Tensor, ranks: int) -> float:
+    """How many of `ranks` hold each element of `tensor`: all of them, divided by the parts that it is cut into."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Replicate):
+                parts *= tensor.device_mesh.size(mesh_dim)
+    return ranks / parts
+
+
+def _local_power_sum(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype, ranks: int) -> Tensor:
+    """This rank's share of Σ|g|^p, or of the maximum for p = inf: a scalar."""
+    norms = torch.stack(torch._foreach_norm([local_tensor(grad) for grad in grads], norm_type, dtype=dtype))
+    if math.isinf(norm_type):
+        return norms.max()
+    copies = torch.tensor([_copies(grad, ranks) for grad in grads], dtype=dtype, device=norms.device)
+    return (norms.pow(norm_type) / copies).sum()
+
+
+def _reduction(norm_type: float) -> dist.ReduceOp:
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)

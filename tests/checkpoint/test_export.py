@@ -155,10 +155,10 @@ def test_memory_stays_near_one_tensor(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     config = hf.LlamaConfig(
-        vocab_size=2048,
+        vocab_size=10_000,
         hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=6,
+        intermediate_size=10_000,
+        num_hidden_layers=1,
         num_attention_heads=8,
         num_key_value_heads=8,
         architectures=["LlamaForCausalLM"],
@@ -179,4 +179,5 @@ def test_memory_stays_near_one_tensor(tmp_path):
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10)
     """)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert size > 200 and int(result.stdout) < 80, f"{result.stdout} MiB for a model of {size}"
+    # One tensor, of 39 MiB at most, and the chunk that it is read from.
+    assert size > 190 and int(result.stdout) < 110, f"{result.stdout} MiB for a model of {size}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
@@ -61,6 +61,19 @@ def test_parts_that_are_not_trained_are_copied_through(tmp_path):
             assert out[name].dtype == torch.float16
         else:
             assert torch.equal(out[name], tensor) and out[name].dtype == tensor.dtype
+
+
+def test_the_sources_own_prefix_is_kept(tmp_path):
+    save_family("gemma3-vision", tmp_path / "source")
+    old = read_all(tmp_path / "source")
+    new = {f"model.{name}".replace("model.language_model.model.", "model.language_model."): old[name] for name in old}
+    save_file(new, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    model = trained(tmp_path / "source")
+    write_directory(model, tmp_path / "out", tmp_path / "source")
+    assert read_all(tmp_path / "out").keys() == new.keys() != old.keys()
+    loaded = hf.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert (model(IDS) - logits(loaded, IDS)).abs().max() < 1e-4
 
 
 def test_a_text_tower_from_scratch_is_written_as_a_model_of_its_own(tmp_path):
@@ -201,6 +214,7 @@ def test_a_full_disk_on_one_rank_ends_all_and_leaves_nothing(tmp_path):
 
 
 def test_writing_needs_one_tensor_beside_the_model(tmp_path):
+    # Five of 40 MiB as written: blocks that malloc gives back at once when they are freed.
     (tmp_path / "config.json").write_text("{}")
     code = textwrap.dedent(f"""
         import resource, torch
@@ -213,11 +227,11 @@ def test_writing_needs_one_tensor_beside_the_model(tmp_path):
                 return [name]
 
         model = Model()
-        for i in range(24):
-            model.register_parameter(f"w{{i}}", nn.Parameter(torch.ones(1 << 11, 1024)))
+        for i in range(5):
+            model.register_parameter(f"w{{i}}", nn.Parameter(torch.ones(5 << 10, 1024)))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         write_directory(model, {str(tmp_path / "out")!r}, {str(tmp_path)!r}, torch.float64)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 40 * 1024, f"{result.stdout} KiB above the model"
+    assert int(result.stdout) < 80 * 1024, f"{result.stdout} KiB above the model"

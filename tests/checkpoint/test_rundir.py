@@ -72,22 +72,6 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path):
         RunDirectory(tmp_path / "file" / "run").hold()
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_metrics_are_cut_to_the_step_and_of_a_torn_line(tmp_path):
-    run = RunDirectory(tmp_path)
-    assert run.cut_metrics(3) == 0 and not run.has_metrics()
-    written = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}, {"step": 2, "val_loss": 1.0}, {"step": 3}]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in written) + '{"step": 2, "lo')
-    assert run.cut_metrics(2) == 2
-    assert rows(run.metrics) == written[:3]
-    run.metrics.write_text(run.metrics.read_text() + '{"step": 2}')
-    assert run.cut_metrics(2) == 1, "a last line without its end may lack digits"
-    assert run.cut_metrics(0) == 3 and run.metrics.read_text() == ""
-
-
 def test_config_and_model_files_are_kept(tmp_path):
     run = RunDirectory(tmp_path / "run").hold()
     assert run.read_config() is None
@@ -100,6 +84,9 @@ def test_config_and_model_files_are_kept(tmp_path):
         (model / name).write_text(name)
     run.keep_model_files(model)
     assert sorted(path.name for path in run.model.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    run.keep_model_files(run.model, chat_template="{{ own }}")
+    assert (run.model / "config.json").read_text() == "config.json"
+    assert (run.model / "chat_template.jinja").read_text() == "{{ own }}"
     run.release()
 
 

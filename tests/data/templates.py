@@ -19,5 +19,7 @@ GEMMA3 = _read("gemma3")
 LLAMA2 = _read("llama2")
 # The loop counts: no round of it has a message as its variable.
 BY_INDEX = _read("by_index")
+# Leans on what the environment does with white space around blocks; reads thinking under its other name.
+SLOPPY = _read("sloppy")
 # Marks the reply itself, without its end-of-turn token.
 GENERATION = _read("generation")

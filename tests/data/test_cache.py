@@ -81,6 +81,7 @@ def test_processes_give_what_one_gives(tmp_path, coder, monkeypatch):
     sources = [Source(tuple(files[:2]), "text"), Source((files[2],), "text", 2.0)]
     alone = open_cache(sources, coder, cache_dir=None)
     monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(pool, "AHEAD", 1)
     together = open_cache(sources, coder, cache_dir=tmp_path / "cache", num_workers=3)
     assert contents(alone) == contents(together) and alone.fingerprint == together.fingerprint
     assert [share.first for share in together.shares] == [0, 701] and together.origin(701) == (str(files[2]), 1)

@@ -19,11 +19,11 @@ from tests.data.makers import byte_level, save, write_jsonl
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    """60 samples of 2 to 16 tokens; sample i is made of the token i, its first half untrained."""
+    """60 samples of 2 to 16 tokens; sample i is made of the token i, trained in its first token and its second half."""
     root = tmp_path_factory.mktemp("rows")
     lengths = [2 + number * 7 % 15 for number in range(60)]
     data = [
-        {"input_ids": [number] * size, "labels": [-100] * (size // 2) + [number] * (size - size // 2)}
+        {"input_ids": [number] * size, "labels": [number] + [-100] * (size // 2 - 1) + [number] * (size - size // 2)}
         for number, size in enumerate(lengths)
     ]
     coder = Encoder(Tokenizer.from_directory(save(root, byte_level())), None, max_length=16)

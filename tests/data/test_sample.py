@@ -211,6 +211,10 @@ MERGED = """\
 {% for message in messages %}{% if message.role == 'user' %}<|im_start|>{{ message.content }}<|im_end|>{% endif %}\
 {% if message.role == 'assistant' %}<|im_start|>{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}\
 {% endif %}{% endfor %}<|im_end|>{% endif %}{% endfor %}"""
+INNER = """\
+{% for message in messages %}{% if message.role == 'user' %}<|im_start|>{{ message.content }}<|im_end|>{% endif %}\
+{% if message.role == 'assistant' %}<|im_start|>a:{{ message.content }}{% for m in messages %}{% if m.role == 'tool' %}\
+{{ m.content }}{% endif %}{% endfor %}<|im_end|>{% endif %}{% endfor %}"""
 REVERSED = """\
 {% for i in range(messages | length) %}{{ messages[messages | length - 1 - i].content }}<|im_end|>{% endfor %}"""
 TWO_HEADERS = """\
@@ -218,11 +222,11 @@ TWO_HEADERS = """\
 {{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}c: {% endif %}"""
 
 
-@pytest.mark.parametrize("template", [MERGED, REVERSED, TWO_HEADERS])
+@pytest.mark.parametrize("template", [MERGED, INNER, REVERSED, TWO_HEADERS])
 def test_what_cannot_be_told_is_refused(tmp_path, template):
     coder = encoder(tmp_path, template)
     with pytest.raises(UserError, match=r"messages\[1\]: dtrain cannot tell .*generation.*data.loss_on=all"):
-        coder.encode(normalise({"messages": PLAIN}, "messages"))
+        coder.encode(normalise({"messages": [*PLAIN[:2], {"role": "tool", "content": "7"}]}, "messages"))
     everything = encoder(tmp_path, template, loss_on="all")
     assert len(trained(everything, {"messages": PLAIN})) == 1
 

@@ -22,7 +22,7 @@ CHATS = {
     "prompt": [ASK],
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü", "parameters": {"type": "object"}}}]
-FAMILIES = ("LLAMA3", "QWEN25", "QWEN3", "GEMMA3", "LLAMA2", "BY_INDEX", "GENERATION")
+FAMILIES = ("LLAMA3", "QWEN25", "QWEN3", "GEMMA3", "LLAMA2", "BY_INDEX", "GENERATION", "SLOPPY")
 
 
 def load(directory, template=None, **variables):

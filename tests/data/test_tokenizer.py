@@ -90,6 +90,15 @@ def test_added_tokens_of_the_config_alone(tmp_path):
     assert ours.pad_id == tokenizer.get_vocab_size() == ours.size - 1
 
 
+def test_limits_of_the_file_do_not_hold(tmp_path):
+    """tokenizer.json may say to cut and to pad, as somebody once used it."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    ours = Tokenizer.from_directory(save(tmp_path, tokenizer))
+    assert ours.encode(CORPUS[0]) == Tokenizer.from_directory(save(tmp_path / "b", byte_level())).encode(CORPUS[0])
+
+
 def test_torch_free():
     """What validate needs loads no torch."""
     names = "files, formats, tokenizer, template, replies, sample, pool"

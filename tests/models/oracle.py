@@ -86,7 +86,10 @@ VARIANTS = {
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
     "gemma3-llama3": lambda: _gemma(
-        rope_parameters={"full_attention": _LLAMA3_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+        rope_parameters={
+            "full_attention": _LLAMA3_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        }
     ),
 }
 

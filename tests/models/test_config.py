@@ -12,8 +12,17 @@ from dtrain.errors import UserError
 from dtrain.models import parse_config, read_config
 from dtrain.models.config import FULL, SLIDING
 from tests.models.oracle import VARIANTS
-from tests.models.published import GEMMA3_1B, GEMMA3_4B, LLAMA_2_7B, LLAMA_3_2_1B, MISTRAL_7B_V01, PUBLISHED
-from tests.models.published import QWEN3_0_6B, QWEN_2_5_0_5B, QWEN_2_5_7B_YARN
+from tests.models.published import (
+    GEMMA3_1B,
+    GEMMA3_4B,
+    LLAMA_2_7B,
+    LLAMA_3_2_1B,
+    MISTRAL_7B_V01,
+    PUBLISHED,
+    QWEN3_0_6B,
+    QWEN_2_5_0_5B,
+    QWEN_2_5_7B_YARN,
+)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -101,7 +101,7 @@ def test_float64_has_no_float32_island(pair):
 
 
 def in_float64(model, head_dim):
-    """`model` with transformers' own float32 islands, norms and rotary tables, written out in float64 (default rope)."""
+    """`model` with transformers' float32 islands, norms and rotary tables, written out in float64 (default rope)."""
 
     def norm(module, gemma):
         eps = module.eps if gemma else module.variance_epsilon

@@ -1,0 +1,95 @@
+"""Collectives inside a forward, each with its derivative: what tensor, sequence and context parallel move.
+
+torch's functional collectives underneath: exact on gloo (torch.distributed.nn.functional corrupts the gradients of
+permuted tensors there), visible to torch.compile and to CommDebugMode. All ranks of `group` call each function.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """The reduction of `tensor` over `group` (sum or max), a new tensor. No derivative."""
+    return _wait(_ops.all_reduce(tensor.contiguous(), op, group.group_name))
+
+
+def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors [.., n, ..] joined along `dim` in rank order. No derivative."""
+    size = group.size()
+    joined = _wait(_ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name))  # along dimension 0
+    return joined if dim == 0 else torch.cat(joined.chunk(size), dim)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's n-th of the sum over ranks, cut along `dim`, which the group's size divides. No derivative."""
+    size = group.size()
+    if dim != 0:
+        tensor = torch.cat(tensor.chunk(size, dim))
+    return _wait(_ops.reduce_scatter_tensor(tensor.contiguous(), "sum", size, group.group_name))
+
+
+def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A replicated tensor into a region where each rank computes its part: nothing forward, all-reduce backward."""
+    return _Enter.apply(tensor, group)
+
+
+def leave_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts summed on every rank: all-reduce forward, nothing backward."""
+    return _Leave.apply(tensor, group)
+
+
+def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather along `dim` forward; backward the ranks' gradients are summed and cut (reduce-scatter)."""
+    return _Gather.apply(tensor, dim, group)
+
+
+def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts summed and cut along `dim` (reduce-scatter) forward; all-gather backward."""
+    return _ScatterSum.apply(tensor, dim, group)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        return all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return all_gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.dim, ctx.group), None, None

@@ -1,0 +1,124 @@
+"""The kernel against attention written out, over the whole of what a mask can say; abilities and their errors."""
+
+import math
+
+import pytest
+import torch
+
+from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, choose_kernel
+from dtrain.attention.mask import Visibility
+from dtrain.errors import UserError
+
+
+def written_out(q, k, v, seen, scale):
+    """softmax(q·kᵀ · scale over the keys seen) · v, head by head. seen [B, Q, K] bool."""
+    repeat = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)
+
+
+def brute_force(visibility, rows):
+    """[B, Q, K] from the sentence in mask.py, one pair at a time."""
+    seen = torch.zeros(rows, visibility.queries, visibility.keys, dtype=torch.bool)
+    for b in range(rows):
+        for i in range(visibility.queries):
+            for j in range(visibility.keys):
+                if visibility.is_plain:
+                    p, c, same = i, j, True
+                else:
+                    p = int(visibility.query_positions.expand(rows, -1)[b, i])
+                    c = int(visibility.key_positions.expand(rows, -1)[b, j])
+                    same = visibility.query_documents is None or bool(
+                        visibility.query_documents[b, i] == visibility.key_documents[b, j]
+                    )
+                seen[b, i, j] = same and 0 <= p - c and (visibility.window is None or p - c < visibility.window)
+    return seen
+
+
+def packed(lengths, padding):
+    documents = [torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)]
+    return torch.cat([torch.arange(n) for n in (*lengths, padding)]), torch.cat(documents)
+
+
+def visibilities():
+    for length in (1, 5, 64, 65, 150):
+        for window in (None, 1, 7, 64, 200):
+            yield f"plain-{length}-{window}", Visibility(length, length, window)
+    rows = [packed([40, 1, 60], 49), packed([150], 0), packed([3, 3, 90], 54)]
+    positions, documents = (torch.stack(stream) for stream in zip(*rows, strict=True))
+    for window in (None, 9):
+        yield f"packed-{window}", Visibility(150, 150, window, positions, positions, documents, documents)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(0))
+    shuffled, owners = positions[:, order], documents[:, order]
+    yield "permuted", Visibility(150, 150, 9, positions, shuffled, documents, owners)  # a context-parallel layout
+    for window in (None, 4):
+        at = torch.tensor([[3], [20], [9]])
+        yield f"decode-{window}", Visibility(1, 21, window, at, torch.arange(21)[None])
+
+
+VISIBILITIES = dict(visibilities())
+
+
+@pytest.fixture(scope="module", params=VISIBILITIES)
+def case(request):
+    visibility = VISIBILITIES[request.param]
+    return visibility, brute_force(visibility, 3)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+def test_sdpa_is_attention_written_out(case, heads):
+    visibility, seen = case
+    generator = torch.Generator().manual_seed(0)
+
+    def random(length, count):
+        return torch.randn(3, length, count, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    q, k, v = random(visibility.queries, heads[0]), random(visibility.keys, heads[1]), random(visibility.keys, heads[1])
+    kernel = SdpaKernel()
+    assert torch.equal(visibility.visible(slice(0, visibility.queries), q.device).expand_as(seen), seen)
+    out = kernel(q, k, v, kernel.prepare(visibility, q.dtype, q.device), 0.3)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    ours = (out, *torch.autograd.grad(out, (q, k, v), grad))
+    expected = written_out(q, k, v, seen, 0.3)
+    expected = (expected, *torch.autograd.grad(expected, (q, k, v), grad))
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_blocks_skip_what_no_query_sees():
+    def work(visibility):
+        blocks = SdpaKernel().prepare(visibility, torch.float32, torch.device("cpu"))
+        return sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks)
+
+    assert work(Visibility(512, 512)) == 64 * sum(range(64, 513, 64))  # 9/16 of the square
+    assert work(Visibility(512, 512, window=32)) < 512 * 96
+    positions, documents = (stream[None] for stream in packed([64] * 8, 0))
+    assert work(Visibility(512, 512, None, positions, positions, documents, documents)) == 512 * 64
+
+
+def test_one_call_on_a_gpu():
+    """No host reads there: causal by flag, anything else one mask."""
+    blocks = SdpaKernel().prepare(Visibility(512, 512), torch.bfloat16, torch.device("meta"))
+    assert len(blocks) == 1 and blocks[0].causal and blocks[0].bias is None
+    blocks = SdpaKernel().prepare(Visibility(512, 512, window=32), torch.bfloat16, torch.device("meta"))
+    assert len(blocks) == 1 and blocks[0].bias.shape == (1, 1, 512, 512) and blocks[0].bias.dtype == torch.bfloat16
+
+
+def test_abilities_are_asked():
+    assert choose_kernel("sdpa", device="cpu", window=True, documents=True, cache=True, backward=True).name == "sdpa"
+    with pytest.raises(UserError, match="'sdpa' does not do context_parallel; no kernel here can: set parallel.cp=1"):
+        choose_kernel("sdpa", context_parallel=True)
+    with pytest.raises(UserError, match="no attention kernel 'flash3'; there are: sdpa"):
+        choose_kernel("flash3")
+
+
+def test_the_error_names_kernels_that_can(monkeypatch):
+    class OnlyCuda(SdpaKernel):
+        abilities = Abilities(
+            devices=frozenset({"cuda"}), window=False, documents=True, cache=True, backward=True, context_parallel=True
+        )
+
+    monkeypatch.setitem(KERNELS, "varlen", OnlyCuda())
+    with pytest.raises(UserError, match="'varlen' does not do window, device; use sdpa"):
+        choose_kernel("varlen", device="cpu", window=True)
