@@ -84,6 +84,7 @@ def run_workers(recipe: Recipe, threads: int | None, train: Train | None = None)
 
 def _start_and_wait(recipe: Recipe, job: Path) -> dict[int, int]:
     """Start the workers under torchrun's elastic agent; the exit status of each rank that did not end well."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -100,6 +101,7 @@ def _start_and_wait(recipe: Recipe, job: Path) -> dict[int, int]:
         local_addr="localhost",
         max_restarts=recipe.launch.max_restarts,
         monitor_interval=POLL_SECONDS,
+        logs_specs=DefaultLogsSpecs(log_dir=str(job / "agent")),
         signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are ours: its own answer gives the workers 30 s to save
     )
     # The worker finds dtrain, and whatever else this process could import, wherever it was started.
@@ -228,9 +230,9 @@ def _die_with(launcher: int) -> None:
 def _listen(job: Path, launcher: int, stop: "StopFlag") -> None:
     """Hear for this worker, in a thread of its own, while its main thread may be deep in a collective. Never returns.
 
-    The launcher asks for an orderly end by the file `stop`; Ctrl-C, which the whole process group gets, is the
-    launcher's to answer. SIGTERM from the launcher means that another worker died: this one ends at once. SIGTERM from
-    anyone else (a batch system that signals every process) asks for an orderly end.
+    The launcher asks for an orderly end by the file `stop`; SIGINT is its own to answer. SIGTERM from the launcher
+    means that another worker died: this one ends at once. SIGTERM from anyone else (a batch system that signals every
+    process) asks for an orderly end.
     """
     wait = getattr(signal, "sigtimedwait", None)
     while True:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dtrain import agent
 from dtrain.config import Recipe
@@ -34,12 +34,20 @@ def launch(recipe: Recipe, train: Train | None = None) -> None:
         agent.run_workers(recipe, _threads(recipe.launch.nproc), train)
     else:
         place = place or Place()
-        run_in_place(recipe, place, _threads(place.local_world_size), train)
+        run = _recorded(run_in_place) if place.started_by == "torchrun" else run_in_place
+        run(recipe, place, _threads(place.local_world_size), train)
 
 
 def work(job: str) -> None:
     """The main function of a process that `agent.run_workers` started. Never returns."""
     agent.work(job, find_place(os.environ, 1))
+
+
+def _recorded(run: Callable[..., None]) -> Callable[..., None]:
+    """Leave an error where torchrun looks for it: it tells of the first one, whichever rank had it."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(run)
 
 
 def _threads(processes: int) -> int | None:

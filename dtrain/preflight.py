@@ -38,9 +38,7 @@ def _model(recipe: Recipe) -> list[str]:
         problems += _weights(directory)
     try:
         tokenizer = Tokenizer.from_directory(directory)
-        choose_template(
-            directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
-        )
+        choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
     except UserError as error:
         return [*problems, str(error)]
     if tokenizer.size > config.vocab_size:

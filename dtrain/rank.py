@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dtrain.parallel.runtime import Runtime, StopFlag
 
+
 class OutOfMemory(UserError):
     """An allocation failed; every rank that got so far may have one of its own."""
 
@@ -101,9 +102,7 @@ def _join(place: Place, device: "torch.device") -> None:
     else:
         where = {"init_method": f"tcp://{host}:{port}"}
     backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(
-        backend, rank=place.rank, world_size=place.world_size, device_id=device_id, **where
-    )
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, device_id=device_id, **where)
 
 
 def choose_device(wanted: str, place: Place) -> "torch.device":

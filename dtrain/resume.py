@@ -14,7 +14,7 @@ from dtrain.checkpoint.files import set_aside
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.rng import random_state, set_random_state
 from dtrain.checkpoint.rundir import RunDirectory, guard
-from dtrain.checkpoint.store import CheckpointStore, step_of
+from dtrain.checkpoint.store import CheckpointStore, locate, step_of
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
 from dtrain.policy import Policy
@@ -40,11 +40,16 @@ def find_start(
     """
     resume = recipe.checkpoint.resume
     if resume is None:
-        ranks.first(run.refuse_used)
+        ranks.first(lambda: run.refuse_used(resume))
         return Start()
-    source, step = (store, store.latest()) if resume == "auto" else _at(Path(resume), ranks)
-    if step is None:
-        return Start()
+    if resume == "auto":
+        source, step = store, store.latest()
+        if step is None:
+            return Start()
+    else:
+        source, step = locate(resume, ranks)
+        if source.directory.resolve() != store.directory.resolve():
+            ranks.first(lambda: run.refuse_used(resume))
     ranks.first(lambda: _make_way(store, step, say))
     state = source.read_state(step)
     return Start(step, tuple(state["cursor"]), source.path(step), state)
@@ -61,7 +66,8 @@ def restore(recipe: Recipe, policy: Policy, start: Start, fingerprint: str, rank
         differences.append(("data.fingerprint", state["data_fingerprint"], fingerprint))
     changed = guard(differences, recipe.checkpoint.allow_changes)
     source = CheckpointStore(start.path.parent, ranks)
-    policy.load(source, step_of(start.path), state["policy"])
+    options = {key.rsplit(".", 1)[-1] for key, _, _ in differences if key.startswith("optimizer.")}
+    policy.load(source, step_of(start.path), state["policy"], keep=options)
     rank_state, copy = source.read_rank_state(step_of(start.path))
     if rank_state is not None:
         set_random_state(rank_state, copy)
@@ -80,20 +86,6 @@ def save(
         "policy": policy.state(),
     }
     store.save(step, policy.tensors(), state, random_state())
-
-
-def _at(path: Path, ranks: Ranks) -> tuple[CheckpointStore, int]:
-    """The store and step that a path names: a `step-N` directory, or a run's directory for its newest."""
-    if (path / "checkpoints").is_dir():
-        store = CheckpointStore(path / "checkpoints", ranks)
-        step = store.latest()
-        if step is None:
-            raise UserError(f"checkpoint.resume={path}: this run has no whole checkpoint")
-        return store, step
-    step = step_of(path)
-    if step is None or not path.is_dir():
-        raise UserError(f"checkpoint.resume={path}: no such checkpoint; give auto, null, a run's directory or a step-N")
-    return CheckpointStore(path.parent, ranks), step
 
 
 def _make_way(store: CheckpointStore, step: int, say: Callable[[str], None]) -> None:

@@ -67,7 +67,10 @@ class Trainer:
         self.method = METHODS[recipe.method]()
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
         self.total_steps = recipe.train.steps or -(-self.rows.total_rows() // recipe.train.global_batch)
-        mesh = build_mesh(runtime, dp_shard=self.sizes.dp_shard)
+        sizes = self.sizes
+        mesh = build_mesh(
+            runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp
+        )
         self.policy = Policy(recipe, model_config, mesh, runtime)
         self.policy.init_optimizer(self.total_steps)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
@@ -86,7 +89,7 @@ class Trainer:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
             self.run.write_config(config.to_yaml(self.recipe))
-            self.run.keep_model_files(self.recipe.model.path)
+            self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start
 

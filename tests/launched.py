@@ -1,6 +1,6 @@
 """A process for `test_launch` to watch: launches a tiny recipe with one of the fake trainings below.
 
-    python -m tests.launched DIRECTORY TRAINING [key=value ...]
+python -m tests.launched DIRECTORY TRAINING [key=value ...]
 """
 
 import os
@@ -54,10 +54,8 @@ def waits(recipe, runtime):
 
 
 def hangs(recipe, runtime):
-    """Deaf to everything, deep in a collective."""
+    """Deaf to everything, as in a collective that nobody ends."""
     _mark(recipe, runtime)
-    if runtime.rank == 0:
-        dist.barrier()
     time.sleep(60)
 
 

@@ -50,7 +50,7 @@ def _rank_main(fn, rank, world_size, store_path, args, pipe):
 def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` forked ranks with a gloo process group up.
 
-    Returns the ranks' results in order (picklable; tensors go through shared memory files of the fork's pipe).
+    Returns the ranks' results in order: picklable, and no tensors, whose memory would go with their rank.
     Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose stacks
     then stand on stderr.
     """

@@ -5,8 +5,8 @@
 
 gives, the same bytes every time,
 
-    train.jsonl val.jsonl heldout.jsonl    rows {"messages": [user: "What is 47 + 58?", assistant: "105"]}
-    model/                                 config.json (Qwen3, 2.6 million parameters), tokenizer.json,
+    train.jsonl val.jsonl heldout.jsonl    rows {"messages": [user: "47 + 58", assistant: "105"]}
+    model/                                 config.json (Qwen3, 2.7 million parameters), tokenizer.json,
                                            tokenizer_config.json with a chat template, generation_config.json
 
 Two numbers that meet in heldout.jsonl or val.jsonl meet, in either order, nowhere in train.jsonl.
@@ -21,12 +21,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}"
     "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 VOCAB_SIZE = 320
 
@@ -34,7 +34,7 @@ VOCAB_SIZE = 320
 def problem(a: int, b: int) -> dict:
     return {
         "messages": [
-            {"role": "user", "content": f"What is {a} + {b}?"},
+            {"role": "user", "content": f"{a} + {b}"},
             {"role": "assistant", "content": str(a + b)},
         ]
     }
@@ -82,16 +82,16 @@ def write_model(directory: Path, texts: list[str]) -> None:
     tokenizer = train_tokenizer(texts)
     tokenizer.save(str(directory / "tokenizer.json"))
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    end_of_text, end_of_turn = ids["<|endoftext|>"], ids["<|im_end|>"]
+    end_of_text, end_of_turn = ids["<|endoftext|>"], ids["<|end|>"]
     files = {
         "config.json": {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
+            "hidden_size": 384,
+            "intermediate_size": 768,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
             "head_dim": 64,
             "hidden_act": "silu",
             "vocab_size": VOCAB_SIZE,
@@ -122,7 +122,7 @@ def write_model(directory: Path, texts: list[str]) -> None:
                 for token, index in ids.items()
             },
             "bos_token": None,
-            "eos_token": "<|im_end|>",
+            "eos_token": "<|end|>",
             "pad_token": "<|endoftext|>",
             "model_max_length": 512,
             "chat_template": CHAT_TEMPLATE,
@@ -148,7 +148,7 @@ def main() -> None:
         rows = [problem(a, b) for a, b in pairs]
         (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         if name == "train":
-            texts = [f"{turn['role']}\n{turn['content']}" for row in rows for turn in row["messages"]]
+            texts = [turn["content"] for row in rows for turn in row["messages"]]
     write_model(args.out / "model", texts)
     counts = ", ".join(f"{len(pairs)} {name}" for name, pairs in sorted(splits.items()))
     print(f"{args.out}: {counts} problems; model/ holds a tokenizer and the config of a model from scratch")

@@ -33,6 +33,10 @@ class Kernel(Protocol):
     name: str
     abilities: Abilities
 
+    def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Positions and documents of all keys, where other ranks hold some; once per forward."""
+        ...
+
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any: ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor: ...
@@ -60,6 +64,9 @@ class SdpaKernel:
 
     name = "sdpa"
     abilities = Abilities(devices=None, window=True, documents=True, cache=True, backward=True, context_parallel=False)
+
+    def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return positions, documents
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)

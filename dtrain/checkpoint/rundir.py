@@ -123,13 +123,14 @@ class RunDirectory:
     def has_metrics(self) -> bool:
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
-    def refuse_used(self) -> None:
-        """For `checkpoint.resume: null`: UserError where an earlier run has left metrics or checkpoints."""
+    def refuse_used(self, resume: str | None) -> None:
+        """For a `checkpoint.resume` that starts anew here (null, or another run's checkpoint): UserError where an
+        earlier run has left metrics or checkpoints."""
         steps = self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*"))
         if self.has_metrics() or steps:
             what = "metrics" if self.has_metrics() else "checkpoints"
             raise UserError(
-                f"{self.path} holds the {what} of an earlier run, and checkpoint.resume=null starts anew: choose "
+                f"{self.path} holds the {what} of an earlier run, and checkpoint.resume={resume or 'null'} starts anew: choose "
                 "another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
 

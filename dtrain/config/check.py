@@ -167,8 +167,8 @@ def _source(source: DataSource, key: str) -> list[str]:
     for index, entry in enumerate(source.sources):
         if not entry.path:
             problems.append(f"{key}.sources[{index}].path is missing: set it to a file, a glob or a list of them")
-        if not 0 < entry.weight < math.inf:
-            problems.append(f"{key}.sources[{index}].weight={entry.weight} must be a finite number, more than 0")
+        if not 0 <= entry.weight < math.inf:
+            problems.append(f"{key}.sources[{index}].weight={entry.weight} must be a finite number, at least 0")
         if entry.format == "preference":
             problems.append(f"{key}.sources[{index}].format=preference: it is for method=dpo, which is not there yet")
     return problems

@@ -54,7 +54,7 @@ class WeightedSource:
     format: Format = "auto"
     """As `data.train.format`."""
     weight: float = 1.0
-    """How many times an epoch holds the source's rows. 0.5 takes half of them, another half in the next epoch."""
+    """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
 
 
 @dataclass
@@ -88,9 +88,9 @@ class Data:
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a sample longer than `max_length`. Counts are printed."""
     num_workers: int = 0
-    """Processes per rank that prepare batches ahead. 0: the training process does it itself."""
+    """Processes that tokenise (0: one per core), and that each rank lets prepare batches ahead (0: none, itself)."""
     cache_dir: str | None = None
-    """Where tokenized sets are kept. null: beside the user's other caches."""
+    """Where tokenized sets are kept, shared by all runs that name it. null: `.cache` in `run.dir`."""
     chat_template: str | None = None
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -164,6 +164,8 @@ class Decoder(nn.Module):
         length = input_ids.shape[1]
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         kernel = self.layers[0].self_attn.kernel
+        by_position = seq_ids is not None or kernel.abilities.context_parallel
+        keys = kernel.keys(positions, seq_ids) if by_position else None
         rotary, masks = {}, {}
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
@@ -173,8 +175,8 @@ class Decoder(nn.Module):
             if cache is not None and position_ids is not None:
                 slots = torch.arange(cache.filled, device=device)[None]  # [1, K]
                 visibility = Visibility(length, cache.filled, window, positions, slots)
-            elif seq_ids is not None:
-                visibility = Visibility(length, length, window, positions, positions, seq_ids, seq_ids)
+            elif keys is not None:
+                visibility = Visibility(length, keys[0].shape[1], window, positions, keys[0], seq_ids, keys[1])
             else:
                 visibility = Visibility(length, length, window)
             masks[kind] = kernel.prepare(visibility, hidden.dtype, device)

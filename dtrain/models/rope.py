@@ -31,10 +31,9 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
     wavelength = 2 * math.pi / plain
     length, low, high = rope.original_max_positions, rope.low_freq_factor, rope.high_freq_factor
     is_long, is_short = wavelength > length / low, wavelength < length / high
-    stretched = torch.where(is_long, plain / rope.factor, plain)
     share = (length / wavelength - low) / (high - low)
-    blended = (1 - share) * stretched / rope.factor + share * stretched
-    return torch.where(is_long | is_short, stretched, blended)
+    blended = (1 - share) * plain / rope.factor + share * plain
+    return torch.where(is_long, plain / rope.factor, torch.where(is_short, plain, blended))
 
 
 def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:

@@ -3,23 +3,68 @@
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool | str = "default",
+    cpu_offload: bool = False,
+) -> None:
+    """`shard_with_policies` in the terms of a recipe."""
+    # Inputs are not cast at unit borders: the rotary tables stay in float32 while the layers compute in bfloat16.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    shard_with_policies(model, mesh, precision, offload, reshard_after_forward)
+
+
+def shard_with_policies(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool | str = "default",
+) -> None:
     """Shard `model` in place: every decoder layer a unit, and the root (embedding, norm, head) one.
 
-    mesh: one dimension, or (replicate, shard) for HSDP. A layer is gathered before its forward and again before its
-    backward (one all-gather each), its gradient reduce-scattered after; the root stays gathered between the two, for
-    its head is the last of the forward and the first of the backward.
+    mesh: one dimension, or (replicate, shard) for HSDP. By default a layer is gathered before its forward and again
+    before its backward (one all-gather each, the next layer's on its way while one computes), its gradient
+    reduce-scattered after, and under HSDP all-reduced over the replicas; the root stays gathered between the two, for
+    its head is the last of the forward and the first of the backward. reshard_after_forward True gives up the root's
+    weights too, False keeps the layers': one all-gather, and the whole model in memory.
 
     Gradients are summed: the loss already divides by the count of the global batch.
     """
-    # Inputs are not cast at unit borders: the rotary tables stay in float32 while the layers compute in bfloat16.
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    by_default = reshard_after_forward == "default"
+    layers = list(model.model.layers)
+    for layer in layers:
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=True if by_default else reshard_after_forward,
+        )
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=False if by_default else reshard_after_forward,
+    )
+    for layer, following in zip(layers, layers[1:], strict=False):
+        layer.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -16,12 +16,21 @@ class Mesh:
 
     `fsdp` is what parameters are sharded over: dp_shard and cp flattened, with dp_replicate in front under HSDP.
     `dp` is what samples are shared out over: dp_replicate and dp_shard flattened; the cp and tp ranks of one dp rank
-    hold the same samples.
+    hold the same samples. `dp_cp`: what tokens are shared out over.
     """
 
     device_mesh: DeviceMesh
     fsdp: DeviceMesh
     dp: DeviceMesh
+    dp_cp: DeviceMesh
+
+    @property
+    def cp(self) -> DeviceMesh:
+        return self.device_mesh["cp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.device_mesh["tp"]
 
     @property
     def size(self) -> int:
@@ -45,6 +54,7 @@ def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp
         device_mesh=mesh,
         fsdp=mesh["dp_replicate", "fsdp"] if dp_replicate > 1 else sharded,
         dp=mesh["dp_replicate", "dp_shard"]._flatten("dp"),
+        dp_cp=mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
     )
 
 

@@ -8,6 +8,7 @@ What a layer sends over tp, forward and backward alike: two all-reduces, or, und
 and two reduce-scatters (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -163,14 +164,13 @@ class _Decoder:
             return enter_region(super().forward(input_ids, position_ids, seq_ids, cache), tp.group)
         if cache is not None:
             raise ValueError("a cache does not go with sequence parallel; build the model with sequence_parallel=False")
-        missing = -length % tp.size
+        # Context parallel cuts the padded sequence in two again.
+        missing = -length % math.lcm(2, tp.size)
         if missing:
-            # Beyond every real token and a document of their own: nothing sees them.
+            # Beyond every position of every rank, and a document of their own: no token sees them.
             input_ids = F.pad(input_ids, (0, missing))
-            if position_ids is not None:
-                position_ids = torch.cat([position_ids, position_ids[:, -1:].expand(-1, missing)], 1)
-            if seq_ids is not None:
-                seq_ids = F.pad(seq_ids, (0, missing), value=-1)
+            position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
+            seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
         hidden = super().forward(input_ids, position_ids, seq_ids)  # [B, (S + missing)/tp, D]
         return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
 

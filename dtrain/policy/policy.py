@@ -4,11 +4,13 @@ The path of a batch: host rows of this dp rank → `batch.micro_batches` → cou
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import Batch, micro_batches, real_tokens, rows_in, trained_tokens
 from dtrain.checkpoint.huggingface_write import write_directory
@@ -21,7 +23,7 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.score import Loss, forward_loss
+from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.step import LossScale, Updater, backward
 
 
@@ -35,6 +37,7 @@ class Policy:
         self.device = runtime.device
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type)
         self.model = build_model(recipe, config, mesh, self.precision, runtime.device)
+        self.scorer = Scorer(self.model, mesh, self.device)
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
         self.optimizer = self.scheduler = self._updater = None
 
@@ -69,7 +72,7 @@ class Policy:
         if not eval_mode and self._updater is None:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         mbs = mbs or self.recipe.train.micro_batch
-        most_rows = self._over_dp(torch.tensor([rows_in(batch)]), dist.ReduceOp.MAX).item()
+        most_rows = self._summed(torch.tensor([rows_in(batch)]), self.mesh.dp, dist.ReduceOp.MAX).item()
         per_step = -(-gbs // self.mesh.dp_size) if gbs else max(most_rows, 1)
         losses, counts, metrics = [], [], []
         norm = lr = None
@@ -78,7 +81,7 @@ class Policy:
             rows = {name: tensor[start : start + per_step] for name, tensor in batch.items()}
             passes = max(1, -(-min(per_step, most_rows - start) // mbs))
             batches = micro_batches(rows, mbs, passes)
-            count = self._over_dp(_counts(rows))
+            count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
             if eval_mode:
                 loss, measured = self._evaluate(batches, loss_fn, count)
@@ -88,7 +91,7 @@ class Policy:
                 norm = self._updater.update()
                 self.scheduler.step()
             metrics += measured
-            losses.append(self._over_dp(loss))
+            losses.append(self._summed(loss, self.mesh.dp_cp))
         return {
             "global_loss": torch.stack(losses).cpu(),
             "tokens": torch.stack(counts),
@@ -110,12 +113,12 @@ class Policy:
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
         }
 
-    def load(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
+    def load(self, store: CheckpointStore, step: int, state: dict[str, Any], keep: Collection[str] = ()) -> None:
         """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
 
-        Collective. Raises UserError where the checkpoint does not fit.
+        keep: optimizer options (`betas`, ...) that stay as the recipe has them. Collective. Raises UserError where the checkpoint does not fit.
         """
-        restore_optimizer(self.model, self.optimizer, state["optimizer"])
+        restore_optimizer(self.model, self.optimizer, state["optimizer"], keep=keep)
         store.load(step, self.tensors())
         self.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
@@ -126,32 +129,31 @@ class Policy:
 
         source: where config.json, the tokenizer and what is not trained come from. `out` is replaced, whole or not.
         """
-        template = self.recipe.data.chat_template
-        write_directory(
-            self.model,
-            out,
-            source,
-            self.precision.compute,
-            chat_template=Path(template).read_text() if template else None,
-            replace=True,
-        )
+        write_directory(self.model, out, source, self.precision.compute, replace=True, chat_template=self.chat_template)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the recipe's own chat template; None where the model's is used."""
+        path = self.recipe.data.chat_template
+        return Path(path).read_text() if path else None
 
     def _backward(self, batches, loss_fn, count):
         # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
         seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        return backward(self.model, batches, self.device, loss_fn, seqs, tokens, scale)
+        return backward(self.scorer, batches, loss_fn, seqs, tokens, scale)
 
     @torch.no_grad()
     def _evaluate(self, batches, loss_fn, count):
         seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
-        results = [forward_loss(self.model, batch, self.device, loss_fn, seqs, tokens) for batch in batches]
+        results = [self.scorer.loss(batch, loss_fn, seqs, tokens) for batch in batches]
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
-    def _over_dp(self, values: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
-        """`values` reduced in place over the ranks that hold different samples."""
-        if self.mesh.dp_size > 1:
-            dist.all_reduce(values, op, group=self.mesh.dp.get_group())
+    @staticmethod
+    def _summed(values: torch.Tensor, mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> torch.Tensor:
+        """`values` reduced in place over the ranks of a one-dimensional mesh."""
+        if mesh.size() > 1:
+            dist.all_reduce(values, op, group=mesh.get_group())
         return values
 
 

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch
-from dtrain.losses import weighted_logprob_sum
+from dtrain.losses import VocabShard, weighted_logprob_sum
+from dtrain.parallel.context import make_cp_batch_and_ctx
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import chunk_bounds
 
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -15,16 +18,19 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 class LogprobSource:
     """The head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
-    def __init__(self, hidden: Tensor, head_weight: Tensor, batch: Batch, softcap: float | None):
-        self._hidden = hidden  # [B, S, D]
-        self._head_weight = head_weight  # [V, D]
+    def __init__(
+        self, hidden: Tensor, head_weight: Tensor, batch: Batch, softcap: float | None, shard: VocabShard | None
+    ):
+        self._hidden = hidden  # [B, S/cp, D]
+        self._head_weight = head_weight  # [V/tp, D]
         self._batch = batch
         self._softcap = softcap
+        self._shard = shard
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
-        """Σ token_weights · log p(label) over the labelled positions, a scalar; weights [B, S] or None for ones.
+        """Σ token_weights · log p(label) over this rank's labelled positions, a scalar, the same on every tp rank.
 
-        The weights are constants. Weights of unlabelled positions are not read.
+        token_weights: [B, S/cp], constants, not read where there is no label; None for ones.
         """
         index = self._batch["label_index"]
         weights = (
@@ -39,35 +45,51 @@ class LogprobSource:
             weights,
             index,
             softcap=self._softcap,
+            shard=self._shard,
         )
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
+class Scorer:
+    """Losses of micro-batches on a model that lies on a mesh."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device):
+        self.model, self.mesh, self.device = model, mesh, device
+        self._shard = None
+        if mesh.tp.size() > 1:
+            start, _ = chunk_bounds(model.config.vocab_size, mesh.tp.size(), mesh.tp.get_local_rank())
+            self._shard = VocabShard(start, mesh.tp.get_group())
+
+    def loss(
+        self, batch: Batch, loss_fn: Loss, global_seqs: Tensor, global_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`loss_fn`'s loss and metrics on one host micro-batch, the graph ready for backward.
+
+        batch: whole rows; under context parallel the loss sees this rank's part of every stream. The global counts are
+        scalars on the device. Rows of one document each take the plain causal kernel.
+        """
+        is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
+        by_position = is_packed or self.mesh.cp.size() > 1
+        context, batch = make_cp_batch_and_ctx(self.mesh.device_mesh, dict(batch))
+        with context():
+            local = _to_device(batch, self.device)
+
+            def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
+                cap = self.model.config.final_logit_softcapping
+                source = LogprobSource(hidden, head_weight, local, cap, self._shard)
+                return loss_fn(source, local, global_seqs, global_tokens)
+
+            return self.model.with_head(
+                at_head,
+                local["input_ids"],
+                position_ids=local["position_ids"] if by_position else None,
+                seq_ids=local["seq_ids"] if is_packed else None,
+            )
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
     """A host micro-batch on `device`, with `label_index` [T]: the flat positions that have a label.
 
     The index is made on the host, where it costs no synchronisation.
     """
     index = (batch["labels"].flatten() != IGNORE).nonzero().squeeze(1)
     return {name: tensor.to(device, non_blocking=True) for name, tensor in {**batch, "label_index": index}.items()}
-
-
-def forward_loss(
-    model: nn.Module, batch: Batch, device: torch.device, loss_fn: Loss, global_seqs: Tensor, global_tokens: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`loss_fn`'s loss and metrics on one host micro-batch, the graph ready for backward.
-
-    The global counts are scalars on `device`. Rows of one document each take the plain causal kernel.
-    """
-    packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
-    on_device = to_device(batch, device)
-
-    def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
-        source = LogprobSource(hidden, head_weight, on_device, model.config.final_logit_softcapping)
-        return loss_fn(source, on_device, global_seqs, global_tokens)
-
-    return model.with_head(
-        at_head,
-        on_device["input_ids"],
-        position_ids=on_device["position_ids"] if packed else None,
-        seq_ids=on_device["seq_ids"] if packed else None,
-    )

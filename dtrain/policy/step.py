@@ -10,7 +10,7 @@ from dtrain.batch import Batch
 from dtrain.errors import UserError
 from dtrain.parallel.fsdp import sync_gradients
 from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale_grads_
-from dtrain.policy.score import Loss, forward_loss
+from dtrain.policy.score import Loss, Scorer
 
 
 class LossScale:
@@ -41,9 +41,8 @@ class LossScale:
 
 
 def backward(
-    model: nn.Module,
+    scorer: Scorer,
     batches: Sequence[Batch],
-    device: torch.device,
     loss_fn: Loss,
     global_seqs: Tensor,
     global_tokens: Tensor,
@@ -51,13 +50,13 @@ def backward(
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Gradients of the sum of `loss_fn` over the micro-batches, times `scale`, into `.grad`; reduced once, at the last.
 
-    Returns this rank's loss (a detached scalar on `device`, unscaled) and the metrics of each micro-batch.
+    Returns this rank's loss (a detached scalar, unscaled) and the metrics of each micro-batch.
     """
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=scorer.device)
     metrics = []
     for index, batch in enumerate(batches):
-        sync_gradients(model, index == len(batches) - 1)
-        loss, measured = forward_loss(model, batch, device, loss_fn, global_seqs, global_tokens)
+        sync_gradients(scorer.model, index == len(batches) - 1)
+        loss, measured = scorer.loss(batch, loss_fn, global_seqs, global_tokens)
         (loss * scale if scale != 1.0 else loss).backward()
         total = total + loss.detach()
         metrics.append(measured)

@@ -120,11 +120,11 @@ def test_named_changes_pass_and_are_printed():
 
 def test_null_refuses_a_used_directory(tmp_path):
     run = RunDirectory(tmp_path)
-    run.refuse_used()
+    run.refuse_used(None)
     run.metrics.write_text('{"step": 1, "loss": 0.5}\n')
     with pytest.raises(UserError, match="metrics of an earlier run.*resume=null"):
-        run.refuse_used()
+        run.refuse_used(None)
     run.metrics.unlink()
     (run.checkpoints / "step-1").mkdir(parents=True)
     with pytest.raises(UserError, match="checkpoints of an earlier run"):
-        run.refuse_used()
+        run.refuse_used(None)

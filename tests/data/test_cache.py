@@ -15,6 +15,7 @@ import torch
 
 from dtrain.data import cache, pool
 from dtrain.data.cache import Source, open_cache
+from dtrain.data.formats import Text
 from dtrain.data.sample import Encoder
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -41,8 +42,6 @@ def contents(samples):
 def test_holds_what_the_encoder_says(tmp_path, coder):
     file = write_jsonl(tmp_path / "a.jsonl", texts(50))
     samples = open_(coder, file, tmp_path / "cache")
-    from dtrain.data.formats import Text
-
     for index, row in enumerate(texts(50)):
         ids, trained = coder.encode(Text(row["text"]))
         assert contents(samples)[index] == (ids[:64], [bool(flag) for flag in trained[:64]])

@@ -6,8 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as HfGemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dtrain import models
+from dtrain.models.gemma3 import Gemma3RMSNorm
+from dtrain.models.layers import RMSNorm
 from tests.models.oracle import VARIANTS, VOCAB, make, make_multimodal, packed_rows, save
 
 LENGTH = 90  # more than one block of queries on a CPU, and more than every window
@@ -163,6 +167,19 @@ def test_bfloat16_rounds_where_transformers_does(variant, tmp_path):
 
     assert distance(ours, exact) < 1.1 * distance(theirs, exact)
     assert distance(ours, theirs) < 1.1 * distance(theirs, exact)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(RMSNorm, LlamaRMSNorm), (Gemma3RMSNorm, HfGemma3RMSNorm)])
+def test_norms_cast_in_transformers_order(ours, theirs):
+    """Llama rounds before the weight, Gemma after it; the other order differs in one value of five."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    pair = [norm(256, 1e-6).bfloat16() for norm in (ours, theirs)]
+    with torch.no_grad():
+        for norm in pair:
+            norm.weight.copy_(torch.randn(256, generator=torch.Generator().manual_seed(1)))
+        mine, expected = (norm(x) for norm in pair)
+    assert (mine != expected).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])

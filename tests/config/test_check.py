@@ -1,0 +1,115 @@
+"""What must hold between keys, and in a world of so many processes."""
+
+import pytest
+
+from dtrain import config, optim
+from dtrain.config import schema
+from dtrain.config.check import NOT_YET, RANGES
+
+WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
+
+
+def problems(world_size, *overrides):
+    return config.check(config.load(WHOLE, overrides), world_size)
+
+
+def test_a_whole_recipe_has_no_problem():
+    for world_size in (1, 2, 4, 16):
+        assert problems(world_size) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize(("total", "micro"), [(64, 4), (8, 1), (24, 3)])
+def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, total, micro):
+    recipe = config.load(WHOLE, [f"train.global_batch={total}", f"train.micro_batch={micro}"])
+    found = config.check(recipe, world_size)
+    if total % (micro * world_size) == 0:
+        sizes = config.sizes(recipe, world_size)
+        assert found == [] and sizes.dp == world_size
+        assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * sizes.dp
+        return
+    assert len(found) == 1
+    proposals = found[0].split("; set ")[1].replace(" or ", ", ").split(", ")
+    assert proposals
+    for proposal in proposals:
+        assert config.check(config.load(recipe, [proposal]), world_size) == []
+
+
+def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
+    assert problems(4, "train.global_batch=2", "train.micro_batch=1") == [
+        "train.global_batch=2 is not micro_batch × accumulation × dp: micro_batch 1 × dp 4 = 4 does not divide it; "
+        "set train.global_batch=4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "answer"),
+    [
+        (4, ["parallel.dp_shard=3"], "dp_shard 3 × dp_replicate 1 × cp 1 × tp 1 = 3 is not 4 processes"),
+        (4, ["parallel.dp_shard=3"], "set parallel.dp_shard=4 or -1, or launch.nproc=3"),
+        (3, ["parallel.tp=2"], "= 2 does not divide 3 processes"),
+        (1, ["parallel.dp_shard=0"], "parallel.dp_shard=0 must be at least 1, or -1"),
+        (1, ["train.epochs=1"], "train.steps=10 and train.epochs=1 exclude each other"),
+        (1, ["train.steps=null"], "train.steps or train.epochs is missing"),
+        (1, ["model.path=null"], "model.path is missing"),
+        (1, ["data.train.path=null"], "data.train.path is missing"),
+        (1, ["data.train.sources=[]"], "data.train.sources is empty"),
+        (1, ["data.train.sources=[{weight: -1}]"], "data.train.sources[0].path is missing"),
+        (1, ["data.train.sources=[{weight: -1}]"], "data.train.sources[0].weight=-1.0 must be"),
+        (1, ["data.val={format: text}"], "data.val.path is missing"),
+        (1, ["train.validate_every=5"], "train.validate_every=5 needs a validation set"),
+        (1, ["run.name=a/b"], "run.name=a/b must be the name of one directory"),
+        (1, ["optimizer.name=adamm"], "optimizer.name=adamm is none of adamw, adam, sgd, adafactor; did you mean"),
+        (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd; did you mean"),
+        (1, ["scheduler=[{name: linear},{name: x}]"], "scheduler[1].name=x is none of"),
+        (1, ["scheduler=[{name: linear},{name: cosine}]"], "scheduler[0].steps is missing: only the last"),
+        (1, ["scheduler=[]"], "scheduler=[] has no stages"),
+        (1, ["scheduler.min_lr_ratio=2"], "scheduler.min_lr_ratio=2.0 must be from 0 to 1"),
+        (1, ["scheduler.warmup_steps=-1"], "scheduler.warmup_steps=-1 must be at least 0"),
+        (1, ["optimizer.lr=.nan"], "optimizer.lr=nan must be a finite number"),
+        (1, ["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
+        (1, ["train.max_grad_norm=0"], "train.max_grad_norm=0.0 must be more than 0, or null"),
+        (1, ["checkpoint.allow_changes=[optimzer]"], "optimzer is no key of a recipe; did you mean optimizer?"),
+        (1, ["method=dpo"], "method=dpo: only supervised fine-tuning is in this version yet"),
+        (2, ["parallel.tp=2"], "parallel.tp=2: tensor parallel is not in this version yet; set parallel.tp=1"),
+        (2, ["parallel.cp=2"], "parallel.cp=2: context parallel is not in this version yet"),
+        (2, ["parallel.dp_replicate=2"], "parallel.dp_replicate=2: replicas (HSDP) are not in this version yet"),
+        (1, ["parallel.cpu_offload=true"], "parallel.cpu_offload=true: CPU offload is not in this version yet"),
+        (1, ["parallel.custom_plan=a.b"], "parallel.custom_plan=a.b: custom plans are not"),
+        (1, ["checkpoint.init_from=x"], "checkpoint.init_from=x: not in this version yet"),
+        (1, ["data.train.format=preference"], "preference data is for method=dpo"),
+    ],
+)
+def test_each_mistake_is_named_with_its_fix(world_size, overrides, answer):
+    assert answer in "\n".join(problems(world_size, *overrides))
+
+
+def test_problems_come_together():
+    found = problems(3, "parallel.tp=2", "model.path=null", "optimizer.lr=-1", "method=grpo", "train.steps=0")
+    assert len(found) == 6
+
+
+def test_what_recipes_may_switch_off_passes():
+    assert (
+        problems(1, "train.max_grad_norm=null", "checkpoint.every=null", "checkpoint.keep_last=null", "data.val=null")
+        == []
+    )
+    assert problems(1, "optimizer.name=torch.optim.Adagrad", "checkpoint.allow_changes=[optimizer.lr,data]") == []
+    assert problems(1, "scheduler=[{name: linear, steps: 3},{name: cosine}]") == []
+
+
+def test_names_are_those_that_optim_knows():
+    assert set(schema.OPTIMIZERS) == set(optim.OPTIMIZERS)
+    assert set(schema.SCHEDULES) == set(optim.SCHEDULES)
+
+
+def test_the_tables_name_keys_that_exist():
+    known = config.keys()
+    assert all(key in known for key, *_ in (*NOT_YET, *RANGES))
+
+
+def test_shipped_recipes_fit_their_meshes():
+    given = ["model.path=m", "data.train.path=t.jsonl"]
+    for name, _ in config.shipped():
+        recipe = config.load(name, given)
+        assert config.check(recipe, recipe.launch.nproc) == []

@@ -1,0 +1,222 @@
+"""Recipes in: defaults as recipe.md fixes them, overrides, types, and every mistake answered at once."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import is_dataclass
+
+import pytest
+import yaml
+
+from dtrain import config
+from dtrain.config import schema, words
+from dtrain.errors import RecipeError, UserError
+
+# The block of recipe.md, less what it shows as an example: run.name, launch.nproc, the paths, data.val, train.steps.
+DEFAULTS = """
+method: sft
+run: {name: sft, dir: runs, seed: 0}
+launch: {nproc: 1, device: auto, max_restarts: 0}
+model: {path: null, init: pretrained}
+data: {train: {path: null, format: auto}, val: null, max_length: 4096, packing: true, loss_on: assistant, shuffle: true,
+  too_long: truncate}
+parallel: {dp_replicate: 1, dp_shard: -1, cp: 1, tp: 1, sequence_parallel: true, cp_rotate: allgather,
+  custom_plan: null, cpu_offload: false, reshard_after_forward: default}
+train: {steps: null, epochs: null, global_batch: 64, micro_batch: 4, dtype: auto, max_grad_norm: 1.0,
+  activation_checkpointing: none, compile: false, validate_every: null, skip_nonfinite: 0}
+optimizer: {name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1}
+scheduler: {name: cosine, warmup_steps: 50, min_lr_ratio: 0.1}
+checkpoint: {every: 100, keep_last: 3, resume: auto, async_save: true, export: final, init_from: null}
+metrics: {every: 1, tensorboard: auto, wandb: null}
+dpo: {loss: sigmoid, beta: 0.1, label_smoothing: 0.0, reference: start, sft_weight: 0.0, loss_weights: null,
+  f_divergence: reverse_kl, ld_alpha: null}
+grpo: {prompts_per_step: 16, group_size: 8, updates_per_rollout: 1, loss: dapo, beta: 0.0, clip: [0.2, 0.2],
+  advantage: group, rewards: [{fn: math_exact, weight: 1.0}],
+  sampling: {temperature: 1.0, top_k: null, top_p: 1.0, max_new_tokens: 512}, engine: native}
+distill: {teacher: null, top_k: null, kl: forward, temperature: 1.0}
+"""
+
+
+def problems(recipe=None, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        config.load(recipe or {}, overrides)
+    return caught.value.problems
+
+
+def contains(whole, part):
+    if isinstance(part, dict):
+        return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    return whole == part and type(whole) is type(part)
+
+
+def test_defaults_are_those_of_the_recipe_page():
+    assert contains(yaml.safe_load(config.to_yaml(config.load({}))), yaml.safe_load(DEFAULTS))
+
+
+def test_every_key_is_documented_where_it_is_defined():
+    sections = [cls for cls in vars(schema).values() if is_dataclass(cls)]
+    assert len(sections) > 15
+    for cls in sections:
+        source = inspect.getsource(cls).splitlines()
+        for key, hint in inspect.get_annotations(cls).items():
+            if is_dataclass(hint):
+                continue  # a section: its class says what it is
+            line = next(i for i, text in enumerate(source) if text.startswith(f"    {key}: "))
+            assert source[line + 1].startswith('    """'), f"{cls.__name__}.{key}"
+
+
+def test_a_file_then_overrides(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {path: m}\ntrain: {steps: 5, global_batch: 8}\noptimizer:\n  lr: 1e-5\n")
+    recipe = config.load(path, ["train.steps=7", "optimizer.kwargs.x=c=d", "data.val.path=v.jsonl"])
+    assert (recipe.run.name, recipe.train.steps, recipe.train.global_batch) == ("mine", 7, 8)
+    assert recipe.optimizer.lr == 1e-5 and recipe.optimizer.kwargs == {"x": "c=d"}
+    assert recipe.data.val == schema.DataSource(path="v.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("optimizer.lr=1e-5", "optimizer.lr", 1e-5),
+        ("optimizer.lr='3e-4'", "optimizer.lr", 3e-4),
+        ("optimizer.lr=1", "optimizer.lr", 1.0),
+        ("train.steps=1e3", "train.steps", 1000),
+        ("train.max_grad_norm=null", "train.max_grad_norm", None),
+        ("checkpoint.export=null", "checkpoint.export", "none"),
+        ("run.name=2024", "run.name", "2024"),
+        ("data.train.path=[a.jsonl,b/*.csv]", "data.train.path", ["a.jsonl", "b/*.csv"]),
+        ("optimizer.betas=[0.8,0.9]", "optimizer.betas", [0.8, 0.9]),
+        ("optimizer.betas[1]=0.99", "optimizer.betas", [0.9, 0.99]),
+        ("scheduler.warmup_steps=${train.micro_batch}", "scheduler.warmup_steps", 4),
+        ("data.template_kwargs={enable_thinking: false}", "data.template_kwargs", {"enable_thinking": False}),
+        ("metrics.tensorboard=false", "metrics.tensorboard", False),
+        ("train.compile=yes", "train.compile", True),
+    ],
+)
+def test_overrides(override, key, expected):
+    value = config.load({}, [override])
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == expected and type(value) is type(expected)
+
+
+def test_a_scheduler_in_stages_and_weighted_sources():
+    recipe = config.load(
+        {"data": {"train": {"sources": [{"path": "a.jsonl", "weight": 2}, {"path": ["b.csv"], "format": "text"}]}}},
+        ["scheduler=[{name: linear, steps: 5, warmup_steps: 5}, {name: cosine}]"],
+    )
+    assert recipe.scheduler == [schema.Stage(name="linear", steps=5, warmup_steps=5), schema.Stage(name="cosine")]
+    assert recipe.data.train.sources[0] == schema.WeightedSource(path="a.jsonl", weight=2.0)
+    assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe
+
+
+def test_yaml_round_trip_and_diff():
+    recipe = config.load({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7"])
+    assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe
+    other = config.load({"model": {"path": "n"}, "train": {"steps": 3}}, ["optimizer.betas=[0.9,0.99]"])
+    assert config.diff(config.to_yaml(recipe), other) == [
+        ("model.path", "m", "n"),
+        ("optimizer.lr", 2.5e-7, 1e-5),
+        ("optimizer.betas", [0.9, 0.95], [0.9, 0.99]),
+    ]
+    assert config.diff("model: {path: m}\ntrain: {steps: 3}\noptimizer: {lr: 2.5e-7}\nrun: {name: sft}", recipe) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.stpes=3", "train.stpes is no key of a recipe; did you mean train.steps?"),
+        ("trian.steps=3", "trian is no key of a recipe; did you mean train?"),
+        ("global_batch=8", "global_batch is no key of a recipe; did you mean train.global_batch?"),
+        ("train.dtype=bf16", "train.dtype=bf16 is none of auto, bfloat16, float16, float32, float64; did you mean"),
+        ("train.steps=abc", "train.steps=abc must be a whole number or null"),
+        ("train.steps=1.5", "train.steps=1.5 must be a whole number or null"),
+        ("train.steps=true", "train.steps=true must be a whole number or null"),
+        ("train.global_batch=null", "train.global_batch=null must be a whole number"),
+        ("train.compile=maybe", "train.compile=maybe must be true or false"),
+        ("optimizer.lr=fast", "optimizer.lr=fast must be a number"),
+        ("optimizer.betas=[0.9,x]", "optimizer.betas=[0.9, 'x'] must be a list of numbers"),
+        ("optimizer=adam", "optimizer is a mapping with the keys name, lr"),
+        ("data.train=x.jsonl", "data.train is a mapping with the keys path"),
+        ("grpo.rewards=[{fnn: a}]", "grpo.rewards[0].fnn is no key of a recipe; did you mean grpo.rewards[0].fn?"),
+        ("optimizer.lr", "an override is written key=value"),
+        ("--optimizer.lr=1", "an override is written key=value, without dashes"),
+        ("optimizer.betas=[0.9", "the value is not YAML"),
+        ("optimizer.betas[7]=1", "optimizer.betas[7]=1: list index out of range"),
+        ("train.steps=${nowhere}", "train.steps: Interpolation key 'nowhere' not found"),
+        ("optimizer.eps=???", "optimizer.eps is left open (???)"),
+    ],
+)
+def test_mistakes_are_answered(override, answer):
+    assert answer in "\n".join(problems({}, override))
+
+
+def test_all_mistakes_come_at_once():
+    found = problems(
+        {"train": {"stpes": 1, "dtype": "bf16", "learning_rate": 1e-5}, "modle": {"path": "m"}},
+        "optimizer.lr=fast",
+        "data.max_length=${nowhere}",
+    )
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("learning_rate", "optimizer.lr"),
+        ("num_train_epochs", "train.epochs"),
+        ("gradient_accumulation_steps", "train.global_batch"),
+        ("per_device_train_batch_size", "train.micro_batch"),
+        ("sample_packing", "data.packing"),
+        ("cutoff_len", "data.max_length"),
+        ("max_seq_len", "data.max_length"),
+        ("warmup_ratio", "scheduler.warmup_steps"),
+        ("resume_from_checkpoint", "checkpoint.resume"),
+        ("torch_dtype", "train.dtype"),
+        ("lora", "not have this yet"),
+        ("peft", "not have this yet"),
+        ("load_in_4bit", "not have this yet"),
+    ],
+)
+@pytest.mark.parametrize("section", ["", "training_args.", "model."])
+def test_words_of_other_tools_are_answered(section, word, key):
+    answer = "\n".join(problems({}, f"{section}{word}=1"))
+    assert f"{section}{word}: " in answer and key in answer
+
+
+def test_our_keys_in_the_answers_exist_and_theirs_do_not():
+    ours = config.keys()
+    for word, answer in words.OURS.items():
+        named = answer.split(",")[0].split(":")[0].split(" ")[0].split("=")[0]
+        assert named in ours, word
+
+
+def test_files_that_are_no_recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("train:\n  steps: 3\n  steps: 4\n")
+    with pytest.raises(UserError, match=r"r\.yaml:3 is not YAML: found duplicate key"):
+        config.load(path)
+    path.write_text("train: [1\n")
+    with pytest.raises(UserError, match=r"r\.yaml:2 is not YAML"):
+        config.load(path)
+    path.write_text("- a\n- b\n")
+    with pytest.raises(UserError, match="top level must be a mapping"):
+        config.load(path)
+    path.write_text("# nothing\n")
+    assert config.load(path).run.name == "r"
+    path.write_text("metrics:\n")
+    assert config.load(path).metrics == schema.Metrics()
+
+
+def test_shipped_recipes_are_found_by_name_and_all_load():
+    shipped = config.shipped()
+    assert "sft" in dict(shipped)
+    for name, header in shipped:
+        assert header and config.load(name).run.name
+    with pytest.raises(UserError, match="did you mean sft?"):
+        config.load("sftt")
+
+
+def test_config_and_preflight_import_no_torch():
+    code = "import sys, dtrain, dtrain.cli, dtrain.preflight, dtrain.launch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,116 @@
+"""The command line as its user meets it: answers at once, errors on stderr with a status, pipes that end well."""
+
+import subprocess
+import sys
+
+import pytest
+
+import dtrain
+from dtrain import config
+from dtrain.cli import main
+from tests.tiny import tiny_recipe
+
+
+def dtrain_(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "dtrain", *arguments], capture_output=True, text=True, check=False, **options
+    )
+
+
+def write(tmp_path, *overrides):
+    path = tmp_path / "mine.yaml"
+    path.write_text(config.to_yaml(config.load(tiny_recipe(tmp_path), overrides)))
+    return str(path)
+
+
+def test_version_and_help_load_no_torch():
+    code = (
+        "import sys; from dtrain.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
+    )
+    code += "assert 'torch' not in sys.modules and 'omegaconf' not in sys.modules"
+    for arguments in (["--version"], ["--help"], ["run", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert (dtrain.__version__ if arguments == ["--version"] else "usage: dtrain") in done.stdout
+
+
+def test_ls_prints_names_first_and_can_be_cut_short(capsys):
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [name for name, _ in config.shipped()]
+    assert all(len(line.split()) > 3 for line in lines)
+    for command in ("ls", "cat sft"):
+        done = subprocess.run(
+            f"set -o pipefail; {sys.executable} -m dtrain {command} | true", shell=True, executable="/bin/bash",
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stderr == ""
+
+
+def test_cat_and_cp(tmp_path, capsys):
+    assert main(["cat", "sft"]) == 0
+    text = capsys.readouterr().out
+    assert text == (config.recipes_dir() / "sft.yaml").read_text()
+    target = tmp_path / "my.yaml"
+    assert main(["cp", "sft", str(target)]) == 0 and target.read_text() == text
+    target.write_text("mine")
+    assert main(["cp", "sft", str(target)]) == 1 and target.read_text() == "mine"
+    assert "is there already" in capsys.readouterr().err
+    assert main(["cp", "sft", str(tmp_path)]) == 0 and (tmp_path / "sft.yaml").read_text() == text
+    assert main(["cp", "sft", str(tmp_path / "no" / "such")]) == 1
+    assert main(["cat", "nothing"]) == 1
+
+
+def test_validate_says_ok_with_the_derived_numbers(tmp_path, capsys):
+    assert main(["validate", write(tmp_path), "launch.nproc=2", "train.global_batch=16"]) == 0
+    out = capsys.readouterr().out
+    assert "ok: run, sft on 2 processes" in out
+    assert "global batch 16 = micro-batch 2 × accumulation 4 × data-parallel ranks 2" in out
+    assert main(["validate", write(tmp_path), "--world-size", "4"]) == 0
+    assert "dp_shard 4" in capsys.readouterr().out
+
+
+def test_validate_shows_every_error_at_once(tmp_path, capsys):
+    status = main(["validate", write(tmp_path), "train.steps=0", "model.path=gone", "data.train.path=gone.jsonl"])
+    caught = capsys.readouterr()
+    assert status == 1 and caught.out == ""
+    assert "the recipe has 3 problems" in caught.err and caught.err.count("\n  - ") == 3
+    assert main(["validate", write(tmp_path), "train.stpes=1", "lora=1"]) == 1
+    assert "2 problems" in capsys.readouterr().err
+
+
+def test_run_refuses_before_anything_starts(tmp_path, capsys):
+    assert main(["run", write(tmp_path), "model.path=gone"]) == 1
+    caught = capsys.readouterr()
+    assert "there is no directory 'gone'" in caught.err and "Traceback" not in caught.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_keys_with_dashes_are_answered(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "sft", "--train.steps=3"])
+    assert caught.value.code == 2
+    assert "without dashes, train.steps=3" in capsys.readouterr().err
+
+
+def test_python_dash_m_and_the_exit_status():
+    done = dtrain_("validate", "no-such-recipe")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("dtrain: there is no recipe no-such-recipe")
+    assert dtrain_("nothing").returncode == 2
+
+
+def test_export_and_generate_answer_a_missing_directory(tmp_path, capsys):
+    assert main(["export", str(tmp_path / "gone"), str(tmp_path / "out")]) == 1
+    assert main(["generate", str(tmp_path / "gone"), "--prompt", "hello"]) == 1
+    assert str(tmp_path / "gone") in capsys.readouterr().err
+
+
+def test_env_tells_versions_and_devices(capsys):
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert {"dtrain", "python", "torch", "cpu", "cuda"} <= {line.split()[0] for line in out.splitlines()}
+
+
+def test_preview_prints_samples(tmp_path, capsys):
+    assert main(["preview", write(tmp_path), "--samples", "2"]) == 0
+    assert "sample" in capsys.readouterr().out

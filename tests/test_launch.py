@@ -1,0 +1,259 @@
+"""Ranks: where they are placed, and real processes that end well, fail, are stopped, and are killed.
+
+`tests.launched` is the process that is watched here: a launcher with fake trainings.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain import config
+from dtrain.agent import ENDED, Report, WorkerFailed, _reason
+from dtrain.errors import RecipeError, UserError
+from dtrain.launch import find_place, first_host, launch
+from dtrain.rank import OutOfMemory, Place, choose_device, memory_errors
+from tests.tiny import tiny_recipe
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NODELIST": "gpu[07-09],login1"}
+
+
+class Launched:
+    """`tests.launched` in a session of its own, as from a terminal of its own."""
+
+    def __init__(self, directory: Path, training: str, *overrides: str, prefix: tuple[str, ...] = ()):
+        self.runs = directory / "runs"
+        command = [sys.executable, *prefix, "-m", "tests.launched", str(directory), training, *overrides]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def pids(self, count: int) -> list[int]:
+        """Of the ranks, once all of them have begun to train."""
+        deadline = time.monotonic() + 90
+        while True:
+            marks = sorted(self.runs.glob("mark-*"))
+            if len(marks) == count and all(mark.read_text() for mark in marks):
+                return [int(mark.read_text()) for mark in marks]
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.05)
+
+    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- without processes
+
+
+def test_the_place_that_torchrun_gives():
+    assert find_place({}, 4) is None
+    assert find_place({"RANK": "0", "WORLD_SIZE": "2"}, 1) is None  # nodes, not processes
+    agent = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    found = find_place({**TORCHRUN, **agent, "TORCHELASTIC_RESTART_COUNT": "2"}, 8)
+    assert found == Place(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
+
+
+def test_the_place_that_slurm_gives():
+    found = find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0"}, 8)
+    assert found == Place(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
+    assert find_place({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
+    assert find_place({**SLURM, "SLURM_JOB_ID": "41"}, 8) is None  # the batch script itself
+    assert find_place({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a1", "a1"), ("a1,b2", "a1"), ("gpu[07-09,12],x", "gpu07"), ("r[1,3]n[04-05]", "r1n04"), ("", "localhost")],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_recipe_with_problems_starts_nothing(tmp_path):
+    def never(recipe, runtime):
+        raise AssertionError
+
+    with pytest.raises(RecipeError, match=r"train\.global_batch=3 is not"):
+        launch(config.load(tiny_recipe(tmp_path), ["train.global_batch=3"]), never)
+
+
+def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def train(recipe, runtime):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        seen.append((runtime.rank, runtime.world_size, runtime.device, runtime.stop.signum))
+        seen.append(torch.distributed.is_initialized())
+
+    threads = torch.get_num_threads()
+    launch(tiny_recipe(tmp_path), train)
+    torch.set_num_threads(threads)
+    assert seen == [(0, 1, torch.device("cpu"), signal.SIGTERM), False]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without CUDA")
+def test_cuda_where_there_is_none():
+    assert choose_device("auto", Place()) == torch.device("cpu")
+    with pytest.raises(UserError, match="launch.device=cuda: torch sees no CUDA device"):
+        choose_device("cuda", Place())
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60), lambda: bytearray(2**62)])
+def test_running_out_of_memory_names_the_peak_and_the_keys(tmp_path, allocate):
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, Place(), torch.device("cpu")):
+        allocate()
+    text = str(caught.value)
+    assert "out of memory on rank 0 (cpu), at a peak of " in text
+    for key in ("train.micro_batch (now 2)", "train.activation_checkpointing=full", "data.max_length (now 32)"):
+        assert key in text
+    assert "launch.nproc" in text
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, Place(), torch.device("cpu")):
+        raise RuntimeError("shapes do not fit")
+
+
+def report(rank, kind, text, seconds=0.0):
+    return Report(rank, 0, kind, text, seconds)
+
+
+def test_of_several_failures_the_one_that_began_it_is_told(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    lost = report(0, "crash", "Traceback\nRuntimeError: connection closed by peer", 1.0)
+    mistake = [report(rank, "user", "line 7 is not JSON", 2.0 + rank) for rank in (1, 2)]
+    assert str(_reason(recipe, [lost, *mistake], {0: 1, 1: 1, 2: 1})) == "line 7 is not JSON"
+    assert str(_reason(recipe, [report(1, "memory", "first"), report(0, "memory", "second")], {0: 1, 1: 1})) == "first"
+    killed = _reason(recipe, [lost], {0: 1, 1: -signal.SIGKILL})
+    assert isinstance(killed, WorkerFailed) and str(killed).startswith("rank 1 was killed by SIGKILL")
+    assert "log-rank1.txt" in str(killed)
+    crashed = _reason(recipe, [report(1, "crash", "Traceback\nValueError: x"), lost], {0: 1, 1: 1, 2: ENDED})
+    assert str(crashed).splitlines()[-1].startswith("rank 1 failed: ValueError: x; what it printed is in ")
+    assert str(_reason(recipe, [], {0: ENDED, 1: 3})).startswith("rank 1 ended with status 3 without a word")
+
+
+# ---- with processes
+
+
+def test_a_mistake_that_every_rank_finds_is_told_once(tmp_path):
+    status, _, err = Launched(tmp_path, "mistaken", "launch.nproc=2").end()
+    assert status == 1
+    assert err.strip() == "data.train.path: line 7 is not JSON"
+
+
+def test_ctrl_c_gives_the_ranks_time_to_save_and_has_a_status_of_its_own(tmp_path):
+    launched = Launched(tmp_path, "waits", "launch.nproc=2")
+    pids = launched.pids(2)
+    launched.ctrl_c()
+    status, out, err = launched.end()
+    assert status == 130
+    assert err.strip().splitlines()[-1] == "stopped after step 3, which is saved"
+    assert {path.name for path in launched.runs.glob("saved-*")} == {"saved-0", "saved-1"}
+    wait_until_gone(pids)
+
+
+def test_a_killed_worker_ends_the_run_though_the_others_hang(tmp_path):
+    launched = Launched(tmp_path, "hangs", "launch.nproc=2")
+    pids = launched.pids(2)
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    status, _, err = launched.end(30)
+    assert status == 1 and time.monotonic() - began < 30
+    assert err.strip().splitlines()[-1].startswith("rank 1 was killed by SIGKILL")
+    wait_until_gone(pids)
+
+
+def test_workers_die_with_their_launcher(tmp_path):
+    launched = Launched(tmp_path, "hangs", "launch.nproc=2")
+    pids = launched.pids(2)
+    launched.process.kill()
+    launched.end()
+    wait_until_gone(pids)
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
+    launched = Launched(tmp_path, "hangs")
+    launched.pids(1)
+    launched.ctrl_c()
+    time.sleep(1.2)
+    began = time.monotonic()
+    launched.ctrl_c()
+    status, _, err = launched.end()
+    assert status in (130, -signal.SIGINT) and time.monotonic() - began < 10
+    assert "press Ctrl-C again" in err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("to", ["launcher", "group", "workers"])
+def test_sigterm_however_it_comes_lets_the_ranks_save(tmp_path, to):
+    launched = Launched(tmp_path, "waits", "launch.nproc=2")
+    pids = launched.pids(2)
+    if to == "group":
+        os.killpg(launched.process.pid, signal.SIGTERM)
+    for pid in {"launcher": [launched.process.pid], "workers": pids, "group": []}[to]:
+        os.kill(pid, signal.SIGTERM)
+    assert launched.end()[0] == 143
+    assert {path.name for path in launched.runs.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+@pytest.mark.full
+def test_a_second_ctrl_c_ends_workers_that_hang(tmp_path):
+    launched = Launched(tmp_path, "hangs", "launch.nproc=2")
+    pids = launched.pids(2)
+    launched.ctrl_c()
+    time.sleep(1.2)
+    launched.ctrl_c()
+    assert launched.end(20)[0] in (130, -signal.SIGINT)
+    wait_until_gone(pids)
+
+
+@pytest.mark.full
+def test_a_crash_is_told_with_its_traceback_and_its_log(tmp_path):
+    status, _, err = Launched(tmp_path, "crashes", "launch.nproc=2").end()
+    assert status == 1 and err.count("ZeroDivisionError: the reason") == 2
+    assert "raise ZeroDivisionError" in err and "log-rank1.txt" in err.splitlines()[-1]
+    assert "the reason" in (tmp_path / "runs" / "run" / "log-rank1.txt").read_text()
+
+
+@pytest.mark.full
+def test_a_restart_meets_anew_and_resumes(tmp_path):
+    restart = ("launch.nproc=2", "launch.max_restarts=1", "checkpoint.resume=null")
+    status, _, err = Launched(tmp_path, "fails_once", *restart).end()
+    assert status == 0 and "starting again (1 of 1) after: RuntimeError: a passing cloud" in err
+    assert [path.read_text() for path in sorted((tmp_path / "runs").glob("mark-*"))] == ["auto", "auto"]
+
+
+@pytest.mark.full
+def test_under_torchrun_the_ranks_run_in_place(tmp_path):
+    prefix = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    status, out, _ = Launched(tmp_path, "ends", prefix=prefix).end()
+    assert status == 0 and "hello from 0" in out and "hello from 1" not in out
+    marks = [path.read_text().split() for path in sorted((tmp_path / "runs").glob("mark-*"))]
+    assert [mark[:2] for mark in marks] == [["2", "1.0"], ["2", "1.0"]]
+    assert "hello from 1" in (tmp_path / "runs" / "run" / "log-rank1.txt").read_text()

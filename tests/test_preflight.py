@@ -1,0 +1,96 @@
+"""What is known before a run from its model's directory and its files, in the user's terms."""
+
+import json
+
+import pytest
+
+from dtrain import config
+from dtrain.models.config import read_config
+from dtrain.preflight import _mesh_fits, preflight
+from tests.tiny import tiny_recipe, write_model
+
+
+def problems(tmp_path, *overrides):
+    return "\n".join(preflight(config.load(tiny_recipe(tmp_path), overrides), 1))
+
+
+def test_a_sound_recipe_has_no_problem(tmp_path):
+    assert problems(tmp_path) == ""
+    assert problems(tmp_path, "data.val.path=${data.train.path}") == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["model.path=Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        (["model.path=/no/such/place"], "there is no directory '/no/such/place'"),
+        (["model.init=pretrained"], "has neither model.safetensors nor model.safetensors.index.json"),
+        (["data.train.path=nowhere.jsonl"], "data.train.path: there is no file nowhere.jsonl"),
+        (["data.train.path=x/*.jsonl"], "data.train.path: no file matches x/*.jsonl"),
+        (["data.train.path=tatsu-lab/alpaca"], "dataset of the Hugging Face hub"),
+        (["data.val.path=nowhere.jsonl"], "data.val.path: there is no file nowhere.jsonl"),
+        (["data.train.sources=[{path: gone.csv}]"], "data.train.sources[0].path: there is no file gone.csv"),
+        (["data.chat_template=gone.jinja"], "data.chat_template: there is no file gone.jinja"),
+        (["checkpoint.resume=gone"], "checkpoint.resume=gone: there is no such directory"),
+        (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be"),
+    ],
+)
+def test_each_mistake_is_named(tmp_path, overrides, answer):
+    assert answer in problems(tmp_path, *overrides)
+
+
+def test_mistakes_of_several_kinds_come_together(tmp_path):
+    recipe = config.load(tiny_recipe(tmp_path), ["model.path=gone", "data.train.path=gone.jsonl", "train.steps=0"])
+    assert len(preflight(recipe, 1)) == 3
+
+
+def test_a_tokenizer_beyond_the_models_vocabulary(tmp_path):
+    model = write_model(tmp_path / "small", vocab_size=66)
+    found = problems(tmp_path, f"model.path={model}")
+    assert "highest id is 66, but config.json's vocab_size is 66" in found
+    padded = write_model(tmp_path / "padded", vocab_size=128)
+    assert problems(tmp_path, f"model.path={padded}") == ""
+
+
+def test_no_tokenizer_and_no_config(tmp_path):
+    model = write_model(tmp_path / "bare")
+    (model / "tokenizer.json").unlink()
+    assert "tokenizer" in problems(tmp_path, f"model.path={model}")
+    (model / "config.json").unlink()
+    assert "has no config.json" in problems(tmp_path, f"model.path={model}")
+
+
+def test_weights_that_an_index_names_and_the_directory_lacks(tmp_path):
+    model = write_model(tmp_path / "sharded")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    (model / "one.safetensors").touch()
+    overrides = (f"model.path={model}", "model.init=pretrained")
+    assert "names files that are not there: two.safetensors" in problems(tmp_path, *overrides)
+    index.write_text("{}")
+    assert "is damaged: it has no weight_map" in problems(tmp_path, *overrides)
+    (model / "model.safetensors").touch()
+    assert problems(tmp_path, *overrides) == ""
+
+
+@pytest.mark.parametrize(
+    ("tp", "answer"),
+    [
+        (1, ""),
+        (2, ""),
+        (4, ""),
+        (3, "does not divide the model's 4 query heads; tp may be 1, 2, 4"),
+        (8, "query heads"),
+    ],
+)
+def test_heads_that_tensor_parallel_cannot_share_out(tmp_path, tp, answer):
+    model = read_config(write_model(tmp_path / "model"))  # 4 query heads, 2 KV heads
+    found = "\n".join(_mesh_fits(model, tp))
+    assert answer in found and bool(answer) == bool(found)
+
+
+def test_kv_heads_and_vocabulary_that_tensor_parallel_cannot_share_out(tmp_path):
+    six = read_config(write_model(tmp_path / "six", num_attention_heads=12, num_key_value_heads=4, head_dim=16))
+    assert "4 KV heads: neither divides the other" in "\n".join(_mesh_fits(six, 3))
+    few = read_config(write_model(tmp_path / "few", vocab_size=9))
+    assert "leaves a rank none of the model's 9 tokens" in "\n".join(_mesh_fits(few, 4))

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Tokens per second, time per step and peak memory of SFT, as JSON; alone or beside TRL's SFTTrainer.
+
+    python tools/bench_sft.py quickstart launch.nproc=2 --steps 50
+    python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
+    python tools/bench_sft.py --peer trl
+
+With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do not
+count.
+
+With --peer: both sides train the same weights on the same rows in the same order (a Llama of 9 million parameters,
+vocabulary 8192, 4 rows of 512 tokens a step, float32, fused AdamW, no gradient checkpointing), one thread each, taking
+turns --rounds times, each in a process of its own; the losses must agree. The peer lives in an environment that is made
+once under --env. A ratio above 1 means that dtrain is faster; memory is the process's peak resident set.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*"])}
+ROWS, LENGTH, VOCAB = 4, 512, 8192
+LLAMA_9M = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+
+
+def run_dtrain(recipe: str, overrides: list[str], steps: int, warmup: int, environ: dict[str, str]) -> dict:
+    """Run a recipe for warmup + steps and read its metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as scratch:
+        fixed = [
+            f"run.dir={scratch}",
+            "run.name=bench",
+            f"train.steps={warmup + steps}",
+            "train.epochs=null",
+            "train.validate_every=null",
+            "checkpoint.every=null",
+            "checkpoint.export=none",
+            "metrics.tensorboard=false",
+            "metrics.wandb=null",
+        ]
+        command = [sys.executable, "-m", "dtrain", "run", recipe, *overrides, *fixed]
+        finished = subprocess.run(command, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if finished.returncode:
+            raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout}{finished.stderr}")
+        lines = Path(scratch, "bench", "metrics.jsonl").read_text().splitlines()
+        settled = Path(scratch, "bench", "config.yaml").read_text()
+    rows = [json.loads(line) for line in lines][warmup:]
+    seconds = sum(row["step_time"] for row in rows)
+    return {
+        "processes": int(re.search(r"nproc: (\d+)", settled)[1]),
+        "steps": len(rows),
+        "tokens_per_sec": round(sum(row["tokens"] for row in rows) / seconds, 1),
+        "step_time": round(statistics.median(row["step_time"] for row in rows), 5),
+        "peak_memory_gib": round(max(row["mem_gib"] for row in rows), 4),
+        "losses": [row["loss"] for row in rows],
+    }
+
+
+def make_environment(directory: Path, packages: list[str]) -> Path:
+    """The peer's Python; made where it is not there."""
+    python = directory / "bin" / "python"
+    wanted = "\n".join([*packages, sys.version])
+    stamp = directory / "installed"
+    if not (stamp.is_file() and stamp.read_text() == wanted):
+        print(f"making {directory} with {', '.join(packages)}", file=sys.stderr)
+        venv.create(directory, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        stamp.write_text(wanted)
+    return python
+
+
+def write_case(directory: Path, rows: int) -> None:
+    """The model with random weights, a word-level tokenizer and tokenized rows."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from dtrain.models import build, init_weights, parse_config
+
+    (directory / "config.json").write_text(json.dumps(LLAMA_9M))
+    model = build(parse_config(LLAMA_9M), dtype=torch.float32)
+    init_weights(model, 0)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1", "pad_token": "w1"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    draw = random.Random(0)
+    with (directory / "rows.jsonl").open("w") as file:
+        for _ in range(rows):
+            ids = [draw.randrange(2, VOCAB) for _ in range(LENGTH)]
+            file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+
+
+def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) -> dict:
+    """Both sides in turn, `rounds` times."""
+    script, packages = PEERS[peer]
+    torch_version = subprocess.check_output(
+        [sys.executable, "-c", "import torch; print(torch.__version__.split('+')[0])"], text=True
+    ).strip()
+    python = make_environment(environment, [f"torch=={torch_version}", *packages])
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ["PYTHONPATH"] = str(TOOLS.parent)
+    sides: dict[str, list[dict]] = {"dtrain": [], peer: []}
+    with tempfile.TemporaryDirectory() as scratch:
+        case = Path(scratch)
+        write_case(case, ROWS * (steps + warmup))
+        recipe = [
+            f"model.path={case}",
+            f"data.train.path={case / 'rows.jsonl'}",
+            f"data.max_length={LENGTH}",
+            "data.packing=false",
+            "data.shuffle=false",
+            f"train.global_batch={ROWS}",
+            f"train.micro_batch={ROWS}",
+            "train.dtype=float32",
+            "train.activation_checkpointing=none",
+            "optimizer.lr=1e-4",
+            "scheduler.name=constant",
+            "scheduler.warmup_steps=0",
+            "launch.device=cpu",
+            "launch.nproc=1",
+        ]
+        for number in range(rounds):
+            sides["dtrain"].append(run_dtrain("sft", recipe, steps, warmup, environ))
+            sides[peer].append(_run_peer(python, script, case, steps, warmup, environ))
+            speeds = {name: results[-1]["tokens_per_sec"] for name, results in sides.items()}
+            print(f"round {number + 1} of {rounds}: tokens/s {speeds}", file=sys.stderr)
+    ours, theirs = sides["dtrain"], sides[peer]
+    pairs = zip(ours[0]["losses"], theirs[0]["losses"], strict=True)
+    gap = max(abs(a - b) / abs(b) for a, b in pairs)
+    ratios = [a["tokens_per_sec"] / b["tokens_per_sec"] for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "peer": peer,
+        "speed_ratio": round(statistics.median(ratios), 3),
+        "speed_ratios": [round(ratio, 3) for ratio in ratios],
+        "memory_ratio": round(
+            max(run["peak_memory_gib"] for run in ours) / max(run["peak_memory_gib"] for run in theirs), 3
+        ),
+        "largest_relative_loss_difference": gap,
+        **{name: [_without_losses(run) for run in results] for name, results in sides.items()},
+    }
+
+
+def _run_peer(python: Path, script: str, case: Path, steps: int, warmup: int, environ: dict[str, str]) -> dict:
+    command = [str(python), str(TOOLS / script), str(case), str(ROWS), str(LENGTH), str(steps), str(warmup)]
+    finished = subprocess.run(command, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout}{finished.stderr}")
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def _without_losses(run: dict) -> dict:
+    return {name: value for name, value in run.items() if name != "losses"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", help="a recipe's file or name")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
+    parser.add_argument("--peer", choices=PEERS, help="compare with this library instead")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side in a comparison (default 3)")
+    parser.add_argument(
+        "--env",
+        type=Path,
+        default=Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dtrain" / "bench-peer",
+        help="where the peer's environment lies (default %(default)s)",
+    )
+    args = parser.parse_intermixed_args()
+    if args.peer:
+        result = compare(args.peer, args.env, args.steps, args.warmup, args.rounds)
+    elif args.recipe:
+        run = run_dtrain(args.recipe, args.overrides, args.steps, args.warmup, dict(os.environ))
+        result = {"recipe": args.recipe, **_without_losses(run)}
+    else:
+        parser.error("name a recipe, or a --peer")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
