@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Tokens per second, time per step and peak memory of SFT, as JSON; alone or beside TRL's SFTTrainer.
 
-    python tools/bench_sft.py quickstart launch.nproc=2 --steps 50
-    python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
-    python tools/bench_sft.py --peer trl
+    .venv/bin/python tools/bench_sft.py quickstart launch.nproc=2 --steps 50
+    .venv/bin/python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
+    .venv/bin/python tools/bench_sft.py --peer trl
 
 With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do not
 count.
@@ -128,7 +128,6 @@ def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) 
     ).strip()
     python = make_environment(environment, [f"torch=={torch_version}", *packages])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environ["PYTHONPATH"] = str(TOOLS.parent)
     sides: dict[str, list[dict]] = {"dtrain": [], peer: []}
     with tempfile.TemporaryDirectory() as scratch:
         case = Path(scratch)

@@ -1,0 +1,98 @@
+"""Ten AdamW steps of SFT beside the same steps written by hand on transformers' model: loss, grad norm and weights."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dtrain import config, data
+from tests.test_trainer import run, trajectory
+from tests.tiny import write_model, write_rows
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, ROWS, LR, DECAY = 10, 6, 5e-3, 0.1
+
+
+def by_hand(directory, batches):
+    """The trajectory [(loss, grad norm)] and final weights of transformers' model. A batch is a list of documents
+    (input_ids, labels), labels shifted already."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, 3, STEPS, min_lr_rate=0.1)
+    trajectory = []
+    for documents in batches:
+        count = sum(sum(label != -100 for label in labels) for _, labels in documents)
+        total = 0.0
+        for ids, labels in documents:
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+            nll = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="sum") / count
+            nll.backward()
+            total += nll.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        trajectory.append((total, norm.item()))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return trajectory, model.state_dict()
+
+
+def padded_batches(path):
+    """The rows in the order of the file."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    documents = [(row["input_ids"], row["labels"][1:] + [-100]) for row in rows]
+    return [documents[start : start + ROWS] for start in range(0, STEPS * ROWS, ROWS)]
+
+
+def packed_batches(recipe):
+    """The documents that share the rows of each packed batch: which ones is not what this test is about."""
+    tokenizer = data.Tokenizer.from_directory(recipe.model.path)
+    rows = data.open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None)
+    batches = []
+    for batch in islice(data.Batches(rows, global_batch=ROWS), STEPS):
+        documents = []
+        for row in batch.rows:
+            for document in row["seq_ids"].unique():
+                inside = row["seq_ids"] == document
+                documents.append((row["input_ids"][inside].tolist(), row["labels"][inside].tolist()))
+        batches.append(documents)
+    return batches
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_ten_steps_equal_transformers(tmp_path, family, packing):
+    directory = write_model(tmp_path / "model", family, tied=family in ("qwen3", "gemma3"))
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
+    source.save_pretrained(directory)
+    path = write_rows(tmp_path / "rows.jsonl", count=STEPS * ROWS, longest=20)
+    recipe = config.load(
+        {
+            "run": {"name": "run", "dir": str(tmp_path / "runs")},
+            "model": {"path": str(directory)},
+            "data": {"train": {"path": str(path)}, "max_length": 40 if packing else 20, "packing": packing},
+            "train": {"steps": STEPS, "global_batch": ROWS, "micro_batch": 3, "dtype": "float32"},
+            "optimizer": {"lr": LR, "weight_decay": DECAY},
+            "scheduler": {"warmup_steps": 3},
+            "checkpoint": {"every": None},
+            "metrics": {"tensorboard": False},
+        },
+        ["data.shuffle=false"],
+    )
+    expected, weights = by_hand(directory, packed_batches(recipe) if packing else padded_batches(path))
+    run(recipe)
+    for (loss, norm, *_), (want, want_norm) in zip(trajectory(recipe), expected, strict=True):
+        assert abs(loss - want) <= 1e-5 * want
+        assert abs(norm - want_norm) <= 1e-4 * want_norm
+    exported = load_file(Path(recipe.run.dir) / "run" / "export" / "model.safetensors")
+    for name, value in exported.items():
+        # Of the weight and of the way that Adam can go: it makes steps of a gradient that is zero but for rounding.
+        scale = weights[name].abs().max() + STEPS * LR
+        assert (value - weights[name]).abs().max() <= 1e-4 * scale, name
