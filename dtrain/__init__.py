@@ -19,9 +19,9 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> None:
     `dtrain.errors.UserError` for what its user can mend, `Stopped` when a signal ended the run in order, and
     `WorkerFailed`, with the traceback as text, when a process died of anything else.
     """
-    from dtrain import config, launch
+    from dtrain import launch, preflight
 
-    launch.launch(config.load(recipe, overrides))
+    launch.launch(preflight.load(recipe, overrides))
 
 
 def __getattr__(name: str):

@@ -92,12 +92,12 @@ def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from dtrain import config
     from dtrain.agent import WorkerFailed
     from dtrain.launch import launch
+    from dtrain.preflight import load
 
     try:
-        launch(config.load(arguments.recipe, arguments.overrides))
+        launch(load(arguments.recipe, arguments.overrides))
     except WorkerFailed as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return 1
@@ -106,9 +106,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _validate(arguments: argparse.Namespace) -> int:
     from dtrain import config
-    from dtrain.preflight import preflight
+    from dtrain.preflight import load, preflight
 
-    recipe = config.load(arguments.recipe, arguments.overrides)
+    recipe = load(arguments.recipe, arguments.overrides)
     world_size = recipe.launch.nproc if arguments.world_size is None else arguments.world_size
     problems = preflight(recipe, world_size)
     if problems:
@@ -119,10 +119,10 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _preview(arguments: argparse.Namespace) -> int:
-    from dtrain import config
     from dtrain.data.preview import preview
+    from dtrain.preflight import load
 
-    recipe = config.load(arguments.recipe, arguments.overrides)
+    recipe = load(arguments.recipe, arguments.overrides)
     preview(recipe, samples=arguments.samples, color=sys.stdout.isatty())
     return 0
 

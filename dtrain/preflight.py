@@ -4,15 +4,24 @@ Imports no torch, so that `dtrain validate` answers at once. Rows are not read h
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtrain.config import Recipe, check
+from dtrain.config import Recipe, check, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
+from dtrain.errors import RecipeError, UserError
 from dtrain.models.config import ModelConfig, read_config
+
+
+def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
+    """`config.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
+    loaded, problems = read(recipe, overrides)
+    if problems:
+        raise RecipeError(list(dict.fromkeys([*problems, *preflight(loaded, loaded.launch.nproc)])))
+    return loaded
 
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
@@ -30,10 +39,10 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
 def _model(recipe: Recipe) -> list[str]:
     directory = Path(recipe.model.path)
     try:
-        config = read_config(directory)
+        model = read_config(directory)
     except UserError as error:
         return [str(error)]
-    problems = _mesh_fits(config, recipe.parallel.tp)
+    problems = _mesh_fits(model, recipe.parallel.tp)
     if recipe.model.init == "pretrained":
         problems += _weights(directory)
     try:
@@ -41,18 +50,18 @@ def _model(recipe: Recipe) -> list[str]:
         choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
     except UserError as error:
         return [*problems, str(error)]
-    if tokenizer.size > config.vocab_size:
+    if tokenizer.size > model.vocab_size:
         problems.append(
             f"{directory}: the tokenizer's highest id is {tokenizer.size - 1}, but config.json's vocab_size is "
-            f"{config.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
+            f"{model.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
         )
     return problems
 
 
-def _mesh_fits(config: ModelConfig, tp: int) -> list[str]:
+def _mesh_fits(model: ModelConfig, tp: int) -> list[str]:
     """What tensor parallel cannot share out: whole query heads, whole groups of KV heads, some vocabulary each."""
     problems = []
-    heads, kv_heads, vocabulary = config.num_attention_heads, config.num_key_value_heads, config.vocab_size
+    heads, kv_heads, vocabulary = model.num_attention_heads, model.num_key_value_heads, model.vocab_size
     if heads % tp:
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         problems.append(f"parallel.tp={tp} does not divide the model's {heads} query heads; tp may be {_listed(fits)}")

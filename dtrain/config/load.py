@@ -31,6 +31,14 @@ def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
     interpolation that leads nowhere.
     """
+    loaded, problems = read(recipe, overrides)
+    if problems:
+        raise RecipeError(problems)
+    return loaded
+
+
+def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """As `load`, but what RecipeError would list is returned, beside the recipe without the keys that are wrong."""
     stem = None
     if isinstance(recipe, str | Path):
         path = find(recipe)
@@ -43,15 +51,13 @@ def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     loaded = _section(Recipe, values, "", problems)
-    if problems:
-        raise RecipeError(problems)
     if loaded.run.name is None:
         loaded.run.name = stem or loaded.method
     for section, key in _PATHS:
         value = getattr(getattr(loaded, section), key)
         if value and value.startswith("~"):
             setattr(getattr(loaded, section), key, str(Path(value).expanduser()))
-    return loaded
+    return loaded, problems
 
 
 def to_yaml(recipe: Recipe) -> str:
