@@ -1,0 +1,162 @@
+"""`Policy.train` by itself: several optimizer steps in one batch, ranks without rows, evaluation, float16's scale."""
+
+import pytest
+import torch
+
+from dtrain.batch import collate
+from dtrain.config import sizes
+from dtrain.errors import UserError
+from dtrain.methods.sft import Sft
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.policy.precision import choose_precision
+from dtrain.policy.step import LossScale
+from tests.tiny import VOCAB, tiny_recipe
+from tests.world import run_world
+
+
+def rows(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(2, 12, (1,), generator=generator))
+        ids = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+        made.append(
+            {
+                "input_ids": ids[:-1],
+                "labels": ids[1:],
+                "position_ids": torch.arange(length),
+                "seq_ids": torch.zeros(length, dtype=torch.int64),
+            }
+        )
+    return made
+
+
+def policy_of(recipe, rank=0, world_size=1):
+    derived = sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, dp_shard=derived.dp_shard)
+    return Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+
+
+def weights_of(policy):
+    return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+
+
+def steps_in_one_call(rank, recipe):
+    policy = policy_of(recipe)
+    policy.init_optimizer(4)
+    made = rows(10)
+    whole = policy.train(collate(made), Sft().loss, gbs=4)
+    one_by_one = policy_of(recipe)
+    one_by_one.init_optimizer(4)
+    losses = [
+        one_by_one.train(collate(made[start : start + 4]), Sft().loss, gbs=4)["global_loss"] for start in (0, 4, 8)
+    ]
+    assert whole["global_loss"].shape == (3,)
+    # Widths differ with the longest row of the batch, and with them nothing but rounding.
+    torch.testing.assert_close(whole["global_loss"], torch.cat(losses), rtol=1e-12, atol=0)
+    for name, value in weights_of(policy).items():
+        torch.testing.assert_close(value, weights_of(one_by_one)[name], rtol=0, atol=1e-12)
+
+
+def test_a_batch_of_several_steps_is_those_steps_and_nothing_is_dropped(tmp_path):
+    run_world(steps_in_one_call, 1, tiny_recipe(tmp_path, "train.global_batch=4"))
+
+
+def uneven_ranks(rank, recipe, counts):
+    world_size = len(counts)
+    policy = policy_of(recipe, rank, world_size)
+    policy.init_optimizer(4)
+    made = rows(sum(counts))
+    start = sum(counts[:rank])
+    result = policy.train(collate(made[start : start + counts[rank]]), Sft().loss)
+    return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist()
+
+
+def test_ranks_may_have_any_number_of_rows_and_none(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.global_batch=12")
+    expected = run_world(uneven_ranks, 1, recipe, [7])[0]
+    for counts in ([7, 0], [0, 7], [5, 0, 2]):
+        for losses, norm, tokens in run_world(uneven_ranks, len(counts), recipe, counts):
+            assert tokens == expected[2]
+            assert losses == pytest.approx(expected[0], rel=1e-12)
+            assert norm == pytest.approx(expected[1], rel=1e-12)
+
+
+def evaluation(rank, recipe):
+    policy = policy_of(recipe, rank, 2)
+    made = rows(5)
+    with pytest.raises(RuntimeError, match="init_optimizer"):
+        policy.train(collate(made[rank::2]), Sft().loss)
+    before = weights_of(policy)
+    result = policy.train(collate(made[rank::2]), Sft().loss, eval_mode=True)
+    assert result["grad_norm"] is None
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    for name, value in weights_of(policy).items():
+        assert torch.equal(value.to_local(), before[name].to_local())
+    return result["global_loss"].item()
+
+
+def test_evaluation_needs_no_optimizer_and_changes_nothing(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    losses = run_world(evaluation, 2, recipe)
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(run_world(uneven_ranks, 1, recipe, [5])[0][0][0], rel=1e-12)
+
+
+def nothing_trained(rank, recipe):
+    policy = policy_of(recipe)
+    policy.init_optimizer(2)
+    batch = collate(rows(2))
+    batch["labels"].fill_(-100)
+    result = policy.train(batch, Sft().loss)
+    assert result["global_loss"].item() == 0.0 and result["grad_norm"] == 0.0
+
+
+def test_a_step_without_a_trained_token_has_loss_zero(tmp_path):
+    run_world(nothing_trained, 1, tiny_recipe(tmp_path))
+
+
+def poisoned(rank, recipe, skip):
+    policy = policy_of(recipe)
+    policy.init_optimizer(4)
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(float("inf"))
+    before = weights_of(policy)
+    for _ in range(skip):
+        assert not torch.isfinite(torch.tensor(policy.train(collate(rows(2)), Sft().loss)["grad_norm"]))
+    with pytest.raises(UserError, match="model.embed_tokens.weight"):
+        policy.train(collate(rows(2)), Sft().loss)
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(policy).items())
+    assert not policy.optimizer.state
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_a_norm_that_is_not_finite_names_the_parameters_and_touches_nothing(tmp_path, skip):
+    run_world(poisoned, 1, tiny_recipe(tmp_path, f"train.skip_nonfinite={skip}"), skip)
+
+
+def test_loss_scale_halves_and_doubles():
+    scale = LossScale(scale=8.0, growth_interval=2)
+    scale.update(finite=False)
+    assert scale.scale == 4.0
+    scale.update(finite=True)
+    scale.update(finite=True)
+    assert scale.scale == 8.0
+    copy = LossScale()
+    copy.load_state_dict(scale.state_dict())
+    assert copy.state_dict() == scale.state_dict()
+
+
+def test_precision_of_each_dtype():
+    for name, device, compute, master in (
+        ("auto", "cpu", torch.float32, torch.float32),
+        ("auto", "cuda", torch.bfloat16, torch.float32),
+        ("float16", "cpu", torch.float16, torch.float32),
+        ("float64", "cuda", torch.float64, torch.float64),
+    ):
+        precision = choose_precision(name, device)
+        assert (precision.compute, precision.master, precision.reduce) == (compute, master, master)
