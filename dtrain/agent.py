@@ -17,19 +17,31 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.config import Recipe, load, to_yaml
 from dtrain.errors import Stopped, UserError
-from dtrain.rank import STOPPING, OutOfMemory, Place, Train, choose_device, log_file, on_signals, run_rank, write_to_log
+from dtrain.rank import (
+    STOPPING,
+    OutOfMemory,
+    Place,
+    Train,
+    choose_device,
+    log_file,
+    on_signals,
+    resumed,
+    run_rank,
+    write_to_log,
+)
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
 SAVE_SECONDS = 600.0  # how long workers that were asked to stop may take to save
 POLL_SECONDS = 0.25
+HEARD = {signal.SIGTERM, signal.SIGUSR1}  # by a worker's listening thread
 ENDED = 128 + signal.SIGTERM  # exit status of a worker that the launcher ended because another one died
 
 
@@ -46,6 +58,7 @@ class Report:
     kind: str
     text: str
     time: float
+    signum: int = 0  # that it was stopped by
 
 
 def run_workers(recipe: Recipe, threads: int | None, train: Train | None = None) -> None:
@@ -75,11 +88,11 @@ def run_workers(recipe: Recipe, threads: int | None, train: Train | None = None)
         finally:
             patience.cancel()
         reports = _reports(job)
-    stopped = [report.text for report in reports if report.kind == "stopped"]
+    stopped = [report for report in reports if report.kind == "stopped"]
     if any(exits.values()) and not (asked and stopped):
         raise _reason(recipe, reports, exits)
     if stopped:  # nobody asked this process where a batch system signalled the workers alone
-        raise Stopped(asked[0] if asked else signal.SIGTERM, stopped[0])
+        raise Stopped(asked[0] if asked else stopped[0].signum, stopped[0].text)
 
 
 def _start_and_wait(recipe: Recipe, job: Path) -> dict[int, int]:
@@ -164,13 +177,14 @@ def work(directory: str, place: Place) -> None:
     _die_with(setup["launcher"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):  # before torch is imported: every thread that it starts inherits the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        # A forked helper can be ended; a pre-emption is not its affair.
         os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
     from dtrain.parallel.runtime import StopFlag
 
     stop = StopFlag()
     threading.Thread(target=_listen, args=(job, setup["launcher"], stop), daemon=True).start()
-    status, kind, text = 0, "", ""
+    status, kind, text, signum = 0, "", "", 0
     try:
         recipe = load(job / "recipe.yaml")
         if place.rank > 0:
@@ -186,7 +200,7 @@ def work(directory: str, place: Place) -> None:
     except _TooEarly:
         status, kind, text = 1, "stopped", "stopped before training began; there was nothing to save"
     except Stopped as error:
-        kind, text = "stopped", str(error)
+        kind, text, signum = "stopped", str(error), error.signum
     except OutOfMemory as error:
         status, kind, text = 1, "memory", str(error)
     except UserError as error:
@@ -194,7 +208,7 @@ def work(directory: str, place: Place) -> None:
     except BaseException:  # the last stop of this process: told by the launcher, in whose hands it is not lost
         status, kind, text = 1, "crash", traceback.format_exc()
     if kind:
-        report = Report(place.rank, attempt, kind, text, time.time())
+        report = Report(place.rank, attempt, kind, text, time.time(), signum)
         _write(job / f"report-{attempt}-{place.rank}.json", json.dumps(asdict(report)))
         if place.rank > 0:
             print(text, file=sys.stderr)
@@ -212,10 +226,7 @@ def _again(recipe: Recipe, attempt: int, earlier: list[Report], rank: int) -> Re
     if rank == 0:
         why = earlier[0].text.strip().splitlines()[-1] if earlier else "a process died"
         print(f"starting again ({attempt} of {recipe.launch.max_restarts}) after: {why}", file=sys.stderr)
-    saved = (Path(recipe.run.dir) / recipe.run.name / "checkpoints").glob("step-*")
-    if recipe.checkpoint.resume is None or any(saved):
-        return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
-    return recipe
+    return resumed(recipe)
 
 
 def _die_with(launcher: int) -> None:
@@ -232,14 +243,15 @@ def _listen(job: Path, launcher: int, stop: "StopFlag") -> None:
 
     The launcher asks for an orderly end by the file `stop`; SIGINT is its own to answer. SIGTERM from the launcher
     means that another worker died: this one ends at once. SIGTERM from anyone else (a batch system that signals every
-    process) asks for an orderly end.
+    process), and SIGUSR1, ask for an orderly end.
     """
     wait = getattr(signal, "sigtimedwait", None)
     while True:
-        heard = wait({signal.SIGTERM}, POLL_SECONDS) if wait else time.sleep(POLL_SECONDS)
-        if os.getppid() != launcher or (heard and heard.si_pid == launcher):
+        heard = wait(HEARD, POLL_SECONDS) if wait else time.sleep(POLL_SECONDS)
+        ended = heard and heard.si_pid == launcher and heard.si_signo == signal.SIGTERM
+        if os.getppid() != launcher or ended:
             os._exit(ENDED)
         if not stop.signum and heard:
-            stop.request(signal.SIGTERM)
+            stop.request(heard.si_signo)
         if not stop.signum and (job / "stop").exists():
             stop.request(int((job / "stop").read_text()))

@@ -1,7 +1,7 @@
 """The `dtrain` command: parses what was typed, calls the room that does it, and turns errors into an exit status.
 
 Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error (told on stderr), 2 wrong usage,
-130 and 143 ended in order by Ctrl-C and SIGTERM.
+130, 143 and 138 ended in order by Ctrl-C, SIGTERM and SIGUSR1 (a pre-emption).
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dtrain import __version__
@@ -58,9 +58,11 @@ def _parser() -> argparse.ArgumentParser:
 
     add("run", _run, "train what a recipe says", recipe=True)
     validate = add("validate", _validate, "show every error of a recipe at once, and start nothing", recipe=True)
-    validate.add_argument("--world-size", type=int, metavar="N", help="processes in all (default: launch.nproc)")
+    processes = "processes in all (default: launch.nproc)"
+    validate.add_argument("--world-size", type=_at_least(1), metavar="N", help=processes)
     preview = add("preview", _preview, "show rows as the model sees them, lengths, packing, tokens", recipe=True)
-    preview.add_argument("--samples", type=int, default=3, metavar="N", help="how many samples to print (default: 3)")
+    printed = "how many samples to print (default: 3)"
+    preview.add_argument("--samples", type=_at_least(0), default=3, metavar="N", help=printed)
     add("ls", _ls, "list the recipes that ship with dtrain")
     copy = add("cp", _cp, "copy a shipped recipe, to edit it")
     copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
@@ -70,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="runs/x, or runs/x/checkpoints/step-N")
     export.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     export.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as saved)")
+    download = add("download", _download, "fetch a model from the Hugging Face hub into its cache on this machine")
+    download.add_argument("model", metavar="OWNER/NAME", help="such as Qwen/Qwen3-0.6B; model.path takes it as it is")
     generate = add("generate", _generate, "complete prompts with a model")
     generate.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
     generate.add_argument("--prompt", action="append", required=True, help="what the user says; may be repeated")
@@ -83,6 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
     add("env", _env, "print versions and devices, for bug reports")
     return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """An argument's type: a whole number from `least` on. argparse tells of others."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+        return int(text)
+
+    return read
 
 
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
@@ -164,6 +179,15 @@ def _export(arguments: argparse.Namespace) -> int:
 
     said = export(arguments.source, arguments.out, arguments.dtype)
     print(f"wrote {arguments.out} from {said}")
+    return 0
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    from dtrain.checkpoint import hub
+
+    if not hub.is_id(arguments.model):
+        raise UserError(f"{arguments.model} is no model's id on the hub (owner/name), or a directory has that name")
+    print(hub.download(arguments.model))
     return 0
 
 

@@ -16,18 +16,23 @@ from collections.abc import Callable, Mapping
 from dtrain import agent
 from dtrain.config import Recipe
 from dtrain.errors import RecipeError
-from dtrain.preflight import preflight
+from dtrain.preflight import not_here, preflight, with_local_model
 from dtrain.rank import Place, Train, run_in_place
 
 
 def launch(recipe: Recipe, train: Train | None = None) -> None:
     """Run `recipe` to its end, in place or in processes of its own. `train` defaults to `dtrain.trainer.train`.
 
-    Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT or
-    SIGTERM, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
+    Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM
+    or SIGUSR1, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
     """
+    recipe = with_local_model(recipe)
     place = find_place(os.environ, recipe.launch.nproc)
-    problems = preflight(recipe, place.world_size if place else recipe.launch.nproc)
+    world_size = place.world_size if place else recipe.launch.nproc
+    problems = preflight(recipe, world_size)
+    if problems and problems == not_here(recipe):
+        recipe = with_local_model(recipe, fetch=True)
+        problems = preflight(recipe, world_size)
     if problems:
         raise RecipeError(problems)
     if place is None and recipe.launch.nproc > 1:

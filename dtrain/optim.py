@@ -71,18 +71,18 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
     kwargs = dict(section.kwargs or {})
     fields = {"betas": tuple(section.betas), "eps": section.eps}
     named = OPTIMIZERS.get(section.name)
+    cls = _import(section.name, "optimizer.name", OPTIMIZERS) if named is None else named.cls
+    unsharded = [other.cls for other in OPTIMIZERS.values() if not other.sharded]
+    if cls in unsharded and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+        raise UserError(
+            f"optimizer.name={section.name} cannot step sharded parameters: torch's class takes norms in place, "
+            "which DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
+        )
     if named is not None:
-        cls = named.cls
-        if not named.sharded and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
-            raise UserError(
-                f"optimizer.name={section.name} cannot step sharded parameters: torch's class takes norms in place, "
-                "which DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
-            )
         settings = {field: fields[field] for field in named.reads}
         if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
             settings["fused"] = True
     else:
-        cls = _import(section.name, "optimizer.name", OPTIMIZERS)
         settings = {field: fields[field] for field in _adam_like_arguments(cls)}
     try:
         return cls(groups, **{"lr": section.lr, **settings, **kwargs})

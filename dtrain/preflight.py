@@ -5,23 +5,53 @@ Imports no torch, so that `dtrain validate` answers at once. Rows are not read h
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.config import Recipe, check, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import read_config
+from dtrain.parallel.fits import misfits
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """`config.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
     loaded, problems = read(recipe, overrides)
+    loaded = with_local_model(loaded)
     if problems:
         raise RecipeError(list(dict.fromkeys([*problems, *preflight(loaded, loaded.launch.nproc)])))
     return loaded
+
+
+def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
+    """`recipe` with the directory in the hub's cache for `model.path`, where that is an id (`Qwen/Qwen3-0.6B`).
+
+    A model that is not in the cache is downloaded with `fetch`, and stays an id without. Raises UserError where the hub
+    does not give it.
+    """
+    name, weights = recipe.model.path, recipe.model.init == "pretrained"
+    if not name or not is_id(name):
+        return recipe
+    path = cached(name, weights=weights)
+    if path is None and fetch:
+        path = download(name, weights=weights)
+    return recipe if path is None else replace(recipe, model=replace(recipe.model, path=str(path)))
+
+
+def not_here(recipe: Recipe) -> list[str]:
+    """The problem that `with_local_model` can mend by fetching, if there is one."""
+    name = recipe.model.path
+    if not name or not is_id(name):
+        return []
+    return [
+        f"model.path={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's "
+        f"cache: `dtrain download {name}` fetches it"
+    ]
 
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
@@ -37,12 +67,16 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
 
 
 def _model(recipe: Recipe) -> list[str]:
+    if absent := not_here(recipe):
+        return absent
     directory = Path(recipe.model.path)
     try:
         model = read_config(directory)
     except UserError as error:
         return [str(error)]
-    problems = _mesh_fits(model, recipe.parallel.tp)
+    problems = []
+    if recipe.parallel.tp >= 1:  # check says so
+        problems += misfits(model.num_attention_heads, model.num_key_value_heads, model.vocab_size, recipe.parallel.tp)
     if recipe.model.init == "pretrained":
         problems += _weights(directory)
     try:
@@ -56,24 +90,6 @@ def _model(recipe: Recipe) -> list[str]:
             f"{model.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
         )
     return problems
-
-
-def _mesh_fits(model: ModelConfig, tp: int) -> list[str]:
-    """What tensor parallel cannot share out: whole query heads, whole groups of KV heads, some vocabulary each."""
-    problems = []
-    heads, kv_heads, vocabulary = model.num_attention_heads, model.num_key_value_heads, model.vocab_size
-    if heads % tp:
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        problems.append(f"parallel.tp={tp} does not divide the model's {heads} query heads; tp may be {_listed(fits)}")
-    elif kv_heads % tp and tp % kv_heads:
-        problems.append(f"parallel.tp={tp} and the model's {kv_heads} KV heads: neither divides the other; change tp")
-    if -(-vocabulary // tp) * (tp - 1) >= vocabulary:
-        problems.append(f"parallel.tp={tp} leaves a rank none of the model's {vocabulary} tokens; make it smaller")
-    return problems
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _weights(directory: Path) -> list[str]:
@@ -112,7 +128,20 @@ def _data(source: DataSource, key: str) -> list[str]:
 
 
 def _checkpoint(recipe: Recipe) -> list[str]:
-    resume = recipe.checkpoint.resume
-    if resume in (None, "auto") or Path(resume).is_dir():
-        return []
-    return [f"checkpoint.resume={resume}: there is no such directory; auto takes the run's newest checkpoint"]
+    resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
+    problems = []
+    if resume not in (None, "auto") and not Path(resume).is_dir():
+        problems.append(
+            f"checkpoint.resume={resume}: there is no such directory; auto takes the run's newest checkpoint"
+        )
+    if init_from is None:
+        return problems
+    if not Path(init_from).is_dir():
+        problems.append(
+            f"checkpoint.init_from={init_from}: there is no such directory; give a run's, or a step-N of one"
+        )
+    elif (Path(init_from) / "config.json").is_file():
+        problems.append(
+            f"checkpoint.init_from={init_from} is a model's directory, not a run's: set model.path={init_from} instead"
+        )
+    return problems

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ class OutOfMemory(UserError):
 Train = Callable[[Recipe, "Runtime"], None]
 
 SAME_SECONDS = 1.0  # two SIGINTs closer than this are one Ctrl-C: `timeout` and torchrun pass on what the group got too
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
@@ -81,6 +82,8 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
 
     if place.rank > 0:
         write_to_log(recipe, place.rank)
+    if place.attempt:
+        recipe = resumed(recipe)
     stop = StopFlag()
 
     def ask(signum: int) -> None:
@@ -90,6 +93,15 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
 
     with on_signals(ask):
         run_rank(recipe, place, stop, threads, train)
+
+
+def resumed(recipe: Recipe) -> Recipe:
+    """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
+    were told to start."""
+    saved = (Path(recipe.run.dir) / recipe.run.name / "checkpoints").glob("step-*")
+    if recipe.checkpoint.resume is None or any(saved):
+        return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
+    return recipe
 
 
 def _join(place: Place, device: "torch.device") -> None:
@@ -185,7 +197,7 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 @contextmanager
 def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls `ask`; a second Ctrl-C raises KeyboardInterrupt. Main thread only."""
+    """The first of `STOP_SIGNALS` calls `ask`; a second Ctrl-C raises KeyboardInterrupt. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,7 +215,7 @@ def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
         elif signum == signal.SIGINT and time.monotonic() - asked[0] > SAME_SECONDS:
             raise KeyboardInterrupt
 
-    previous = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    previous = {signum: signal.signal(signum, handle) for signum in STOP_SIGNALS}
     try:
         yield
     finally:

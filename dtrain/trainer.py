@@ -3,7 +3,7 @@
 The files that a batch passes through:
 
     data/files → formats → template → sample → cache     rows of files to token ids and a trained mask, once
-    data/packing → rows → loader                          the endless row sequence; this dp rank's rows of a global batch
+    data/packing → rows → loader                          the endless row sequence; a dp rank's rows of a global batch
     batch.collate                                         rows to a batch [n, S] on the host
     policy.Policy.train → batch.micro_batches             counts over all ranks, micro-batches
     policy/score → models → losses/hidden                 hidden states, the loss inside the root's forward
@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from dtrain import config, data, metrics, resume
 from dtrain.batch import collate
+from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.ranks import Ranks
+from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
-from dtrain.config.schema import Recipe
-from dtrain.errors import Stopped
+from dtrain.config.schema import BEST, Recipe
+from dtrain.errors import Stopped, UserError
 from dtrain.methods import METHODS
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
@@ -45,7 +47,11 @@ def train(recipe: Recipe, runtime: Runtime) -> None:
         trainer = Trainer(recipe, runtime, stack)
         start = trainer.resume()
         if start.step >= trainer.total_steps:
-            trainer.metrics.say(f"step {start.step} of {trainer.total_steps} is saved already: nothing left to do")
+            lacks_export = trainer.lacks_export(start)
+            left = "only the export is left" if lacks_export else "nothing left to do"
+            trainer.metrics.say(f"step {start.step} of {trainer.total_steps} is saved already: {left}")
+            if lacks_export:
+                trainer.export()
             return
         trainer.loop(start)
 
@@ -74,6 +80,12 @@ class Trainer:
         self.policy = Policy(recipe, model_config, mesh, runtime)
         self.policy.init_optimizer(self.total_steps)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
+        keep = recipe.checkpoint
+        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best, min))
+        background = keep.async_save and keep.every is not None
+        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
+        self.saver = stack.enter_context(saver)
+        self._measured: dict[str, float] = {}  # of the step that is done
         self._report_choices()
 
     def resume(self) -> Start:
@@ -83,10 +95,15 @@ class Trainer:
         """
         start = resume.find_start(self.recipe, self.run, self.store, self.ranks, self.metrics.say)
         if start.state is not None:
-            changed = resume.restore(self.recipe, self.policy, start, self.rows.fingerprint, self.ranks)
+            changed = resume.restore(
+                self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks
+            )
             self.metrics.say(f"resumed from {start.path}")
             for line in changed:
                 self.metrics.say(f"  changed since then: {line}")
+        elif self.recipe.checkpoint.init_from is not None:
+            path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
+            self.metrics.say(f"weights of {path}")
         if self.runtime.is_main:
             self.run.write_config(config.to_yaml(self.recipe))
             self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
@@ -117,7 +134,7 @@ class Trainer:
                 self.validate(step)
             signum = self._agreed_signal()
             if every is not None and (last or signum or step % every == 0):
-                self.save(step, batch.cursor)
+                self.save(step, batch.cursor, wait=bool(last or signum))
                 saved = step
             if signum:
                 raise Stopped(signum, self._farewell(step, saved))
@@ -143,12 +160,16 @@ class Trainer:
             tokens = result["tokens"][0, 0].item()
             total += result["global_loss"][0].item() * tokens
             count += tokens
-        self.metrics.val_row(step, val_loss=total / max(count, 1))
+        self._measured["val_loss"] = total / max(count, 1)
+        self.metrics.val_row(step, val_loss=self._measured["val_loss"])
 
-    def save(self, step: int, cursor: tuple[int, int]) -> None:
-        """Save everything that a resume needs as `checkpoints/step-N`; the oldest ones beyond `keep_last` go."""
-        resume.save(self.recipe, self.policy, self.store, step, cursor, self.rows.fingerprint)
-        self.store.prune(self.recipe.checkpoint.keep_last)
+    def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
+        """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
+        keep; with `async_save` in the background, unless it is to `wait`."""
+        contents = resume.contents(
+            self.recipe, self.policy, self.method, step, cursor, self.rows.fingerprint, self._measured
+        )
+        self.saver.save(step, *contents, wait=wait)
         if self.recipe.checkpoint.export == "every":
             self.export()
 
@@ -156,6 +177,15 @@ class Trainer:
         """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
         self.policy.export(self.run.export, Path(self.recipe.model.path))
         self.metrics.say(f"exported to {self.run.export}")
+
+    def lacks_export(self, start: Start) -> bool:
+        """Whether a run that is at its end was stopped between its last save and the export of it. Collective."""
+
+        def is_due() -> bool:
+            export = self.run.export
+            return not export.is_dir() or export.stat().st_mtime_ns < start.path.stat().st_mtime_ns
+
+        return self.recipe.checkpoint.export != "none" and self.ranks.first(is_due)
 
     def _open_rows(self, split: str) -> data.Rows:
         """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
@@ -175,11 +205,12 @@ class Trainer:
         """Write the step's row. Times are those at which the step began, and had its batch."""
         step_time = time.perf_counter() - began
         tokens = result["tokens"][0, 2].item()
+        self._measured = {"loss": result["global_loss"][0].item()}
         per_second = tokens / step_time
         self.metrics.train_row(
             step,
             epoch=epoch,
-            loss=result["global_loss"][0].item(),
+            loss=self._measured["loss"],
             grad_norm=result["grad_norm"],
             lr=result["lr"],
             tokens=tokens,
@@ -197,15 +228,23 @@ class Trainer:
         )
 
     def _agreed_signal(self) -> int:
-        """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce."""
-        signum = torch.tensor(self.runtime.stop.signum)
+        """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.
+
+        Raises, on every rank, what a save in the background has failed with on any.
+        """
+        told = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
-            dist.all_reduce(signum, dist.ReduceOp.MAX)
-        return int(signum)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+        signum, failed = told.tolist()
+        if failed:
+            self.saver.finish()
+            raise UserError("the save in the background failed on another rank, which says why in its log")
+        return signum
 
     def _farewell(self, step: int, saved: int | None) -> str:
         if saved == step:
-            return f"stopped after step {step}, which is saved in {self.store.path(step)}; the same command goes on there"
+            where = self.store.path(step)
+            return f"stopped after step {step}, which is saved in {where}; the same command goes on there"
         rest = "nothing was saved" if saved is None else f"the steps after {saved} are lost"
         return f"stopped after step {step}; checkpoint.every=null saves no checkpoint, so {rest}"
 

@@ -92,6 +92,14 @@ def test_keys_with_dashes_are_answered(capsys):
     assert "without dashes, train.steps=3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["validate", "sft", "--world-size", "0"], ["preview", "sft", "--samples", "-1"]])
+def test_counts_are_counts(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert f"argument {words[2]}: {words[3]} is no whole number of at least" in capsys.readouterr().err
+
+
 def test_python_dash_m_and_the_exit_status():
     done = dtrain_("validate", "no-such-recipe")
     assert done.returncode == 1 and done.stdout == ""

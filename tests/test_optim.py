@@ -126,9 +126,10 @@ def test_shards_take_the_steps_of_the_whole(name):
             torch.testing.assert_close(torch.tensor(value, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_adafactor_on_shards_is_refused_by_name():
-    with pytest.raises(AssertionError, match=r"UserError: optimizer\.name=adafactor cannot step sharded parameters"):
-        run_world(sharded_step, 2, "adafactor")
+@pytest.mark.parametrize("name", ["adafactor", "torch.optim.Adafactor"])
+def test_adafactor_on_shards_is_refused_by_name(name):
+    with pytest.raises(AssertionError, match=f"UserError: optimizer.name={name} cannot step sharded parameters"):
+        run_world(sharded_step, 2, name)
 
 
 def rates(section, steps, total_steps, lr=0.5):

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from dtrain import config
-from dtrain.models.config import read_config
-from dtrain.preflight import _mesh_fits, preflight
+from dtrain.preflight import preflight
 from tests.tiny import tiny_recipe, write_model
 
 
@@ -22,7 +21,7 @@ def test_a_sound_recipe_has_no_problem(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        (["model.path=Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        (["model.path=Qwen/Qwen3-0.6B"], "`dtrain download Qwen/Qwen3-0.6B` fetches it"),
         (["model.path=/no/such/place"], "there is no directory '/no/such/place'"),
         (["model.init=pretrained"], "has neither model.safetensors nor model.safetensors.index.json"),
         (["data.train.path=nowhere.jsonl"], "data.train.path: there is no file nowhere.jsonl"),
@@ -79,18 +78,27 @@ def test_weights_that_an_index_names_and_the_directory_lacks(tmp_path):
         (1, ""),
         (2, ""),
         (4, ""),
+        (0, ""),  # the recipe's own check refuses it
         (3, "does not divide the model's 4 query heads; tp may be 1, 2, 4"),
-        (8, "query heads"),
+        (3, "parallel.tp=3 and the model's 2 KV heads: neither divides the other; tp may be 1, 2, 4"),
+        (8, "does not divide the model's 4 query heads; tp may be 1, 2, 4"),
     ],
 )
 def test_heads_that_tensor_parallel_cannot_share_out(tmp_path, tp, answer):
-    model = read_config(write_model(tmp_path / "model"))  # 4 query heads, 2 KV heads
-    found = "\n".join(_mesh_fits(model, tp))
-    assert answer in found and bool(answer) == bool(found)
+    found = problems(tmp_path, f"parallel.tp={tp}", "parallel.dp_shard=1").replace("parallel.tp=0 must", "")
+    assert answer in found and bool(answer) == ("tp may be" in found)
 
 
-def test_kv_heads_and_vocabulary_that_tensor_parallel_cannot_share_out(tmp_path):
-    six = read_config(write_model(tmp_path / "six", num_attention_heads=12, num_key_value_heads=4, head_dim=16))
-    assert "4 KV heads: neither divides the other" in "\n".join(_mesh_fits(six, 3))
-    few = read_config(write_model(tmp_path / "few", vocab_size=9))
-    assert "leaves a rank none of the model's 9 tokens" in "\n".join(_mesh_fits(few, 4))
+def test_every_violation_of_a_mesh_comes_with_what_fits(tmp_path):
+    model = write_model(
+        tmp_path / "odd", num_attention_heads=12, num_key_value_heads=6, head_dim=16, vocab_size=9
+    )
+    found = problems(tmp_path, f"model.path={model}", "parallel.tp=8", "parallel.cp=3", "data.max_length=5")
+    for part in (
+        "cp 3 × tp 8 = 24 does not divide 1 process",
+        "data.max_length=6 or more",
+        "12 query heads; tp may be 1, 2, 3\n",
+        "6 KV heads: neither divides the other; tp may be 1, 2, 3\n",
+        "leaves a rank none of the model's 9 tokens; tp may be 1, 2, 3\n",
+    ):
+        assert part in f"{found}\n", part

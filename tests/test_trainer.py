@@ -179,9 +179,27 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path, capfd):
     assert "step 10 of 10 is saved already" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_stopped_between_its_last_save_and_the_export_makes_up_for_it(tmp_path, capfd, world_size):
+    shape = (SAVE_LAST, "checkpoint.export=final", "train.dtype=float32")
+    stopped = tiny_recipe(tmp_path, *shape)
+    with pytest.raises((Stopped, AssertionError), match="stopped after step 10"):
+        interrupt(stopped, world_size, 10)
+    export = Path(stopped.run.dir) / "run" / "export"
+    assert not export.exists()
+    run(stopped, world_size)
+    assert "only the export is left" in capfd.readouterr().err
+    expected = run(tiny_recipe(tmp_path, *shape, name="whole"), world_size)
+    weights = "model.safetensors"
+    assert (export / weights).read_bytes() == (Path(expected.run.dir) / "whole" / "export" / weights).read_bytes()
+    run(stopped, world_size)
+    assert "nothing left to do" in capfd.readouterr().err
+
+
 def test_resuming_with_other_data_or_optimizer_is_refused_by_key(tmp_path):
     run(tiny_recipe(tmp_path, SAVE_LAST))
-    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.01 -> 0\.5(.|\n)*checkpoint\.allow_changes=\[optimizer\.lr\]"):
+    told = r"optimizer\.lr: 0\.01 -> 0\.5(.|\n)*checkpoint\.allow_changes=\[optimizer\.lr\]"
+    with pytest.raises(UserError, match=told):
         run(tiny_recipe(tmp_path, SAVE_LAST, "train.steps=12", "optimizer.lr=0.5"))
     write_rows(tmp_path / "rows.jsonl", seed=1)
     with pytest.raises(UserError, match=r"data\.fingerprint"):

@@ -51,8 +51,8 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """Run `fn(rank, *args)` on `world_size` forked ranks with a gloo process group up.
 
     Returns the ranks' results in order: picklable, and no tensors, whose memory would go with their rank.
-    Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose stacks
-    then stand on stderr.
+    Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose
+    stacks then stand on stderr.
     """
     context = multiprocessing.get_context("fork")
     # A process group that the parent dropped must not be collected in a child: its threads exist in the parent only.

@@ -5,8 +5,8 @@
     .venv/bin/python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
     .venv/bin/python tools/bench_sft.py --peer trl
 
-With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do not
-count.
+With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do
+not count.
 
 With --peer: both sides train the same weights on the same rows in the same order (a Llama of 9 million parameters,
 vocabulary 8192, 4 rows of 512 tokens a step, float32, fused AdamW, no gradient checkpointing), one thread each, taking
@@ -65,7 +65,7 @@ def run_dtrain(recipe: str, overrides: list[str], steps: int, warmup: int, envir
             "metrics.wandb=null",
         ]
         command = [sys.executable, "-m", "dtrain", "run", recipe, *overrides, *fixed]
-        finished = subprocess.run(command, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        finished = subprocess.run(command, env=environ, capture_output=True, text=True)
         if finished.returncode:
             raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout}{finished.stderr}")
         lines = Path(scratch, "bench", "metrics.jsonl").read_text().splitlines()
@@ -171,7 +171,7 @@ def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) 
 
 def _run_peer(python: Path, script: str, case: Path, steps: int, warmup: int, environ: dict[str, str]) -> dict:
     command = [str(python), str(TOOLS / script), str(case), str(ROWS), str(LENGTH), str(steps), str(warmup)]
-    finished = subprocess.run(command, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    finished = subprocess.run(command, env=environ, capture_output=True, text=True)
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout}{finished.stderr}")
     return json.loads(finished.stdout.splitlines()[-1])

@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("problems", type=Path)
-    parser.add_argument("--scratch", type=int, metavar="SEED", help="random weights of this seed instead of the model's")
+    parser.add_argument("--scratch", type=int, metavar="SEED", help="random weights of this seed")
     parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT")
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--show", type=int, default=3, metavar="N", help="how many wrong answers to print (default 3)")

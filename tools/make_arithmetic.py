@@ -41,8 +41,8 @@ def problem(a: int, b: int) -> dict:
 
 
 def split_pairs(digits: int, val: int, heldout: int, seed: int) -> dict[str, list[tuple[int, int]]]:
-    """Ordered pairs of numbers of up to `digits` digits by split; both orders of a pair fall into the same one."""
-    pairs = list(combinations_with_replacement(range(10**digits), 2))
+    """Ordered pairs of numbers of `digits` digits by split; both orders of a pair fall into the same one."""
+    pairs = list(combinations_with_replacement(range(10 ** (digits - 1), 10**digits), 2))
     draw = random.Random(seed)
     draw.shuffle(pairs)
     if val + heldout >= len(pairs):
@@ -90,9 +90,9 @@ def write_model(directory: Path, texts: list[str]) -> None:
             "hidden_size": 384,
             "intermediate_size": 768,
             "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
             "hidden_act": "silu",
             "vocab_size": VOCAB_SIZE,
             "max_position_embeddings": 512,
@@ -135,7 +135,7 @@ def write_model(directory: Path, texts: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--digits", type=int, default=2, help="digits of each number, at most (default 2)")
+    parser.add_argument("--digits", type=int, default=2, help="digits of each number (default 2)")
     parser.add_argument("--val", type=int, default=200, help="pairs in val.jsonl (default 200)")
     parser.add_argument("--heldout", type=int, default=500, help="pairs in heldout.jsonl (default 500)")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default 0)")

@@ -6,9 +6,11 @@ code that is in it (tensors are read with torch's weights-only loader, everythin
 
 - `store.CheckpointStore`: the steps of one run, `checkpoints/step-N`; `pieces` puts tensors of any placement into
   torch's distributed checkpoint; `ranks` is how the ranks of a save agree.
+- `background.Saver`: saves that training does not wait for; `retention`: which saves stay.
 - `training_state`, `rng`: model, optimizer and random number generators as named tensors and JSON, and back.
 - `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change.
 - `huggingface.read_weights`, `huggingface_write.write_directory`, `export.export`: safetensors in and out.
+- `hub`: models by their id on the Hugging Face hub.
 - `files`, `model_files`: files that are whole or absent; the small files beside a model's weights.
 """
 

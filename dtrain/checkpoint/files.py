@@ -111,9 +111,9 @@ def publish(partial: Path, final: Path) -> None:
     sync_directory(final.parent)
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
     """Take a published directory's name away in one step; returns where it lies until it is deleted."""
-    beside = path.with_name(f".discarded-{path.name}")
+    beside = path.with_name(f"{prefix}{path.name}")
     if beside.exists():
         shutil.rmtree(beside)
     return path.rename(beside)

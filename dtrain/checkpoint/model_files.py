@@ -8,6 +8,8 @@ from dtrain.checkpoint.files import read_json, replace_by_copy, replace_text
 from dtrain.errors import UserError
 
 CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 # What transformers and its like read beside config.json and the weights.

@@ -27,7 +27,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from dtrain.checkpoint.files import ChecksumStream
 from dtrain.errors import UserError
@@ -148,6 +156,15 @@ class PieceReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner):
+        try:
+            return super().read_data(plan, planner)
+        except (AssertionError, RuntimeError) as error:  # torch.load's words for a crafted archive
+            if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+                raise
+            reason = str(error).splitlines()[0]
+            raise UserError(f"a file in {self.path} is not what its table says: {reason}") from error
+
 
 def _table(metadata: Metadata, places: dict[MetadataIndex, _StorageInfo]) -> str:
     tensors = {}
@@ -169,7 +186,7 @@ def _table(metadata: Metadata, places: dict[MetadataIndex, _StorageInfo]) -> str
     return json.dumps({"version": _VERSION, "tensors": tensors})
 
 
-def read_table(path: Path, text: str) -> Metadata:
+def read_table(path: Path, text: bytes) -> Metadata:
     """DCP's metadata from the JSON `text` of `path`.
 
     A table that a whole save cannot have written (a hole or an overlap between chunks, a chunk out of bounds, a file

@@ -130,8 +130,8 @@ class RunDirectory:
         if self.has_metrics() or steps:
             what = "metrics" if self.has_metrics() else "checkpoints"
             raise UserError(
-                f"{self.path} holds the {what} of an earlier run, and checkpoint.resume={resume or 'null'} starts anew: choose "
-                "another run.name, delete the directory, or resume with checkpoint.resume=auto"
+                f"{self.path} holds the {what} of an earlier run, and checkpoint.resume={resume or 'null'} starts "
+                "anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
 
     @staticmethod

@@ -13,10 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.checkpoint.files import read_json
+from dtrain.checkpoint.model_files import INDEX, SINGLE
 from dtrain.errors import UserError
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dtrain.checkpoint.files import checksum, in_words, publish, read_json, set_aside, write_new
 from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, read_table
 from dtrain.checkpoint.ranks import Ranks
+from dtrain.checkpoint.retention import Retention
 from dtrain.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -40,6 +41,10 @@ _FORMAT = 1
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
 _LISTED = 10
+
+
+class Damaged(UserError):
+    """A file of a published step is missing, or not as it was saved."""
 
 
 def step_of(path: Path) -> int | None:
@@ -82,15 +87,28 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps that are whole, ascending, as this rank's file system shows them. No collective."""
-        return sorted(step for step in self._published() if not self.faults(step))
+        return [step for step in self.published() if not self.faults(step)]
 
     def faults(self, step: int) -> list[str]:
-        """What a look at the manifest and the file sizes finds wrong with a step, without reading the data."""
+        """What a look at the manifest and the file sizes finds wrong with a step, without reading the data.
+
+        UserError for a manifest that is of another version of dtrain, or that the system does not let us read.
+        """
         try:
             manifest = self._manifest(step)
-        except UserError as error:
+        except Damaged as error:
             return [str(error)]
         return [fault for name, record in manifest["files"].items() if (fault := self._misfit(step, name, record))]
+
+    def damage(self, step: int) -> list[str]:
+        """What reading every file against its checksum finds wrong with a step; the files are shared out over the
+        ranks, which all get the whole list. Collective."""
+
+        def found() -> list[str]:
+            faults = self.faults(step)
+            return faults or self._wrong_checksums(step, self._share(step))
+
+        return list(dict.fromkeys(fault for faults in self.ranks.every(found) for fault in faults))
 
     def latest(self) -> int | None:
         """The newest whole step, as rank 0 sees it. Collective."""
@@ -156,18 +174,21 @@ class CheckpointStore:
         stored = self._table(step).state_dict_metadata
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in stored.items()}
 
-    def load(self, step: int, tensors: Mapping[str, Tensor], *, only: bool = False) -> dict[str, Any]:
+    def load(
+        self, step: int, tensors: Mapping[str, Tensor], *, only: bool = False, verified: bool = False
+    ) -> dict[str, Any]:
         """Fill `tensors` in place from a step, saved on whatever mesh; returns its `state`. Collective.
 
         Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
         other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
-        only: names that the step holds beyond `tensors` are no error.
+        only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
+        the checksums need not be taken again.
         """
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
 
         def examine() -> Metadata:
-            names = sorted(self._manifest(step)["files"])
-            self._verify(step, names[self.ranks.rank :: self.ranks.size])
+            if not verified:
+                self._verify(step, self._share(step))
             metadata = self._table(step)
             self._check_fit(step, metadata, pieces, only)
             return metadata
@@ -189,20 +210,28 @@ class CheckpointStore:
 
         return fill
 
-    def prune(self, keep_last: int | None) -> None:
-        """Delete all but the newest `keep_last` whole steps (None keeps all). Acts on rank 0 alone; no collective."""
-        if keep_last is None or not self.ranks.is_first:
+    def prune(self, retention: Retention) -> None:
+        """Delete the whole steps that `retention` drops, by the `metrics` in their state. Acts on rank 0 alone; no
+        collective."""
+        if retention.keep_last is None or not self.ranks.is_first:
             return
-        if keep_last < 1:
-            raise UserError(f"checkpoint.keep_last={keep_last}: at least one step is kept; null keeps all")
-        for step in self.steps()[:-keep_last]:
+        measured = {step: self._measured(step) if retention.keep_best else {} for step in self.steps()}
+        for step in retention.dropped(measured):
             shutil.rmtree(set_aside(self.path(step)))
 
-    def _published(self) -> list[int]:
+    def _measured(self, step: int) -> dict[str, float]:
+        """The metrics saved with a step; a state that no longer reads has none, and is for a resume to tell of."""
+        try:
+            return self.read_state(step).get("metrics", {})
+        except Damaged:
+            return {}
+
+    def published(self) -> list[int]:
+        """The steps that have their name, whole or damaged since, ascending. No collective."""
         if not self.directory.is_dir():
             return []
         steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
-        return [step for step in steps if step is not None]
+        return sorted(step for step in steps if step is not None)
 
     def _begin(self, final: Path, partial: Path) -> None:
         if final.exists():
@@ -226,18 +255,25 @@ class CheckpointStore:
 
     def _manifest(self, step: int) -> dict[str, Any]:
         path = self.path(step) / MANIFEST
-        manifest = read_json(path)
+        try:
+            manifest = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise Damaged(in_words(error)) from error
+        except OSError as error:
+            raise UserError(in_words(error)) from error
+        except ValueError as error:
+            raise Damaged(f"{path}: damaged, it is not JSON ({error})") from error
         try:
             content = manifest["content"]
             if manifest["crc32"] != _text_checksum(content):
-                raise UserError(f"{path}: damaged, its checksum does not match")
+                raise Damaged(f"{path}: damaged, its checksum does not match")
             if content["format"] != _FORMAT:
                 raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
             if content["step"] != step:
                 raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
             content["world_size"], content["files"][TABLE], content["files"][STATE]
         except (KeyError, TypeError) as error:
-            raise UserError(f"{path}: damaged, or not written by dtrain") from error
+            raise Damaged(f"{path}: damaged, or not written by dtrain") from error
         return content
 
     def _misfit(self, step: int, name: str, record: dict[str, Any]) -> str | None:
@@ -250,18 +286,28 @@ class CheckpointStore:
             return f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
         return None
 
+    def _share(self, step: int) -> list[str]:
+        """The files of a step that this rank verifies for all."""
+        return sorted(self._manifest(step)["files"])[self.ranks.rank :: self.ranks.size]
+
     def _verify(self, step: int, names: list[str]) -> None:
+        if wrong := self._wrong_checksums(step, names):
+            raise Damaged("\n".join(wrong))
+
+    def _wrong_checksums(self, step: int, names: list[str]) -> list[str]:
         files = self._manifest(step)["files"]
+        wrong = []
         for name in names:
             if fault := self._misfit(step, name, files[name]):
-                raise UserError(fault)
-            if checksum(self.path(step) / name) != files[name]:
-                raise UserError(f"{self.path(step) / name}: damaged, its checksum does not match")
+                wrong.append(fault)
+            elif checksum(self.path(step) / name) != files[name]:
+                wrong.append(f"{self.path(step) / name}: damaged, its checksum does not match")
+        return wrong
 
     def _table(self, step: int) -> Metadata:
         path = self.path(step) / TABLE
         try:
-            metadata = read_table(path, path.read_text())
+            metadata = read_table(path, path.read_bytes())
         except OSError as error:
             raise UserError(in_words(error)) from error
         named = {place.relative_path for place in metadata.storage_data.values()}
@@ -298,9 +344,12 @@ class CheckpointStore:
 
     def _dcp(self, done: str, path: Path, act, tensors: dict[str, Tensor], **kwargs: Any) -> None:
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                act(tensors, process_group=self.ranks.group, no_dist=not self.ranks.distributed, **kwargs)
+            if self.ranks.distributed:
+                act(tensors, process_group=self.ranks.group, **kwargs)
+            else:
+                with warnings.catch_warnings():  # of the whole process: a save in a thread goes the other way
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                    act(tensors, no_dist=True, **kwargs)
         except CheckpointException as failure:
             causes = {rank: error for rank, (error, _) in failure.failures.items()}
             if not all(isinstance(error, _FILE_ERRORS) for error in causes.values()):

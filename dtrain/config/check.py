@@ -5,31 +5,16 @@ No torch and no file is read here: `dtrain.preflight` adds what the model's dire
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.config.load import keys
-from dtrain.config.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
+from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 
 # What a later version brings: (key, what it may be until then, what to say). A feature that arrives deletes its row.
 NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("method", lambda v: v == "sft", "only supervised fine-tuning is in this version yet; set method=sft"),
-    ("parallel.tp", lambda v: v <= 1, "tensor parallel is not in this version yet; set parallel.tp=1"),
-    ("parallel.cp", lambda v: v <= 1, "context parallel is not in this version yet; set parallel.cp=1"),
-    (
-        "parallel.dp_replicate",
-        lambda v: v <= 1,
-        "replicas (HSDP) are not in this version yet; set parallel.dp_replicate=1 and let dp_shard take the ranks",
-    ),
-    ("parallel.custom_plan", lambda v: v is None, "custom plans are not in this version yet; set it to null"),
-    ("parallel.cpu_offload", lambda v: not v, "CPU offload is not in this version yet; set it to false"),
-    ("parallel.reshard_after_forward", lambda v: v == "default", "not in this version yet; set it to default"),
-    (
-        "checkpoint.init_from",
-        lambda v: v is None,
-        "not in this version yet; export that checkpoint (`dtrain export`) and set model.path to the directory",
-    ),
     ("data.train.format", lambda v: v != "preference", "preference data is for method=dpo, which is not there yet"),
     ("data.val.format", lambda v: v != "preference", "preference data is for method=dpo, which is not there yet"),
 )
@@ -44,6 +29,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
     ("parallel.cp", lambda v: v >= 1, "at least 1"),
     ("parallel.tp", lambda v: v >= 1, "at least 1"),
+    ("parallel.custom_plan", lambda v: len(v) > 0, "a table of module pattern and style, an import path, or null"),
+    ("parallel.reshard_after_forward", lambda v: v in ("default", True, False), "default, true or false"),
     ("train.steps", lambda v: v >= 1, "at least 1"),
     ("train.epochs", lambda v: v >= 1, "at least 1"),
     ("train.global_batch", lambda v: v >= 1, "at least 1"),
@@ -57,6 +44,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("optimizer.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1"),
     ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
     ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
+    ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
 )
@@ -102,9 +90,11 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _names(recipe)
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
+    problems += _best(recipe)
     if not any(key.startswith("parallel.") for key, _ in wrong):
         mesh_problems, shape = _mesh(recipe, world_size)
         problems += mesh_problems
+        problems += _sequence(recipe)
         if shape and not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
             problems += _batch(recipe, shape[0] * shape[1])
     return problems
@@ -164,6 +154,8 @@ def _source(source: DataSource, key: str) -> list[str]:
     if source.sources is None:
         return [] if source.path else [f"{key}.path is missing: set it to a file, a glob or a list of them"]
     problems = [] if source.sources else [f"{key}.sources is empty: give it at least one {{path, format, weight}}"]
+    if source.path:
+        problems.append(f"{key}.path and {key}.sources are both set: sources replace path, so set one of them to null")
     for index, entry in enumerate(source.sources):
         if not entry.path:
             problems.append(f"{key}.sources[{index}].path is missing: set it to a file, a glob or a list of them")
@@ -217,14 +209,30 @@ def _schedule(recipe: Recipe) -> list:
 def _allowed_changes(recipe: Recipe) -> list[str]:
     known = keys()
     parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
-    names = [*parents, *known]
+    names = [*parents, *known, "data.fingerprint"]
+    mappings = tuple(f"{key}." for key in known if isinstance(_get(recipe, key), Mapping))  # any name may stand in them
     problems = []
     for name in recipe.checkpoint.allow_changes:
-        if name not in names:
+        if name not in names and not name.startswith(mappings):
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
     return problems
+
+
+def _best(recipe: Recipe) -> list[str]:
+    """`checkpoint.keep_best` compares saves, so each save needs a value of its own."""
+    best, every, validate = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.validate_every
+    if best is None or best == "loss":
+        return []
+    if best not in BEST:
+        return [f"checkpoint.keep_best={best} is none of {', '.join(BEST)}, nor null"]
+    if every is not None and (validate is None or every % validate):
+        return [
+            f"checkpoint.keep_best={best} needs a validation at every save, and checkpoint.every={every} is no "
+            f"multiple of train.validate_every={_shown(validate)}: set train.validate_every={every}"
+        ]
+    return []
 
 
 def _mesh(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
@@ -247,6 +255,17 @@ def _mesh(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, i
             f"set {fits}launch.nproc={fixed * p.dp_shard}"
         ], None
     return [], (p.dp_replicate, p.dp_shard, p.cp, p.tp)
+
+
+def _sequence(recipe: Recipe) -> list[str]:
+    """A sequence is cut into 2·cp pieces; some would be nothing but padding in every row."""
+    length, cp = recipe.data.max_length, recipe.parallel.cp
+    if cp == 1 or length < 2 or length >= 2 * cp:
+        return []
+    return [
+        f"parallel.cp={cp} cuts a sequence into {2 * cp} pieces, and data.max_length={length} has fewer tokens; "
+        f"set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
+    ]
 
 
 def _batch(recipe: Recipe, dp: int) -> list[str]:

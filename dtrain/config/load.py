@@ -68,9 +68,16 @@ def to_yaml(recipe: Recipe) -> str:
 def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """(key, value in `old_yaml`, value in `recipe`) of every key whose value differs; lists are compared whole.
 
-    A key that one side lacks counts with the schema's default, or None where the schema has no such key.
+    A key that one side lacks counts with the schema's default, or None where the schema has no such key. UserError for
+    an `old_yaml` that is no recipe.
     """
-    old = _flat(_merge(asdict(Recipe()), yaml.safe_load(old_yaml) or {}))
+    try:
+        saved = yaml.safe_load(old_yaml) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"the saved recipe is damaged: {error}") from error
+    if not isinstance(saved, dict):
+        raise UserError(f"the saved recipe is damaged: it is {type(saved).__name__}, no mapping")
+    old = _flat(_merge(asdict(Recipe()), saved))
     new = _flat(asdict(recipe))
     return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
 
@@ -193,7 +200,8 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         elif is_dataclass(entry) and isinstance(value, list):
             sections[key] = _entries(entry, value, dotted, problems)
         elif section or is_dataclass(entry):
-            if value is not None:
+            # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
+            if value is not None or (entry and NoneType not in kinds):
                 problems.append(_not_a_section(dotted, value, section, entry))
         elif isinstance(value, str) and value == _UNSET:
             if _default(cls, key) is not None:

@@ -40,7 +40,8 @@ class Model:
     """`model`: the weights to start from."""
 
     path: str | None = None
-    """Required. A local directory in Hugging Face's layout: config.json, *.safetensors, tokenizer.json."""
+    """Required. A local directory in Hugging Face's layout (config.json, *.safetensors, tokenizer.json), or a model's
+    id on the hub (`Qwen/Qwen3-0.6B`), which is downloaded into the hub's own cache unless it is there."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
 
@@ -113,12 +114,14 @@ class Parallel:
     """Under tp, activations between the matrices are split over the sequence."""
     cp_rotate: Literal["allgather", "ring"] = "allgather"
     """How keys and values travel under cp."""
-    custom_plan: str | None = None
-    """Import path of a tensor-parallel plan that replaces the model's own."""
+    custom_plan: str | dict[str, str] | None = None
+    """A tensor-parallel plan that replaces the model's own: a table, module pattern → style
+    (dtrain/parallel/README.md), or the import path of one, or of a function that gives one."""
     cpu_offload: bool = False
-    """Parameters and optimizer state live in host memory and visit the device."""
+    """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
     reshard_after_forward: bool | str = "default"
-    """default | true | false: whether layers give their gathered parameters back between forward and backward."""
+    """default | true | false: whether gathered parameters are given back between forward and backward. default: those
+    of all layers but the last are, those of embedding and head are not."""
 
 
 @dataclass
@@ -199,15 +202,22 @@ class Checkpoint:
     """Steps between saves; the last step is saved too. null: nothing is saved."""
     keep_last: int | None = 3
     """How many of the newest saves stay. null: all."""
+    keep_every: int | None = None
+    """The saves at steps that this divides stay too. null: none for that reason."""
+    keep_best: str | None = None
+    """val_loss: the save with the lowest stays too; `every` is then a multiple of `train.validate_every`. loss: that of
+    the step's own batch. null: none for that reason."""
     resume: str | None = "auto"
-    """auto: the run's newest whole save, where there is one. null: start over, in a directory without metrics only.
-    Or the path of a `step-N` directory."""
+    """auto: the run's newest whole save, where there is one; saves that were damaged since are named, left out, and
+    kept aside as damaged-step-N. null: start over, in a directory without metrics only. Or a `step-N` directory."""
     async_save: bool = True
-    """Training goes on while a save is written, where that is possible."""
+    """Training goes on while a save is written, and stalls only for a copy of model and optimizer in host memory. The
+    last save, and that of a run that was told to stop, are waited for."""
     export: Literal["final", "every", "none"] = "final"
     """When a Hugging Face directory is written: at the end, with every save, or never (also null)."""
     init_from: str | None = None
-    """A checkpoint whose weights, and nothing else, replace `model.path`'s."""
+    """A run's directory (its newest checkpoint) or a `step-N` whose weights, and nothing else, replace `model.path`'s
+    when this run starts. Later, it resumes from its own checkpoints."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys, or sections, of model, data and optimizer that may differ from what a resumed run started with."""
 
@@ -336,3 +346,5 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 """`optimizer.name` without a dot. `dtrain.optim` holds what they mean."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 """`scheduler.name` without a dot. `dtrain.optim` holds what they mean."""
+BEST = {"val_loss": min, "loss": min}
+"""`checkpoint.keep_best`: the fields of the metrics by which a save can be the best, and which of two values is."""

@@ -131,20 +131,26 @@ def open_cache(
             _build(Path(scratch), sources, encoder, num_workers, progress, label)
             return Samples(Path(scratch), weights)
     root = Path(cache_dir).expanduser()
-    root.mkdir(parents=True, exist_ok=True)
     place = root / _key(sources, encoder)
-    if not _whole(place):
-        with _lock(root / f"{place.name}.lock"):
-            if not _whole(place):
-                for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
-                    shutil.rmtree(rest)
-                shutil.rmtree(place, ignore_errors=True)
-                scratch = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
-                try:
-                    _build(scratch, sources, encoder, num_workers, progress, label)
-                    scratch.rename(place)
-                finally:
-                    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not _whole(place):
+            with _lock(root / f"{place.name}.lock"):
+                if not _whole(place):
+                    for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
+                        shutil.rmtree(rest)
+                    shutil.rmtree(place, ignore_errors=True)
+                    scratch = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
+                    try:
+                        _build(scratch, sources, encoder, num_workers, progress, label)
+                        scratch.rename(place)
+                    finally:
+                        shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as problem:
+        raise UserError(
+            f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}; "
+            "mend that, or set data.cache_dir to another place"
+        ) from problem
     return Samples(place, weights)
 
 

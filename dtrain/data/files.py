@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
             yield from _chunks(file, rows)
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
-        except (gzip.BadGzipFile, EOFError) as problem:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
             raise UserError(f"{file}: the file is not a whole gzip file ({problem})") from problem
 
 
@@ -119,6 +120,8 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
             ) from problem
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}:{line}: this line is not UTF-8 text ({problem}); convert it to UTF-8") from problem
+        except (ValueError, RecursionError) as problem:  # a number of thousands of digits, lists in lists in lists
+            raise UserError(f"{file}:{line}: Python cannot read this line: {problem}; mend it") from problem
     if not isinstance(row, dict):
         raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {_named(row)}")
     return row
@@ -209,6 +212,8 @@ def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]
                 at = line + buffer.count("\n", position, problem.pos)
                 if not more():
                     raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}") from problem
+            except (ValueError, RecursionError) as problem:
+                raise UserError(f"{file}:{line}: Python cannot read this row: {problem}; mend it") from problem
         yield line, row, end - position
         line += buffer.count("\n", position, end)
         position = end
@@ -217,6 +222,13 @@ def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]
             raise UserError(f"{file}:{line}: a comma or a ] must follow a row of a JSON array, not {separator!r}")
         position += 1
         closed = separator == "]"
+    while not (rest := buffer[position:].strip()) and more():
+        pass
+    if rest:
+        raise UserError(
+            f"{file}:{line}: the JSON array ends here, but {rest[:20]!r} follows; a file holds one array, "
+            "or JSON Lines: one object a line"
+        )
 
 
 def _csv(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, str], int]]:

@@ -25,6 +25,7 @@ FORMATS = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
@@ -296,6 +297,7 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
 
 def _tokens(row: Mapping[str, Any]) -> Tokens:
     ids = _integers(row["input_ids"], "input_ids")
+    _refuse_masks(row)
     if any(token < 0 for token in ids):
         raise UserError("input_ids holds a negative id")
     if row.get("labels") is None:
@@ -310,6 +312,18 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
                 f"is the id of its own position, or {IGNORE} where no loss is wanted"
             )
     return Tokens(ids, [label != IGNORE for label in labels])
+
+
+def _refuse_masks(row: Mapping[str, Any]) -> None:
+    """Other columns by which tokenized rows say what counts: one that would change the numbers is refused."""
+    if row.get("attention_mask") is not None and not all(_list(row["attention_mask"], "attention_mask")):
+        raise UserError("attention_mask has zeros: tokenized rows are used whole; leave the padding out of input_ids")
+    for name in MASKS:
+        if row.get(name) is not None and row.get("labels") is None:
+            raise UserError(
+                f"{name} is not read: say what is trained in labels, the id of each position or {IGNORE} where "
+                "it is not trained"
+            )
 
 
 def _integers(value: Any, key: str) -> list[int]:

@@ -3,6 +3,7 @@
 The only state is the global cursor that each batch carries; a loader's own state is never saved.
 """
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -65,6 +66,7 @@ class Batches:
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=_leave_signals_to_the_run,
             generator=torch.Generator(),  # else it would draw from the global one, and shift what training draws
             snapshot_every_n_steps=1 << 30,
         )
@@ -100,6 +102,12 @@ def _unflatten(flat: Tensor, lengths: list[int], size: int, cursor: tuple[int, i
     pieces = flat.split(lengths, dim=1) if lengths else []
     rows = [dict(zip(STREAMS, piece, strict=True)) for piece in pieces]
     return GlobalBatch(rows, size, Cursor(*cursor), epoch)
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """A batch system signals every process; the run needs its rows until it has saved, and ends this process then."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _as_it_is(item):

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from dtrain.errors import UserError
@@ -66,10 +66,9 @@ class Tokenizer:
         if not file.is_file():
             raise UserError(_missing(directory))
         files = {name: read_json(directory / name) for name in FILES if (directory / name).is_file()}
-        text = file.read_text(encoding="utf-8")
         if not isinstance(read_json(file).get("model"), dict):
             raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
-        return cls(directory, text, files)
+        return cls(directory, file.read_text(encoding="utf-8"), files)
 
     def __reduce__(self):
         return Tokenizer.from_directory, (self.directory,)
@@ -87,13 +86,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; with special tokens, what the tokenizer's own post-processor adds (BOS, for most)."""
-        return (self._whole if add_special_tokens else self._plain).encode(
-            text, add_special_tokens=add_special_tokens
-        ).ids
+        return _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text`, nothing added, and each token's characters [start, end) in `text`."""
-        encoding = self._plain.encode(text, add_special_tokens=False)
+        encoding = _encode(self._plain, text, False)
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -110,6 +107,19 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._whole.token_to_id(text)
+
+
+def _encode(backend: Backend, text: str, add_special_tokens: bool) -> Encoding:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    except TypeError as problem:  # the library's word for a string that is no Unicode text
+        half = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+        if half is None:
+            raise
+        raise UserError(
+            f"the text has half a character at {half}, {text[half]!r} (one of a surrogate pair), which is no Unicode; "
+            "mend or drop it"
+        ) from problem
 
 
 def _backend(directory: Path, text: str, config: Mapping[str, Any]) -> Backend:

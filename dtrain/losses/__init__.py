@@ -1,5 +1,96 @@
-"""Hidden states to log-probabilities, and from those to a loss. Knows no recipe."""
+"""Logits or hidden states to log-probabilities, entropy and top-k, over a vocabulary that may be cut over ranks; and
+from those to a loss. Knows no recipe.
 
-from dtrain.losses.hidden import VocabShard, weighted_logprob_sum
+`shard` and `softmax_stats` are underneath; `logprob`, `entropy`, `softmax`, `topk`, `sampling` read logits; `head` and
+`hidden` read hidden states; `next_token`, `packed`, `sequence_first`, `context`, `distillation` are what users call.
+"""
 
-__all__ = ["VocabShard", "weighted_logprob_sum"]
+from dtrain.losses.context import (
+    AllGatherCPTensor,
+    _get_tokens_on_this_cp_rank,
+    allgather_cp_sharded_tensor,
+    cp_shift_next,
+)
+from dtrain.losses.distillation import (
+    forward_kl,
+    get_distillation_topk_logprobs_from_logits,
+    mixed_kl,
+    reverse_kl,
+)
+from dtrain.losses.entropy import ChunkedDistributedEntropy, DistributedCrossEntropy
+from dtrain.losses.filtering import TrainingSamplingParams, apply_top_k_top_p, need_top_k_or_top_p_filtering
+from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
+from dtrain.losses.hidden import weighted_logprob_sum
+from dtrain.losses.logprob import ChunkedDistributedGatherLogprob, ChunkedDistributedLogprob, DistributedLogprob
+from dtrain.losses.next_token import (
+    dtensor_from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs,
+    get_logprobs_from_vocab_parallel_logits,
+    get_next_token_logprobs_from_logits,
+)
+from dtrain.losses.packed import from_parallel_logits_to_logprobs_packed_sequences
+from dtrain.losses.sampling import (
+    ChunkedDistributedLogprobWithSampling,
+    DistributedLogprobWithSampling,
+    all_to_all_sq2vp,
+    all_to_all_vp2sq,
+)
+from dtrain.losses.sequence_first import (
+    ChunkedDistributedHiddenStatesToLogprobs,
+    from_parallel_hidden_states_to_logprobs,
+)
+from dtrain.losses.shard import VocabShard, group_all_reduce_sum, group_all_reduce_sum_with_grad
+from dtrain.losses.softmax import (
+    _compute_distributed_log_softmax,
+    _compute_distributed_softmax,
+    vocab_parallel_log_softmax,
+)
+from dtrain.losses.topk import (
+    distributed_vocab_topk,
+    gather_logits_at_global_indices,
+    vocab_parallel_argmax,
+    vocab_parallel_gather_columns,
+)
+
+__all__ = [
+    "AllGatherCPTensor",
+    "ChunkedDistributedEntropy",
+    "ChunkedDistributedGatherLogprob",
+    "ChunkedDistributedHiddenStatesToLogprobs",
+    "ChunkedDistributedLogprob",
+    "ChunkedDistributedLogprobWithSampling",
+    "DistributedCrossEntropy",
+    "DistributedLogprob",
+    "DistributedLogprobWithSampling",
+    "HeadLogprobs",
+    "TrainingSamplingParams",
+    "VocabShard",
+    "_compute_distributed_log_softmax",
+    "_compute_distributed_softmax",
+    "_get_tokens_on_this_cp_rank",
+    "all_to_all_sq2vp",
+    "all_to_all_vp2sq",
+    "allgather_cp_sharded_tensor",
+    "apply_top_k_top_p",
+    "cp_shift_next",
+    "distributed_vocab_topk",
+    "dtensor_from_parallel_logits_to_logprobs",
+    "forward_kl",
+    "from_parallel_hidden_states_to_logprobs",
+    "from_parallel_logits_to_logprobs",
+    "from_parallel_logits_to_logprobs_packed_sequences",
+    "gather_logits_at_global_indices",
+    "get_distillation_topk_logprobs_from_logits",
+    "get_logprobs_from_vocab_parallel_logits",
+    "get_next_token_logprobs_from_logits",
+    "group_all_reduce_sum",
+    "group_all_reduce_sum_with_grad",
+    "logprobs_from_hidden_states",
+    "mixed_kl",
+    "need_top_k_or_top_p_filtering",
+    "reverse_kl",
+    "vocab_parallel_argmax",
+    "vocab_parallel_gather_columns",
+    "vocab_parallel_log_softmax",
+    "weighted_logprob_sum",
+]

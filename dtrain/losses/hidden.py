@@ -5,13 +5,12 @@ forward, tile by tile: three matrix products of the head instead of the four tha
 and no more memory than one tile of logits beside the two gradients.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from dtrain.parallel.collectives import all_reduce
+from dtrain.losses.head import add_product_, product
+from dtrain.losses.shard import VocabShard, on_shard, pick
+from dtrain.losses.softmax_stats import Stats, compute_dtype, merge_over
 
 # Elements of one tile of logits. A CPU core wants the tile near its cache, a GPU wants few large products.
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
@@ -20,15 +19,6 @@ _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 def tile_rows(vocab_size: int, device_type: str) -> int:
     """Tokens per tile of [rows, vocab_size] logits on a device."""
     return max(64, _TILE_ELEMENTS.get(device_type, 2**27) // vocab_size)
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """This rank's rows [start, start + rows of its weight) of a vocabulary cut over `group`; shards may be uneven or
-    empty, but cover the vocabulary."""
-
-    start: int
-    group: Any
 
 
 def weighted_logprob_sum(
@@ -48,60 +38,59 @@ def weighted_logprob_sum(
     target, each at most once; targets [T] int64 in [0, V); token_weights [T], constants (they get no gradient).
     softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
 
-    Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed in
-    max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
+    Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed
+    in max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
     whatever they hold. The graph can be walked once: a second backward raises RuntimeError.
 
     shard: weight is this rank's part of the vocabulary, targets are global ids, the same on every rank of the group.
     The value is the whole sum on every rank, the gradients are the shard's own: hidden's has still to be summed over
-    the group. Per tile one max and one sum all-reduce, of [rows] and [2, rows]. Without a shard no collective.
+    the group. One all-gather of three numbers per row and tile. Without a shard no collective.
     """
     rows_per_tile = rows_per_tile or tile_rows(weight.shape[0], weight.device.type)
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _WeightedLogprobSum.apply(hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad)
+    arguments = (hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad)
+    return _WeightedLogprobSum.apply(*arguments)
 
 
 class _WeightedLogprobSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = compute_dtype(hidden.dtype)
+        start_id, group = (0, None) if shard is None else (shard.start, shard.group)
         token_weights = token_weights.to(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
+        operand = weight if weight.is_cuda else weight.to(dtype)  # a CPU's product of bfloat16 is rounded to it
         if with_grad:
             hidden_grad = torch.zeros_like(hidden)  # [N, D]
             weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)  # [V, D]
         for start in range(0, index.numel(), rows_per_tile):
             tile = slice(start, start + rows_per_tile)
-            rows = hidden.index_select(0, index[tile])  # [t, D]
+            rows = hidden.index_select(0, index[tile]).to(operand.dtype)  # [t, D]
             scale = token_weights[tile, None]  # [t, 1]
-            target = targets[tile, None]  # [t, 1]
-            logits = torch.mm(rows, weight.t()).to(dtype)  # [t, V]
+            logits = product(rows, operand.t())  # [t, V]
             if softcap is not None:
                 logits = logits.div_(softcap).tanh_()
                 cap_slope = 1 - logits.square() if with_grad else None
                 logits = logits.mul_(softcap)
-            logits.sub_(_row_max(logits, shard))
-            local_target, is_mine = _on_shard(target, weight.shape[0], shard)
-            target_logit = _gather(logits, local_target, is_mine)
-            exponentials = logits.exp_()  # the logits' memory from here on
-            partition = exponentials.sum(-1, keepdim=True)
-            if shard is not None:
-                target_logit, partition = all_reduce(torch.stack([target_logit, partition]), shard.group)
-            total += (scale * (target_logit - partition.log())).sum()
+            local_target, is_mine = on_shard(targets[tile, None], start_id, weight.shape[0])  # [t, 1]
+            target_logit = pick(logits, local_target, is_mine, dtype).squeeze(1)
+            largest = _row_max(logits)
+            exponentials = logits.sub_(largest[:, None]).exp_()  # the logits' memory from here on
+            part = exponentials.sum(-1)
+            stats = Stats(largest, part.log())
+            whole, log_share, target_logit, _ = merge_over(stats, target_logit[None], weight.shape[0], group)
+            total += (scale.squeeze(1) * (target_logit.squeeze(0) - whole.m - whole.l)).sum()
             if not with_grad:
                 continue
             # d(Σ w·logp)/dlogits = w·(onehot − softmax)
-            grad = exponentials.mul_(-scale / partition)  # [t, V]
+            grad = exponentials.mul_(-scale * (log_share.exp() / part)[:, None])  # [t, V]
             if grad.shape[1]:
                 grad.scatter_add_(-1, local_target, scale * is_mine)
             if softcap is not None:
                 grad.mul_(cap_slope)
-            grad = grad.to(hidden.dtype)
-            hidden_grad.index_copy_(0, index[tile], torch.mm(grad, weight))
-            if weight_grad.dtype == grad.dtype:
-                weight_grad.addmm_(grad.t(), rows)
-            else:
-                weight_grad.add_(torch.mm(grad.t(), rows))
+            grad = grad.to(operand.dtype)
+            hidden_grad.index_copy_(0, index[tile], product(grad, operand).to(hidden.dtype))
+            add_product_(weight_grad, grad.t(), rows)
         if with_grad:
             ctx.grads = hidden_grad, weight_grad
             ctx.weight_dtype = weight.dtype
@@ -119,26 +108,6 @@ class _WeightedLogprobSum(torch.autograd.Function):
         return hidden_grad, weight_grad.to(ctx.weight_dtype), *[None] * 7
 
 
-def _row_max(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """[t, 1]: the largest logit of each row over the whole vocabulary."""
-    if not logits.shape[1]:
-        largest = logits.new_full((logits.shape[0], 1), float("-inf"))
-    else:
-        largest = logits.amax(-1, keepdim=True)
-    return largest if shard is None else all_reduce(largest, shard.group, "max")
-
-
-def _on_shard(target: Tensor, rows: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """Targets [t, 1] as rows of this rank's weight, and whether they are there; 0 where they are not."""
-    if shard is None:
-        return target, torch.ones_like(target, dtype=torch.bool)
-    local = target - shard.start
-    is_mine = (local >= 0) & (local < rows)
-    return torch.where(is_mine, local, 0), is_mine
-
-
-def _gather(logits: Tensor, local_target: Tensor, is_mine: Tensor) -> Tensor:
-    """[t, 1]: each row's logit of its target, 0 where another rank has it."""
-    if not logits.shape[1]:
-        return logits.new_zeros(logits.shape[0], 1)
-    return torch.where(is_mine, logits.gather(-1, local_target), 0)
+def _row_max(logits: Tensor) -> Tensor:
+    """[t]: the largest logit of each row, −inf of none."""
+    return logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -float("inf"))

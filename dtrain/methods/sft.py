@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from dtrain.batch import Batch
+from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
 
 
-class Sft:
+class Sft(Method):
     """loss = −Σ log p(label) ÷ trained tokens, both over the whole global batch."""
 
     streams = ("input_ids", "labels", "position_ids", "seq_ids")

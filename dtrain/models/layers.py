@@ -263,7 +263,8 @@ class CausalLM(nn.Module):
         Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
         applies config.final_logit_softcapping.
         """
-        return fn(self.hidden_states(input_ids, position_ids, seq_ids), self.lm_head.local("weight"))
+        # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
+        return fn(self.model(input_ids, position_ids, seq_ids), self.lm_head.local("weight"))
 
     def checkpoint_names(self, name: str) -> list[str]:
         """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""

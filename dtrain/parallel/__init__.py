@@ -1,1 +1,24 @@
-"""Meshes, placements, FSDP and gradients: how one model lies on many ranks."""
+"""Meshes, placements, FSDP and gradients: how one model lies on many ranks. README.md explains the meshes.
+
+Names are imported when they are used: `dtrain.parallel.fits` is read where no torch is.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "_parallelize_gemma3": "parallelize",
+    "_parallelize_llama": "parallelize",
+    "_parallelize_model": "parallelize",
+    "_parallelize_qwen": "parallelize",
+    "clip_grad_by_total_norm_": "grads",
+    "get_grad_norm": "grads",
+    "to_local_if_dtensor": "parallelize",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,5 +1,7 @@
 """FSDP2 over a decoder: which modules form one unit, in which dtypes, and the sum (never the mean) of gradients."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,31 +42,20 @@ def shard_with_policies(
 
     mesh: one dimension, or (replicate, shard) for HSDP. By default a layer is gathered before its forward and again
     before its backward (one all-gather each, the next layer's on its way while one computes), its gradient
-    reduce-scattered after, and under HSDP all-reduced over the replicas; the root stays gathered between the two, for
-    its head is the last of the forward and the first of the backward. reshard_after_forward True gives up the root's
-    weights too, False keeps the layers': one all-gather, and the whole model in memory.
+    reduce-scattered after, and under HSDP all-reduced over the replicas. The last layer and the root stay gathered
+    between the two: the last of the forward are the first of the backward. reshard_after_forward True gives up those
+    too, False keeps all: one all-gather, and the whole model in memory.
 
     Gradients are summed: the loss already divides by the count of the global batch.
     """
-    by_default = reshard_after_forward == "default"
     layers = list(model.model.layers)
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=True if by_default else reshard_after_forward,
-        )
-    fully_shard(
-        model,
-        mesh=mesh,
-        mp_policy=precision,
-        offload_policy=offload,
-        reshard_after_forward=False if by_default else reshard_after_forward,
-    )
-    for layer, following in zip(layers, layers[1:], strict=False):
-        layer.set_modules_to_forward_prefetch([following])
+        reshard = layer is not layers[-1] if reshard_after_forward == "default" else reshard_after_forward
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+    reshard = reshard_after_forward is True
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+    for unit, following in pairwise([model, *layers]):
+        unit.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -72,6 +63,14 @@ def shard_with_policies(
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     for name in ("with_head", "hidden_states"):
         register_fsdp_forward_method(model, name)
+
+
+def give_weights_back(model: nn.Module) -> None:
+    """Let go of every gathered weight, those too that stay for a backward: after a forward that none follows, weights
+    written in place would not be seen by the next one. No collective."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

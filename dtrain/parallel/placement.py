@@ -1,8 +1,8 @@
 """Which global slice of a parameter this rank holds: the one answer that reading, initialising and saving share.
 
-DTensor's own `compute_local_shape_and_global_offset` is wrong for some uneven FSDP×TP shards, so the arithmetic is ours:
-a dimension is first cut by the plain `Shard`s in mesh order (tensor parallel), then by FSDP's `_StridedShard`, each into
-chunks of ceil(n / k), the last ones shorter or empty.
+DTensor's own `compute_local_shape_and_global_offset` is wrong for some uneven FSDP×TP shards, so the arithmetic is
+ours: a dimension is first cut by the plain `Shard`s in mesh order (tensor parallel), then by FSDP's `_StridedShard`,
+each into chunks of ceil(n / k), the last ones shorter or empty.
 """
 
 from torch import Tensor

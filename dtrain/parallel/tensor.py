@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel styles: how one module's parameters lie on the tp mesh, and what it sends.
 
 Parameters become DTensors on the tp mesh, replicated ones too; the modules read them through `LocalParameters` and
-compute on plain tensors. Activations are plain tensors too. Between attention and MLP blocks they are replicated over tp, or, under sequence
-parallel, cut along the sequence: [B, S/tp, D], S padded to a multiple of tp inside the decoder.
+compute on plain tensors. Activations are plain tensors too: between attention and MLP blocks replicated over tp, or,
+under sequence parallel, cut along the sequence: [B, S/tp, D], S padded to a multiple of tp inside the decoder.
 
 What a layer sends over tp, forward and backward alike: two all-reduces, or, under sequence parallel, two all-gathers
 and two reduce-scatters (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
@@ -87,13 +87,22 @@ def rowwise(module: nn.Module, tp: TensorParallel) -> None:
 
 
 def block(module: nn.Module, tp: TensorParallel) -> None:
-    """An attention or MLP block: its first argument, the hidden states, enters here once for all its projections."""
-    module.register_forward_pre_hook(lambda module, inputs: (tp.enter(inputs[0]), *inputs[1:]))
+    """An attention or MLP block: its first argument, the hidden states, enters here once for all its projections.
+
+    In its forward, not in a hook: what checkpointing computes again begins with it and keeps the cut hidden states."""
+    _adopt(module, _Block)
+    module.tp = tp
 
 
 def sequence(module: nn.Module, tp: TensorParallel) -> None:
-    """A norm between blocks. Under sequence parallel each rank norms its tokens, and the weights' gradients are summed."""
+    """A norm between blocks. Under sequence parallel a rank norms its tokens, and the weights' gradients are summed."""
     _place(module, tp, "weight", Replicate(), grad=Partial() if tp.sequence else Replicate())
+
+
+def replicated(module: nn.Module, tp: TensorParallel) -> None:
+    """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
+    for name in module._parameters:
+        _place(module, tp, name, Replicate())
 
 
 def head_norm(module: nn.Module, tp: TensorParallel) -> None:
@@ -110,9 +119,12 @@ def vocab_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
 
 
 def vocab_head(module: nn.Linear, tp: TensorParallel) -> None:
-    """The head's logits of this rank's rows of the vocabulary: a DTensor [B, S, V] sharded on V."""
+    """The head's logits of this rank's rows of the vocabulary: a DTensor [B, S, V] sharded on V.
+
+    `module.vocab_start`, the first of these rows, says that the head is cut."""
     _place(module, tp, "weight", Shard(0))
     vocabulary = module.out_features
+    module.vocab_start, _ = chunk_bounds(vocabulary, tp.size, tp.rank)
 
     def wrap(module: nn.Module, inputs: tuple, logits: Tensor) -> DTensor:
         shape = torch.Size((*logits.shape[:-1], vocabulary))
@@ -140,6 +152,11 @@ STYLES: dict[str, Style] = {
     "vocab_embedding": vocab_embedding,
     "vocab_head": vocab_head,
 }
+
+
+class _Block:
+    def forward(self, hidden: Tensor, *rest: Any) -> Tensor:
+        return super().forward(self.tp.enter(hidden), *rest)
 
 
 class _VocabEmbedding:

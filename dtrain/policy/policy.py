@@ -4,7 +4,7 @@ The path of a batch: host rows of this dp rank → `batch.micro_batches` → cou
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer,
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig
 from dtrain.optim import build_optimizer, build_scheduler
+from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
@@ -113,16 +114,31 @@ class Policy:
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
         }
 
-    def load(self, store: CheckpointStore, step: int, state: dict[str, Any], keep: Collection[str] = ()) -> None:
+    def load(
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        beside: Mapping[str, torch.Tensor],
+        keep: Collection[str] = (),
+        verified: bool = False,
+    ) -> None:
         """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
 
-        keep: optimizer options (`betas`, ...) that stay as the recipe has them. Collective. Raises UserError where the checkpoint does not fit.
+        beside: what else the checkpoint holds, filled too. keep: optimizer options (`betas`, ...) that stay as the
+        recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
+        fit.
         """
         restore_optimizer(self.model, self.optimizer, state["optimizer"], keep=keep)
-        store.load(step, self.tensors())
+        store.load(step, self.tensors() | dict(beside), verified=verified)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def load_weights(self, store: CheckpointStore, step: int) -> None:
+        """Fill the model alone from a checkpoint of whatever mesh. Collective. UserError where it does not fit."""
+        store.load(step, training_tensors(self.model), only=True)
 
     def export(self, out: Path, source: Path) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
@@ -147,6 +163,7 @@ class Policy:
     def _evaluate(self, batches, loss_fn, count):
         seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
         results = [self.scorer.loss(batch, loss_fn, seqs, tokens) for batch in batches]
+        give_weights_back(self.model)
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
     @staticmethod

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch
-from dtrain.losses import VocabShard, weighted_logprob_sum
+from dtrain.losses import HeadLogprobs, VocabShard, logprobs_from_hidden_states, weighted_logprob_sum
 from dtrain.parallel.context import make_cp_batch_and_ctx
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.placement import chunk_bounds
 
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -48,16 +47,35 @@ class LogprobSource:
             shard=self._shard,
         )
 
+    def logprobs(
+        self, *, temperature: float = 1.0, entropy: bool = False, top1: bool = False, log_p2: bool = False
+    ) -> HeadLogprobs:
+        """log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the entropy,
+        whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
+        differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
+        """
+        return logprobs_from_hidden_states(
+            self._hidden,
+            self._head_weight,
+            self._batch["labels"],
+            temperature=temperature,
+            softcap=self._softcap,
+            shard=self._shard,
+            entropy=entropy,
+            top1=top1,
+            log_p2=log_p2,
+            index=self._batch["label_index"],
+        )
+
 
 class Scorer:
     """Losses of micro-batches on a model that lies on a mesh."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device):
         self.model, self.mesh, self.device = model, mesh, device
-        self._shard = None
-        if mesh.tp.size() > 1:
-            start, _ = chunk_bounds(model.config.vocab_size, mesh.tp.size(), mesh.tp.get_local_rank())
-            self._shard = VocabShard(start, mesh.tp.get_group())
+        # A plan of the user's own may leave the head whole.
+        start = getattr(model.lm_head, "vocab_start", None)
+        self._shard = None if start is None else VocabShard(start, mesh.tp.get_group())
 
     def loss(
         self, batch: Batch, loss_fn: Loss, global_seqs: Tensor, global_tokens: Tensor

@@ -116,7 +116,7 @@ class Updater:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         where = f"in the gradients of {shown}" if names else "in gradients on another rank, or their norm overflows"
         return (
-            f"the gradient norm is {norm}: the first non-finite values are {where}. The weights were not touched and the "
-            "last checkpoint stands. Lower optimizer.lr, look at the data of this step, or let up to N such steps in a "
-            "row be skipped with train.skip_nonfinite=N"
+            f"the gradient norm is {norm}: the first non-finite values are {where}. The weights were not touched and "
+            "the last checkpoint stands. Lower optimizer.lr, look at the data of this step, or let up to N such steps "
+            "in a row be skipped with train.skip_nonfinite=N"
         )

@@ -1,13 +1,17 @@
 """Hugging Face directories in: values, slices, and every way in which files can be wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dtrain import models
 from dtrain.checkpoint.huggingface import read_weights
@@ -169,6 +173,46 @@ def test_ranks_read_their_slices(tmp_path, sizes, tied):
     write_index(tmp_path, state(seeded(0, tied=tied)))
     world = torch.Size(sizes.values()).numel()
     assert all(run_world(read_on, world, tmp_path, sizes, tied))
+
+
+class Wide(torch.nn.Module):
+    """24 weights of 8 MiB."""
+
+    ignored_checkpoint_names = ()
+
+    def __init__(self):
+        super().__init__()
+        for index in range(24):
+            self.register_parameter(f"w{index}", torch.nn.Parameter(torch.empty(1 << 11, 1024, device="meta")))
+
+    def checkpoint_names(self, name):
+        return [name]
+
+
+def sharded_peak(rank, directory):
+    """KiB of resident memory that building and reading one of two shards takes at its peak."""
+    model = fully_shard(Wide(), mesh=init_device_mesh("cpu", (2,)))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is that of the parent
+    before = resident("VmRSS")
+    model.to_empty(device="cpu")
+    read_weights(model, directory)
+    for name, parameter in model.named_parameters():
+        assert (parameter.to_local() == float(name[1:])).all()
+    return resident("VmHWM") - before
+
+
+def resident(field):
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def test_a_rank_needs_its_shard_and_one_tensor(tmp_path):
+    for index in range(24):  # several files, and an index
+        save_file({f"w{index}": torch.full((1 << 11, 1024), float(index))}, tmp_path / f"model-{index}.safetensors")
+    index = {"weight_map": {f"w{index}": f"model-{index}.safetensors" for index in range(24)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard, tensor = 96 * 1024, 8 * 1024
+    for peak in run_world(sharded_peak, 2, tmp_path):
+        assert 0.9 * shard <= peak < shard + tensor + 6 * 1024, f"{peak} KiB"
 
 
 def test_reading_needs_one_tensor_beside_the_model(tmp_path):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtrain.checkpoint.files import checksum
+from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.errors import UserError
@@ -122,12 +123,10 @@ def test_prune_keeps_the_newest(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (5, 10, 100):
         store.save(step, tensors(), {})
-    store.prune(None)
+    store.prune(Retention(None))
     assert store.steps() == [5, 10, 100]
-    store.prune(2)
+    store.prune(Retention(2))
     assert store.steps() == [10, 100]
-    with pytest.raises(UserError, match="keep_last"):
-        store.prune(0)
 
 
 def test_a_full_disk_is_said_and_leaves_what_was_saved(tmp_path):

@@ -71,12 +71,14 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["train.max_grad_norm=0"], "train.max_grad_norm=0.0 must be more than 0, or null"),
         (1, ["checkpoint.allow_changes=[optimzer]"], "optimzer is no key of a recipe; did you mean optimizer?"),
         (1, ["method=dpo"], "method=dpo: only supervised fine-tuning is in this version yet"),
-        (2, ["parallel.tp=2"], "parallel.tp=2: tensor parallel is not in this version yet; set parallel.tp=1"),
-        (2, ["parallel.cp=2"], "parallel.cp=2: context parallel is not in this version yet"),
-        (2, ["parallel.dp_replicate=2"], "parallel.dp_replicate=2: replicas (HSDP) are not in this version yet"),
-        (1, ["parallel.cpu_offload=true"], "parallel.cpu_offload=true: CPU offload is not in this version yet"),
-        (1, ["parallel.custom_plan=a.b"], "parallel.custom_plan=a.b: custom plans are not"),
-        (1, ["checkpoint.init_from=x"], "checkpoint.init_from=x: not in this version yet"),
+        (1, ["parallel.reshard_after_forward=often"], "reshard_after_forward=often must be default, true or false"),
+        (1, ["parallel.custom_plan={}"], "parallel.custom_plan={} must be a table"),
+        (4, ["parallel.cp=4", "data.max_length=7"], "parallel.cp=4 cuts a sequence into 8 pieces"),
+        (4, ["parallel.cp=4", "data.max_length=7"], "set data.max_length=8 or more, or parallel.cp=3 or less"),
+        (1, ["data.train.sources=[{path: a.jsonl}]"], "data.train.path and data.train.sources are both set"),
+        (1, ["checkpoint.keep_every=0"], "checkpoint.keep_every=0 must be at least 1, or null"),
+        (1, ["checkpoint.keep_best=loos"], "checkpoint.keep_best=loos is none of val_loss, loss, nor null"),
+        (1, ["checkpoint.keep_best=val_loss"], "set train.validate_every=100"),
         (1, ["data.train.format=preference"], "preference data is for method=dpo"),
     ],
 )
@@ -86,7 +88,7 @@ def test_each_mistake_is_named_with_its_fix(world_size, overrides, answer):
 
 def test_problems_come_together():
     found = problems(3, "parallel.tp=2", "model.path=null", "optimizer.lr=-1", "method=grpo", "train.steps=0")
-    assert len(found) == 6
+    assert len(found) == 5
 
 
 def test_what_recipes_may_switch_off_passes():
@@ -95,7 +97,28 @@ def test_what_recipes_may_switch_off_passes():
         == []
     )
     assert problems(1, "optimizer.name=torch.optim.Adagrad", "checkpoint.allow_changes=[optimizer.lr,data]") == []
+    told = "checkpoint.allow_changes=[data.fingerprint,optimizer.kwargs.amsgrad]"  # what a refused resume says to name
+    assert problems(1, told) == []
     assert problems(1, "scheduler=[{name: linear, steps: 3},{name: cosine}]") == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.tp=2", "parallel.cp=2", "parallel.dp_replicate=2"],
+        ["parallel.custom_plan=package.plan", "parallel.reshard_after_forward=true", "parallel.cpu_offload=true"],
+        ["parallel.custom_plan={model.layers.*.mlp: block}", "parallel.reshard_after_forward=false"],
+        ["parallel.cp=4", "data.max_length=8"],
+    ],
+)
+def test_meshes_and_plans_pass(overrides):
+    assert problems(8, *overrides) == []
+
+
+def test_every_violation_of_a_mesh_is_listed():
+    found = problems(6, "parallel.tp=4", "parallel.cp=4", "data.max_length=4")
+    assert len(found) == 2
+    assert "cp 4 × tp 4 = 16 does not divide 6 processes" in found[0] and "parallel.cp=2 or less" in found[1]
 
 
 def test_names_are_those_that_optim_knows():

@@ -137,6 +137,7 @@ def test_yaml_round_trip_and_diff():
         ("optimizer.lr=fast", "optimizer.lr=fast must be a number"),
         ("optimizer.betas=[0.9,x]", "optimizer.betas=[0.9, 'x'] must be a list of numbers"),
         ("optimizer=adam", "optimizer is a mapping with the keys name, lr"),
+        ("scheduler=null", "scheduler=null: scheduler is a mapping with the keys name"),
         ("data.train=x.jsonl", "data.train is a mapping with the keys path"),
         ("grpo.rewards=[{fnn: a}]", "grpo.rewards[0].fnn is no key of a recipe; did you mean grpo.rewards[0].fn?"),
         ("optimizer.lr", "an override is written key=value"),

@@ -202,3 +202,9 @@ def test_meta_is_json(tmp_path, coder):
     samples = open_(coder, write_jsonl(tmp_path / "a.jsonl", texts(5)), tmp_path / "cache")
     meta = json.loads((samples.directory / "meta.json").read_text())
     assert meta["samples"] == 5 and meta["sizes"]["tokens.bin"] == 4 * meta["tokens"]
+
+
+def test_a_place_that_cannot_hold_it_is_named(tmp_path, coder):
+    file = write_jsonl(tmp_path / "a.jsonl", texts(3))
+    with pytest.raises(UserError, match=r"a\.jsonl/cache: Not a directory.* set data\.cache_dir"):
+        open_(coder, file, file / "cache")

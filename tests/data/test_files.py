@@ -119,3 +119,28 @@ def test_paths_that_mean_no_data(tmp_path, path, words):
     with pytest.raises(UserError) as error:
         files.resolve(path.replace("{dir}", str(tmp_path)), "data.val.path")
     assert all(word in str(error.value) for word in ["data.val.path", *words])
+
+
+@pytest.mark.parametrize("rest", ['[{"n": 2}]', "oops", ', {"n": 2}]'])
+def test_what_follows_a_json_array_is_not_passed_over(tmp_path, rest):
+    (tmp_path / "a.json").write_text('[{"n": 1}]\n \n')
+    assert read(tmp_path / "a.json") == [(1, {"n": 1})]
+    (tmp_path / "a.json").write_text(f'[{{"n": 1}}]\n{" " * 5_000_000}\n{rest}')
+    with pytest.raises(UserError, match=r"a\.json:1: the JSON array ends here, but .* follows"):
+        read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000])
+def test_json_that_python_cannot_read_names_its_line(tmp_path, value):
+    for text, line in ((f'{{"n": 1}}\n{{"n": {value}}}', 2), (f'[{{"n": {value}}}]', 1)):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(UserError, match=rf"a\.json:{line}: Python cannot read this"):
+            read(tmp_path / "a.json")
+
+
+def test_a_gzip_file_damaged_in_the_middle(tmp_path):
+    content = bytearray(gzip.compress(b"".join(b'{"n": %d}\n' % number for number in range(90_000))))
+    content[20] ^= 0xFF
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(UserError, match="not a whole gzip file"):
+        read(tmp_path / "a.jsonl.gz")

@@ -75,6 +75,8 @@ def test_prompt_completion_text_and_tokens():
     assert normalise({"text": "t"}, "text") == Text("t")
     assert normalise({"input_ids": [5, 6], "labels": [-100, 6]}, "tokenized") == Tokens([5, 6], [False, True])
     assert normalise({"input_ids": "[5, 6]"}, "tokenized") == Tokens([5, 6], [True, True])
+    said_twice = {"input_ids": [5, 6], "attention_mask": [1, 1], "completion_mask": [0, 1], "labels": [-100, 6]}
+    assert normalise(said_twice, "tokenized") == Tokens([5, 6], [False, True])
 
 
 def chat(**message):
@@ -105,6 +107,8 @@ def chat(**message):
     ({"input_ids": [1, 2], "labels": [2, -100]}, "tokenized", ["labels[0] is 2", "not be shifted"]),
     ({"input_ids": [1, "2"]}, "tokenized", ["input_ids[1]"]),
     ({"input_ids": [1, -2]}, "tokenized", ["negative"]),
+    ({"input_ids": [0, 1, 2], "attention_mask": [0, 1, 1]}, "tokenized", ["attention_mask has zeros", "padding"]),
+    ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "tokenized", ["completion_mask is not read", "labels"]),
     ({"chosen": "a", "rejected": "b"}, "preference", ["preferences", "dpo", "not in dtrain yet"]),
     ({"text": "t"}, "messages", ["no messages", "looks like format text", "data.train.sources"]),
     ({"question": "t"}, "messages", ["no messages", "question", "prompt, completion"]),

@@ -104,3 +104,10 @@ def test_torch_free():
     names = "files, formats, tokenizer, template, replies, sample, pool"
     code = f"import sys; from dtrain.data import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_half_a_character_is_named(tmp_path):
+    tokenizer = Tokenizer.from_directory(save(tmp_path, byte_level()))
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(UserError, match="half a character at 3, "):
+            encode("abc\ud83d")

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names
+from dtrain.parallel.grads import clip_grad_by_total_norm_, clip_grads_, get_grad_norm, grad_norm, nonfinite_names
 from dtrain.parallel.placement import local_slices, local_tensor
 from tests.world import run_world
 
@@ -28,6 +28,17 @@ def reference(max_norm):
 
 
 def sharded_norm(rank, replicate, shard, tp, max_norm):
+    model = sharded_gradients(replicate, shard, tp)
+    norm = grad_norm(model.parameters())
+    clip_grads_(model.parameters(), max_norm, norm)
+    expected_norm, expected = reference(max_norm)
+    assert abs(norm.item() - expected_norm) <= 1e-12 * expected_norm
+    for name, parameter in model.named_parameters():
+        want = expected[name][local_slices(parameter)]
+        assert torch.allclose(local_tensor(parameter.grad), want, rtol=1e-10, atol=0), name
+
+
+def sharded_gradients(replicate, shard, tp):
     mesh = init_device_mesh("cpu", (replicate, shard, tp), mesh_dim_names=("replicate", "shard", "tp"))
     model, inputs = model_and_loss()
     if tp > 1:
@@ -38,18 +49,35 @@ def sharded_norm(rank, replicate, shard, tp, max_norm):
     else:
         fully_shard(model, mesh=mesh["shard"])
     model(inputs).square().sum().backward()
-    norm = grad_norm(model.parameters())
-    clip_grads_(model.parameters(), max_norm, norm)
-    expected_norm, expected = reference(max_norm)
-    assert abs(norm.item() - expected_norm) <= 1e-12 * expected_norm
-    for name, parameter in model.named_parameters():
-        want = expected[name][local_slices(parameter)]
-        assert torch.allclose(local_tensor(parameter.grad), want, rtol=1e-10, atol=0), name
+    return model
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "tp"), [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)]
-)
+MESHES = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)]
+
+
+def norms_of_every_order(rank, replicate, shard, tp):
+    """`get_grad_norm` and `grad_norm` for p = 1, 2, 3, inf, and clipping, on mixed placements."""
+    gradients = sharded_gradients(replicate, shard, tp)
+    dp = init_device_mesh("cpu", (replicate * shard, tp), mesh_dim_names=("dp", "tp"))
+    flat = torch.cat([gradient.flatten() for gradient in reference(1e9)[1].values()])
+    for p in (1, 2, 3, float("inf")):
+        expected = torch.linalg.vector_norm(flat, p).item()
+        assert abs(grad_norm(gradients.parameters(), p).item() - expected) <= 1e-12 * expected, p
+        groups = dp["dp"].get_group(), dp["tp"].get_group() if tp > 1 else None
+        norm = get_grad_norm(list(gradients.parameters()), *groups, norm_type=p)
+        assert abs(norm - expected) <= 1e-12 * expected, p
+    before = [local_tensor(parameter.grad).clone() for parameter in gradients.parameters()]
+    clip_grad_by_total_norm_(gradients.parameters(), norm / 2, norm)
+    for parameter, old in zip(gradients.parameters(), before, strict=True):
+        assert torch.allclose(local_tensor(parameter.grad), old / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("replicate", "shard", "tp"), MESHES)
+def test_every_norm_equals_one_process(replicate, shard, tp):
+    run_world(norms_of_every_order, replicate * shard * tp, replicate, shard, tp)
+
+
+@pytest.mark.parametrize(("replicate", "shard", "tp"), MESHES)
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
 def test_norm_and_clip_equal_one_process(replicate, shard, tp, max_norm):
     run_world(sharded_norm, replicate * shard * tp, replicate, shard, tp, max_norm)
@@ -72,7 +100,7 @@ def test_low_precision_gradients_are_scaled_themselves_and_summed_in_float32():
     gradient = parameter.grad
     norm = grad_norm([parameter])
     assert norm.dtype == torch.float32
-    assert abs(norm.item() - gradient.float().norm().item()) < 1e-5
+    assert abs(norm.item() - gradient.double().norm().item()) < 1e-6
     clip_grads_([parameter], norm.item() / 2, norm)
     assert parameter.grad is gradient
     assert torch.allclose(gradient.float(), torch.full((100_000,), 0.005), rtol=1e-2)
@@ -84,3 +112,25 @@ def test_names_of_nonfinite_gradients():
     model.bias.grad = torch.zeros(2)
     assert nonfinite_names(model.named_parameters()) == ["weight"]
     assert not torch.isfinite(grad_norm(model.parameters()))
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3])
+def test_large_float32_tensors_lose_nothing(norm_type):
+    """torch's own norm of these is wrong by 1e-3 and more: it adds one element after another."""
+    parameter = nn.Parameter(torch.empty(5_000_037))
+    parameter.grad = torch.rand_like(parameter)
+    expected = torch.linalg.vector_norm(parameter.grad.double(), norm_type).item()
+    assert abs(grad_norm([parameter], norm_type).item() - expected) <= 2e-7 * expected
+    assert abs(get_grad_norm(parameter, None, None, norm_type) - expected) <= 2e-7 * expected
+
+
+def test_norms_of_nothing_and_of_small_and_mixed_gradients():
+    small, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    assert grad_norm([small]).item() == get_grad_norm([small], None, None) == 0.0
+    small.grad, other.grad = torch.tensor([3.0, 0.0, 0.0]), torch.tensor([[0.0, -4.0], [0.0, 0.0]], dtype=torch.float64)
+    assert get_grad_norm([small, other], None, None) == 5.0
+    assert get_grad_norm([small, other], None, None, float("inf")) == 4.0
+    clip_grad_by_total_norm_([small, other], 1.0, 5.0)
+    assert abs(get_grad_norm([small, other], None, None) - 1.0) < 1e-6
+    clip_grad_by_total_norm_([small, other], 10.0, 1.0)  # shorter than allowed: left alone
+    assert abs(get_grad_norm([small, other], None, None) - 1.0) < 1e-6

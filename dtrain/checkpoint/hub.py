@@ -1,0 +1,81 @@
+"""Models of the Hugging Face hub by their id, `owner/name`: from huggingface_hub's cache, or downloaded into it.
+
+huggingface_hub comes with tokenizers; where its cache lies, HF_TOKEN and HF_HUB_OFFLINE are its own affair. Imports no
+torch. Only weights in safetensors and the small files beside them are fetched, no code and no pickle.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE
+from dtrain.errors import UserError
+
+FETCHED = [CONFIG, *COMPANIONS, SINGLE, "model-*.safetensors", INDEX]
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_id(path: str) -> bool:
+    """Whether `path` reads as a model's id on the hub. A directory of that name comes first."""
+    return _ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def cached(name: str, *, weights: bool = True) -> Path | None:
+    """The directory of model `name` in the cache; None where it is not there whole. No network.
+
+    weights: without them the directory is not whole.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # A look for config.json alone: what another tool fetched of a model is a part that the library calls partial.
+        directory = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return directory if (directory / CONFIG).is_file() and (not weights or _has_weights(directory)) else None
+
+
+def download(name: str, *, weights: bool = True) -> Path:
+    """The directory of model `name` in the cache, what it lacks downloaded. UserError that says what to do where the
+    hub does not give it. Several processes may ask at once: the library locks each file."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = FETCHED if weights else [CONFIG, *COMPANIONS]
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} is gated: its owner wants your agreement. Log in at https://huggingface.co/{name} and accept, "
+            "then run `hf auth login`, or set HF_TOKEN to a token of that account"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"there is no directory {name} here, and the hub has no such model, or it is private and no token, or the "
+            "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"{name} is no directory here and not in the hub's cache on this machine, and the hub cannot be reached "
+            f"(no network, or HF_HUB_OFFLINE=1): run `dtrain download {name}` where there is a network, or set "
+            "model.path to a directory"
+        ) from error
+    except HfHubHTTPError as error:
+        raise UserError(f"{name}: the hub answered with an error: {str(error).strip().splitlines()[0]}") from error
+    except OSError as error:
+        raise UserError(f"{name} could not be downloaded: {error}") from error
+    if not (directory / CONFIG).is_file() or (weights and not _has_weights(directory)):
+        lacking = CONFIG if not (directory / CONFIG).is_file() else "weights in safetensors"
+        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
+    return directory
+
+
+def _has_weights(directory: Path) -> bool:
+    if (directory / SINGLE).is_file():
+        return True
+    try:
+        names = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((directory / str(name)).is_file() for name in names)

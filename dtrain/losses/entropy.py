@@ -1,0 +1,156 @@
+"""Negative entropy and cross entropy of softmaxes over a vocabulary cut over ranks, tile by tile, the backward reading
+the logits again. One all-gather of a few numbers per row and rank.
+"""
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.logprob import fill_rows_, rows_within, tile_buffer
+from dtrain.losses.shard import Group, group_rank, group_size
+from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, merge_over, part_stats, tiles, weighted_sum_
+from dtrain.parallel.collectives import all_gather
+
+
+class _NegEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, group, chunk_size, inference_only):
+        rows = max(1, rows_within(logits, chunk_size) // 2)
+        first, second = tile_buffer(logits, rows), tile_buffer(logits, rows)
+        stats = Stats(*first.new_empty(3, *logits.shape[:-1]).unbind())
+        for index in tiles(logits.shape[:-1], rows):
+            tile = logits[index]
+            part = part_stats(tile, *(buffer[: tile.numel()].view(tile.shape) for buffer in (first, second)))
+            stats.m[index], stats.l[index], stats.neg_entropy[index] = part.m, part.l, part.neg_entropy
+        whole, log_share, _, _ = merge_over(stats, None, logits.shape[-1], group)
+        value = whole.neg_entropy.contiguous()
+        if inference_only:
+            ctx.mark_non_differentiable(value)
+        elif ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, log_share, value.clone(), stats.m == -float("inf"))
+            ctx.rows = rows
+        return value
+
+    @staticmethod
+    def backward(ctx, upstream):
+        logits, log_share, neg_entropy, dead = ctx.saved_tensors
+        dtype = log_share.dtype
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        buffer = tile_buffer(logits, ctx.rows)
+        scale = upstream.to(dtype).unsqueeze(-1)
+        for index in tiles(logits.shape[:-1], ctx.rows):
+            tile = logits[index]
+            if not tile.numel():
+                continue
+            logp = torch.log_softmax(tile, -1, dtype=dtype, out=buffer[: tile.numel()].view(tile.shape))
+            logp.add_(log_share[index].unsqueeze(-1)).clamp_(min=torch.finfo(dtype).min)
+            # d(Σ p·log p)/dz = p·(log p − Σ p·log p); the clamp keeps 0·log 0 at 0.
+            out = torch.exp(logp, out=grad[index]) if grad.dtype == dtype else logp.exp()
+            out.mul_(logp.sub_(neg_entropy[index].unsqueeze(-1))).mul_(scale[index])
+            fill_rows_(out, dead[index])
+            if grad.dtype != dtype:
+                grad[index] = out
+        return grad, None, None, None
+
+
+class ChunkedDistributedEntropy:
+    """Σ p·log p, the negative entropy, from logits with a cut vocabulary."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor, chunk_size: int | None, tp_group: Group, inference_only: bool = False
+    ) -> Tensor:
+        """logits [B, S, V/tp] -> Σ p·log p over the whole vocabulary [B, S], float32 (float64 from float64).
+
+        p·log p is 0 where p is 0, logits of −inf included. Any leading shape; shards may be uneven or empty; extra
+        memory O(chunk_size · V/tp). The value on every rank, the gradient the shard's own. One all-gather forward, none
+        backward.
+        """
+        return _NegEntropy.apply(vocab_parallel_logits, tp_group, chunk_size, inference_only)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, student, target, group, inference_only):
+        rows = max(1, rows_within(student, None) // 2)
+        first, second = tile_buffer(student, rows), tile_buffer(target, rows)
+        leading = student.shape[:-1]
+        students, targets = (Stats(*first.new_empty(2, *leading).unbind()) for _ in range(2))
+        crossed = first.new_zeros(leading)  # Σ p·log q over the shard's own softmaxes
+        for index in tiles(leading, rows):
+            tile = student[index]
+            logq, p = (buffer[: tile.numel()].view(tile.shape) for buffer in (first, second))
+            for logits, buffer, stats in ((tile, logq, students), (target[index], p, targets)):
+                part = part_stats(logits, buffer)
+                stats.m[index], stats.l[index] = part.m, part.l
+            fill_rows_(logq, students.m[index] == -float("inf"), -float("inf"))
+            if tile.numel():
+                crossed[index] = weighted_sum_(logq, p.exp_())
+        value, student_share, target_share = _merge_cross(students, targets, crossed, group)
+        if inference_only:
+            ctx.mark_non_differentiable(value)
+        elif ctx.needs_input_grad[0]:
+            ctx.save_for_backward(student, target, student_share, target_share)
+            ctx.rows = rows
+        return value
+
+    @staticmethod
+    def backward(ctx, upstream):
+        student, target, student_share, target_share = ctx.saved_tensors
+        dtype = student_share.dtype
+        grad = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+        buffer = tile_buffer(target, ctx.rows)
+        upstream = upstream.to(dtype)
+        student_scale, target_scale = ((upstream * share).unsqueeze(-1) for share in (student_share, target_share))
+        for index in tiles(student.shape[:-1], ctx.rows):
+            tile = student[index]
+            if not tile.numel():
+                continue
+            p = torch.softmax(target[index], -1, dtype=dtype, out=buffer[: tile.numel()].view(tile.shape))
+            p.mul_(target_scale[index])
+            fill_rows_(p, target_share[index] == 0)
+            out = grad[index] if grad.dtype == dtype else torch.empty(tile.shape, dtype=dtype, device=tile.device)
+            torch.softmax(tile, -1, dtype=dtype, out=out).mul_(student_scale[index])
+            fill_rows_(out, student_share[index] == 0)
+            out.sub_(p)  # dH(p, q)/dz = q − p
+            if grad.dtype != dtype:
+                grad[index] = out
+        return grad, None, None, None
+
+
+def _merge_cross(students: Stats, targets: Stats, crossed: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """H(p, q) over the whole vocabulary, and this rank's shares of q and of p, all [..]. One all-gather."""
+    if group_size(group) == 1:
+        return -crossed, torch.ones_like(crossed), torch.ones_like(crossed)
+    size, rank = group_size(group), group_rank(group)
+    message = torch.stack([students.m, students.l, targets.m, targets.l, crossed])
+    gathered = all_gather(message[None], 0, group).view(size, *message.shape).transpose(0, 1)  # [5, n, ..]
+    (_, log_students), (_, log_targets) = (merge(Stats(*gathered[i : i + 2].unbind())) for i in (0, 2))
+    share = log_targets.exp()
+    # log q of the whole is log q of the shard plus the shard's log share of q.
+    value = -torch.where(share == 0, 0, share * (gathered[4] + log_students)).sum(0)
+    return value, log_students[rank].exp(), share[rank]
+
+
+class DistributedCrossEntropy:
+    """H(p_target, q_student) over a cut vocabulary: the forward KL up to the target's entropy, a constant."""
+
+    @staticmethod
+    def apply(student_logits: Tensor, target_logits: Tensor, group: Group, inference_only: bool = False) -> Tensor:
+        """student_logits, target_logits [B, S, V/tp] -> −Σ p·log q [B, S], float32 (float64 from float64).
+
+        Gradient to the student only. p·log q is 0 where p is 0. Any leading shape, shards uneven or empty. The value on
+        every rank, the gradient the shard's own. One all-gather of 5 numbers per row forward, none backward.
+        Raises ValueError where the shapes differ.
+        """
+        if student_logits.shape != target_logits.shape:
+            raise ValueError(
+                f"student_logits {tuple(student_logits.shape)} and target_logits {tuple(target_logits.shape)} must "
+                "have the same shape"
+            )
+        dtype = torch.promote_types(compute_dtype(student_logits.dtype), target_logits.dtype)
+        if compute_dtype(student_logits.dtype) != dtype or compute_dtype(target_logits.dtype) != dtype:
+            raise ValueError(
+                f"student_logits are {student_logits.dtype} and target_logits {target_logits.dtype}: both or neither "
+                "must be float64"
+            )
+        return _CrossEntropy.apply(student_logits, target_logits, group, inference_only)

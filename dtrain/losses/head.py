@@ -1,0 +1,308 @@
+"""Log-probabilities of targets straight from hidden states and the head's weight: the logits exist one tile at a time.
+
+Tiles over tokens and vocabulary; per tile one matrix product and the row statistics of `softmax_stats`, merged over
+tiles and then over ranks. The backward computes the tiles again: four products of the head in all, and no more memory
+than a tile beside the two gradients. For a sum with known weights `hidden.weighted_logprob_sum` needs three.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.shard import VocabShard, on_shard, pick
+from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, merge_over, part_stats
+
+# Largest tile of logits [tokens, ids]. On a CPU core blocks of both near the cache; on a GPU few large products.
+_TILE = {"cpu": (512, 1024), "cuda": (4096, 32768)}
+
+
+def default_tile(device_type: str) -> tuple[int, int]:
+    """Tokens and ids of a tile where the caller has no wish."""
+    return _TILE.get(device_type, _TILE["cuda"])
+
+
+class HeadLogprobs(NamedTuple):
+    """Per token, shaped as the targets, 0 where there is no target; None where it was not asked for.
+
+    logprobs: log p(target). entropy: −Σ p·log p. top1: whether no token is likelier than the target (bool).
+    log_p2: log Σ p². The first two carry gradients.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    top1: Tensor | None = None
+    log_p2: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What turns a product of hidden states and weight into logits, what is asked of them, and in which tiles."""
+
+    temperature: float
+    softcap: float | None
+    shard: VocabShard | None
+    entropy: bool
+    squares: bool
+    tile: tuple[int, int] | None
+    inference_only: bool
+
+    @property
+    def start(self) -> int:
+        return 0 if self.shard is None else self.shard.start
+
+    def logits_(self, product: Tensor) -> Tensor:
+        """softcap · tanh(product / softcap) / temperature, in place."""
+        if self.softcap is not None:
+            product.div_(self.softcap).tanh_().mul_(self.softcap)
+        return product if self.temperature == 1.0 else product.div_(self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """d logits / d product, a new tensor or a number; None for 1."""
+        if self.softcap is None:
+            return None if self.temperature == 1.0 else 1.0 / self.temperature
+        ratio = logits * (self.temperature / self.softcap)
+        return ratio.square_().sub_(1).mul_(-1.0 / self.temperature)
+
+    def stats(self, packed: Tensor) -> Stats:
+        """Statistics [2..4, T] by name."""
+        fields = iter(packed.unbind())
+        present = (True, True, self.entropy or self.squares, self.squares)
+        return Stats(*(next(fields) if is_there else None for is_there in present))
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less; into `out` where given."""
+    dtype = torch.promote_types(compute_dtype(a.dtype), b.dtype)
+    if a.is_cuda and a.dtype == b.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
+    a, b = a.to(dtype), b.to(dtype)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, total in the compute dtype."""
+    if a.dtype == b.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(product(a, b))
+
+
+def logprobs_from_hidden_states(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    shard: VocabShard | None = None,
+    entropy: bool = False,
+    top1: bool = False,
+    log_p2: bool = False,
+    index: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+    inference_only: bool = False,
+) -> HeadLogprobs:
+    """log softmax(softcap · tanh(hidden · weightᵀ / softcap) / temperature) at targets, and what else is asked of the
+    same softmax, in one pass.
+
+    hidden [.., D], any float dtype; weight [V, D]; targets [..] int64 global ids. A target outside [0, V), −100
+    included, gives 0 everywhere, no gradient, and costs nothing, whatever its hidden state holds.
+    Values in max(float32, the dtype), as are all products and sums; gradients in the inputs' dtypes, the weight's
+    summed in max(float32, the dtype). log p and the entropy are differentiable, any number of times.
+
+    shard: weight is this rank's part of the vocabulary, targets the same on every rank. The values come back on every
+    rank; the gradients are the shard's own: hidden's has still to be summed over the group. One all-gather of 3 to 5
+    numbers per token forward, none backward.
+    index [T] int64: the flat positions that have a target, each once; who knows them on the host saves a GPU the work
+    on the others. Without it a CPU finds them, a GPU (which would have to stop for that) computes all positions.
+    tile: tokens and ids of the largest tile of logits. inference_only: nothing is saved, no gradient.
+    Raises ValueError for a temperature or softcap that is not positive.
+    """
+    if temperature <= 0 or (softcap is not None and softcap <= 0):
+        raise ValueError(f"temperature={temperature} and softcap={softcap} must be positive")
+    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+    if index is None and not hidden.is_cuda:
+        has_target = flat_targets >= 0
+        if shard is None:
+            has_target &= flat_targets < weight.shape[0]
+        if not has_target.all():
+            index = has_target.nonzero().squeeze(1)
+    head = _Head(
+        temperature,
+        softcap,
+        shard,
+        entropy,
+        log_p2,
+        tile,
+        inference_only or not torch.is_grad_enabled(),
+    )
+    chosen = flat_targets if index is None else flat_targets.index_select(0, index)
+    values = _HiddenLogprobs.apply(flat, weight, chosen, index, head)
+
+    def placed(value: Tensor) -> Tensor:
+        if index is not None:
+            value = value.new_zeros(flat_targets.shape).index_copy(0, index, value)
+        return value.view(targets.shape)
+
+    asked = (True, entropy, top1, log_p2)
+    return HeadLogprobs(*(placed(value) if is_asked else None for value, is_asked in zip(values, asked, strict=True)))
+
+
+class _HiddenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, index, head):
+        tiles = _Tiles(head, len(targets), hidden, weight)
+        local, is_mine = on_shard(targets, head.start, len(weight))
+        fields = 2 + (head.entropy or head.squares) + head.squares
+        packed = torch.empty(fields, len(targets), dtype=tiles.dtype, device=hidden.device)
+        target_logit = torch.zeros(len(targets), dtype=tiles.dtype, device=hidden.device)
+        for some in tiles.of_tokens():
+            rows = _rows(hidden, index, some).to(tiles.operand)
+            parts = []
+            for ids in tiles.of_ids():
+                logits = head.logits_(product(rows, weight[ids].t(), out=tiles.memory(some, ids, 0)))
+                column, here = _in_tile(local[some], is_mine[some], ids)
+                target_logit[some] += pick(logits, column, here, tiles.dtype).squeeze(1)
+                second = logits if head.entropy or head.squares else None
+                parts.append(part_stats(logits, tiles.memory(some, ids, 1), second, squares=head.squares))
+            packed[:, some] = _merged(parts).pack()
+        group = None if head.shard is None else head.shard.group
+        stats, _, summed, vocabulary = merge_over(head.stats(packed), target_logit[None], len(weight), group)
+        target_logit = summed.squeeze(0)
+        valid = (targets >= 0) & (targets < vocabulary)
+        logprobs = torch.where(valid, (target_logit - stats.m) - stats.l, 0)
+        entropy = torch.where(valid, -stats.neg_entropy, 0) if head.entropy else None
+        top1 = valid & (target_logit >= stats.m)
+        log_p2 = torch.where(valid, stats.squares.log(), 0) if head.squares else None
+        differentiable = () if head.inference_only else (logprobs, entropy)
+        outputs = (logprobs, entropy, top1, log_p2)
+        ctx.mark_non_differentiable(*(v for v in outputs if v is not None and not any(v is d for d in differentiable)))
+        if not head.inference_only:
+            ctx.set_materialize_grads(False)
+            lse = torch.where(valid, stats.m + stats.l, 0)
+            kept_entropy = None if entropy is None else entropy.clone()
+            ctx.save_for_backward(hidden, weight, local, is_mine & valid, valid, index, lse, kept_entropy)
+            ctx.head = head
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy, _top1, _log_p2):
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 5
+        hidden, weight, local, is_mine, valid, index, lse, entropy = ctx.saved_tensors
+        head = ctx.head
+        tiles = _Tiles(head, len(lse), hidden, weight)
+        upstream = _Upstream(
+            None if grad_logprobs is None else torch.where(valid, grad_logprobs, 0).to(tiles.dtype),
+            None if grad_entropy is None else torch.where(valid, grad_entropy, 0).to(tiles.dtype),
+            lse,
+            entropy,
+        )
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.zeros_like(hidden) if wants_hidden else None
+        weight_grad = torch.zeros(weight.shape, dtype=tiles.dtype, device=weight.device) if wants_weight else None
+        for some in tiles.of_tokens():
+            rows = _rows(hidden, index, some).to(tiles.operand)
+            if rows.is_cuda or not valid[some].all():
+                rows = torch.where(valid[some, None], rows, 0)
+            rows_grad = None
+            if wants_hidden:
+                in_place = index is None and hidden.dtype == tiles.dtype
+                rows_grad = hidden_grad[some] if in_place else torch.zeros_like(rows, dtype=tiles.dtype)
+            for ids in tiles.of_ids():
+                part = weight[ids].to(tiles.operand)
+                logits = head.logits_(product(rows, part.t(), out=tiles.memory(some, ids, 0)))
+                slope = head.slope(logits)
+                column, here = _in_tile(local[some], is_mine[some], ids)
+                grad = upstream.to_logits_(logits, tiles.memory(some, ids, 1), some, column, here)
+                if slope is not None:
+                    grad.mul_(slope)
+                grad = grad.to(tiles.operand)
+                if wants_hidden:
+                    add_product_(rows_grad, grad, part)
+                if wants_weight:
+                    add_product_(weight_grad[ids], grad.t(), rows)
+            if wants_hidden and index is not None:
+                hidden_grad.index_copy_(0, index[some], rows_grad.to(hidden.dtype))
+            elif wants_hidden and not in_place:
+                hidden_grad[some] = rows_grad
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+
+
+@dataclass
+class _Upstream:
+    """The incoming gradients [T] (None for none) and the softmax's log Σ exp and entropy [T]."""
+
+    logprobs: Tensor | None
+    entropies: Tensor | None
+    lse: Tensor
+    entropy: Tensor | None
+
+    def to_logits_(self, logits: Tensor, scratch: Tensor, some: slice, column: Tensor, here: Tensor) -> Tensor:
+        """The gradient of a tile of logits, in its memory or in the scratch's.
+
+        d log p_t / dz_v = [v = t] − p_v;  dH / dz_v = −p_v · (log p_v + H).
+        """
+        logp = logits.sub_(self.lse[some, None])
+        if self.entropies is None:
+            grad = logp.exp_().mul_(-self.logprobs[some, None])
+        else:
+            p = torch.exp(logp, out=scratch)
+            factor = logp.add_(self.entropy[some, None]).mul_(-self.entropies[some, None])
+            if self.logprobs is not None:
+                factor.sub_(self.logprobs[some, None])
+            grad = p.mul_(factor)
+        if self.logprobs is not None and grad.shape[1]:
+            grad.scatter_add_(1, column, self.logprobs[some, None] * here)
+        return grad
+
+
+class _Tiles:
+    """The cut of [tokens, ids] into tiles, and memory that they share."""
+
+    def __init__(self, head: _Head, tokens: int, hidden: Tensor, weight: Tensor):
+        self.dtype = torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
+        # Matrix products take operands as they are on a GPU, which sums them in float32; a CPU rounds, so they are
+        # cast.
+        self.operand = torch.promote_types(hidden.dtype, weight.dtype) if hidden.is_cuda else self.dtype
+        self.tokens, self.ids, self.device = tokens, len(weight), hidden.device
+        rows, columns = head.tile or default_tile(hidden.device.type)
+        elements = rows * columns
+        self.rows = max(1, min(rows, tokens))
+        self.columns = max(1, min(self.ids, columns if head.tile else max(columns, elements // self.rows)))
+        if not head.tile:
+            self.rows = max(self.rows, min(tokens, elements // self.columns))
+        self._memory: dict[int, Tensor] = {}
+
+    def of_tokens(self) -> list[slice]:
+        return [slice(start, min(start + self.rows, self.tokens)) for start in range(0, self.tokens, self.rows)]
+
+    def of_ids(self) -> list[slice]:
+        starts = range(0, max(self.ids, 1), self.columns)
+        return [slice(start, min(start + self.columns, self.ids)) for start in starts]
+
+    def memory(self, some: slice, ids: slice, which: int) -> Tensor:
+        """[tokens, ids] of a tile, uninitialised; the same memory again for the same `which`."""
+        if which not in self._memory:
+            self._memory[which] = torch.empty(self.rows * self.columns, dtype=self.dtype, device=self.device)
+        shape = (some.stop - some.start, ids.stop - ids.start)
+        return self._memory[which][: shape[0] * shape[1]].view(shape)
+
+
+def _rows(hidden: Tensor, index: Tensor | None, some: slice) -> Tensor:
+    """The hidden states [t, D] of a tile of tokens."""
+    return hidden[some] if index is None else hidden.index_select(0, index[some])
+
+
+def _in_tile(local: Tensor, is_mine: Tensor, ids: slice) -> tuple[Tensor, Tensor]:
+    """The shard's columns [t] of targets as columns [t, 1] of a tile, and whether they are there."""
+    here = is_mine & (local >= ids.start) & (local < ids.stop)
+    return torch.where(here, local - ids.start, 0)[:, None], here[:, None]
+
+
+def _merged(parts: list[Stats]) -> Stats:
+    if len(parts) == 1:
+        return parts[0]
+    return merge(parts[0].unpack(torch.stack([part.pack() for part in parts], 1)))[0]

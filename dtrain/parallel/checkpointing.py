@@ -1,0 +1,40 @@
+"""Activation checkpointing: what a layer computes again in the backward instead of keeping."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+def checkpoint_activations(model: nn.Module, kind: str) -> None:
+    """Recompute activations in the backward: of whole layers (full), of their MLPs (mlp), or of all but the results of
+    matrix products and attention (selective); "none" changes nothing. Module names stay as they are. No collective
+    here; those inside what is computed again run again."""
+    if kind == "none":
+        return
+    for layer in model.model.layers:
+        if kind == "full":
+            checkpoint(layer)
+        elif kind == "mlp":
+            checkpoint(layer.mlp)
+        else:
+            checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive))
+
+
+_EXPENSIVE = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def _keep_expensive(context, operation, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,112 @@
+"""Models onto meshes from Python, under the names that NeMo-RL's users know: a plan, checkpointing, FSDP2, in that
+order.
+
+Each of these puts dtrain's model on its meshes in place and returns it; all apply the model's own table (`model.plan`).
+Styles for rotary tables (NeMo's RotaryEmbedParallel) have no use here: a decoder makes them from positions once per
+forward, whole, on every rank. The norm over each head of q and k is the style `head_norm`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from dtrain.errors import UserError
+from dtrain.parallel.apply import Plan, apply_plan, find_plan
+from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.parallel.fits import misfits
+from dtrain.parallel.fsdp import shard_with_policies
+
+
+def _parallelize_llama(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+) -> nn.Module:
+    """`model` with its plan over `tp_mesh`, its layers checkpointed whole where asked, sharded over `dp_mesh`.
+
+    dp_mesh: one dimension, or (replicate, shard). tp_mesh: one dimension; None or of size 1: no tensor parallel.
+    Gradients are summed over dp_mesh, never averaged. Collective where FSDP2's is. The families differ in their tables
+    alone.
+
+    Raises ValueError for a model without a plan, and for heads or a vocabulary that tp cannot share out.
+    """
+    return _parallelize(model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing)
+
+
+_parallelize_qwen = _parallelize_llama
+_parallelize_gemma3 = _parallelize_llama
+
+
+def _parallelize_model(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh | None,
+    param_dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    custom_parallel_plan: str | Plan | None = None,
+) -> nn.Module:
+    """As `_parallelize_llama`, the policies made here: layers compute in `param_dtype`, gradients are reduced in
+    max(float32, it), outputs stay in it; cpu_offload keeps parameters in host memory.
+
+    custom_parallel_plan: a table that replaces the model's, or the import path of one or of a function that gives one.
+    Raises ValueError also for a plan that cannot be used.
+    """
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=torch.promote_types(param_dtype, torch.float32),
+        cast_forward_inputs=False,  # the rotary tables stay in float32
+    )
+    return _parallelize(
+        model,
+        dp_mesh,
+        tp_mesh,
+        mp_policy,
+        CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy(),
+        sequence_parallel,
+        activation_checkpointing,
+        custom_parallel_plan,
+    )
+
+
+def to_local_if_dtensor(tensor: Tensor) -> Tensor:
+    """This rank's plain part of a DTensor, sharing its storage; any other tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parallelize(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    sequence_parallel: bool,
+    activation_checkpointing: bool,
+    custom_plan: Any = None,
+) -> nn.Module:
+    if getattr(model, "plan", None) is None:
+        raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        config = model.config
+        problems = misfits(
+            config.num_attention_heads, config.num_key_value_heads, config.vocab_size, tp_mesh.size()
+        )
+        if problems:
+            raise ValueError("\n".join(problems))
+        try:
+            apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+    checkpoint_activations(model, "full" if activation_checkpointing else "none")
+    shard_with_policies(model, dp_mesh, mp_policy, offload_policy)
+    return model

@@ -1,0 +1,38 @@
+"""Attention by its definition: all scores, in float64, for tests to compare with."""
+
+import torch
+
+
+def visible(positions, documents, window):
+    """[B, S, S] bool, from `attention.mask`'s sentence: same document, at or before, within the window."""
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = (distance >= 0) & (distance < (window or 10**9))
+    return seen if documents is None else seen & (documents[:, :, None] == documents[:, None, :])
+
+
+def attention(q, k, v, seen, scale):
+    """q [B, S, H, hd], k and v [B, S, kv, hd], seen [B, S, S] → [B, S, H, hd]."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).double() for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def tensors(rows, length, heads, kv_heads, size, dtype=torch.float64, seed=0):
+    """q, k, v and a gradient of the output, random."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [heads, kv_heads, kv_heads, heads]
+    return [torch.randn(rows, length, n, size, generator=generator, dtype=torch.float64).to(dtype) for n in shapes]
+
+
+def packed_rows(rows, length):
+    """positions and documents [rows, length]: documents of other lengths in each row, the last one padding (-1)."""
+    positions, documents = torch.zeros(2, rows, length, dtype=torch.int64)
+    for row in range(rows):
+        start, document = 0, 0
+        while start < length:
+            end = min(length, start + 3 + 4 * row + 2 * document)
+            positions[row, start:end] = torch.arange(end - start)
+            documents[row, start:end] = document if end < length else -1
+            start, document = end, document + 1
+    return positions, documents

@@ -1,0 +1,93 @@
+"""Both kernels of context parallel on 2, 3 and 4 ranks, forward and backward, against dense attention."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtrain.attention.blocks import CpuFlash, Products
+from dtrain.attention.context import GatherKernel
+from dtrain.attention.kernels import KERNELS
+from dtrain.attention.mask import Visibility
+from dtrain.attention.ring import RingKernel
+from dtrain.parallel.layout import shard_sequence
+from tests.attention.dense import attention, packed_rows, tensors, visible
+from tests.world import run_world
+
+KERNELS_OF_CP = {
+    "gather": lambda mesh: GatherKernel(KERNELS["sdpa"], mesh),
+    "ring": lambda mesh: RingKernel(KERNELS["sdpa"], mesh),
+    "ring by products": lambda mesh: RingKernel(KERNELS["sdpa"], mesh, Products()),
+    "ring by torch's kernel": lambda mesh: RingKernel(KERNELS["sdpa"], mesh, CpuFlash()),
+}
+
+
+def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype, rtol):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
+    kernel = KERNELS_OF_CP[kernel](mesh)
+    assert kernel.abilities.context_parallel and not kernel.abilities.cache
+    if packed:
+        positions, documents = packed_rows(2, length)
+    else:
+        positions, documents = torch.arange(length)[None], None
+    mine = [None if x is None else shard_sequence(x, rank, size) for x in (positions, documents)]
+    keys = kernel.keys(*mine)
+    assert torch.equal(keys[0].expand_as(positions), positions)
+    assert documents is None or torch.equal(keys[1], documents)
+    for window in windows:
+        q, k, v, grad = tensors(2, length, heads, kv_heads, 8, dtype)
+        wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
+        expected = attention(*wide, visible(positions, documents, window), 0.25)
+        expected.backward(grad.double())
+        parts = [shard_sequence(x, rank, size).clone().requires_grad_() for x in (q, k, v)]
+        seen = Visibility(parts[0].shape[1], length, window, mine[0], keys[0], mine[1], keys[1])
+        out = kernel(*parts, kernel.prepare(seen, dtype, torch.device("cpu")), 0.25)
+        assert out.dtype == dtype
+        out.backward(shard_sequence(grad, rank, size))
+        right = [expected.detach(), *(x.grad for x in wide)]
+        for found, whole in zip([out, *(part.grad for part in parts)], right, strict=True):
+            share = shard_sequence(whole, rank, size)
+            assert (found.double() - share).abs().max() <= rtol * whole.abs().max()
+
+
+CASES = [
+    (*case, torch.float64, 1e-12)
+    for case in itertools.product(KERNELS_OF_CP, (2, 3, 4), (48,), ((4, 2), (4, 4), (3, 1)), (True, False))
+]
+CASES += [(kernel, 2, 24, (4, 2), True, torch.float32, 5e-6) for kernel in KERNELS_OF_CP]
+CASES += [(kernel, 3, 6, (4, 2), packed, torch.float64, 1e-12) for kernel in ("gather", "ring") for packed in (0, 1)]
+SAMPLE = set(random.Random(1).sample(range(len(CASES)), 20))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if i in SAMPLE else pytest.mark.full) for i, c in enumerate(CASES)], ids=str
+)
+def test_the_numbers_of_dense_attention(case):
+    kernel, size, length, (heads, kv_heads), packed, dtype, rtol = case
+    run_world(on_ranks, size, kernel, size, length, heads, kv_heads, packed, (None, 5, 30), dtype, rtol)
+
+
+def low_precision_sums(rank, size):
+    """The ring's gradients of keys travel and are summed in float32: as near as one process in bfloat16."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
+    kernel, length = RingKernel(KERNELS["sdpa"], mesh), 64
+    q, k, v, grad = tensors(1, length, 2, 1, 8, torch.bfloat16)
+    positions = torch.arange(length)[None]
+    wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
+    attention(*wide, visible(positions, None, None), 0.3).backward(grad.double())
+    parts = [shard_sequence(x, rank, size).clone().requires_grad_() for x in (q, k, v)]
+    mine = shard_sequence(positions, rank, size)
+    seen = Visibility(length // size, length, None, mine, kernel.keys(mine, None)[0])
+    kernel(*parts, kernel.prepare(seen, torch.bfloat16, torch.device("cpu")), 0.3).backward(
+        shard_sequence(grad, rank, size)
+    )
+    for part, whole in zip(parts, wide, strict=True):
+        assert part.grad.dtype == torch.bfloat16
+        error = (part.grad.double() - shard_sequence(whole.grad, rank, size)).norm()
+        assert error <= 0.01 * whole.grad.norm()
+
+
+def test_low_precision():
+    run_world(low_precision_sums, 4, 4)

@@ -1,0 +1,140 @@
+"""Models by their hub id: from a cache as huggingface_hub lays it out, and its errors in plain words. No network."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from dtrain import cli, models
+from dtrain.checkpoint import hub
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.errors import UserError
+from dtrain.launch import launch
+from dtrain.preflight import load, preflight
+from tests.tiny import tiny_recipe, write_model
+
+NAME = "someone/Tiny-0.1B"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The hub's cache, with one model in it: blobs, a snapshot of links, and the name of its commit."""
+    root = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    source = write_model(tmp_path / "source")
+    model = models.build(models.read_config(source))
+    models.init_weights(model, 0)
+    written = tmp_path / "written"
+    write_directory(model, written, source)
+    repository, commit = root / f"models--{NAME.replace('/', '--')}", "0123456789" * 4
+    snapshot = repository / "snapshots" / commit
+    for directory in (repository / "blobs", repository / "refs", snapshot):
+        directory.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for number, file in enumerate(written.iterdir()):
+        file.rename(repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(repository / "blobs" / str(number))
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    ("path", "is_id"),
+    [(NAME, True), ("Qwen/Qwen3-0.6B", True), ("./a/b", False), ("/a/b", False), ("a/b/c", False), ("a", False),
+     ("~/a", False), ("../a", False), ("a/b c", False), ("a/", False)],
+)  # fmt: skip
+def test_what_reads_as_an_id(path, is_id):
+    assert hub.is_id(path) == is_id
+
+
+def test_a_directory_of_the_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(NAME).mkdir(parents=True)
+    assert not hub.is_id(NAME)
+
+
+def test_a_run_takes_a_cached_model_without_a_network(tmp_path, cache):
+    recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained", "train.steps=1"))
+    assert recipe.model.path == str(cache) and preflight(recipe, 1) == []
+    launch(recipe)
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def test_a_part_of_a_model_is_not_taken_for_the_whole(tmp_path, cache):
+    (cache / "model.safetensors").unlink()
+    recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained"))
+    assert "`dtrain download someone/Tiny-0.1B` fetches it" in preflight(recipe, 1)[0]
+    assert load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=scratch")).model.path == str(cache)
+
+
+def test_offline_and_not_cached_is_said(tmp_path, cache, capsys):
+    recipe = tiny_recipe(tmp_path, "model.path=someone/else", "model.init=pretrained")
+    with pytest.raises(UserError, match="someone/else is no directory here and not in the hub's cache"):
+        launch(recipe)
+    assert cli.main(["download", "someone/else"]) == 1
+    assert "the hub cannot be reached" in capsys.readouterr().err
+    assert cli.main(["download", NAME]) == 0
+    assert capsys.readouterr().out.strip() == str(cache)
+
+
+def refusing(kind):
+    response = SimpleNamespace(headers={}, status_code=401, request=None)
+
+    def snapshot_download(*args, local_files_only=False, **kwargs):
+        if local_files_only:
+            raise LocalEntryNotFoundError("not here")
+        raise kind("401 Client Error. (Request ID: 1)", response=response)
+
+    return snapshot_download
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (GatedRepoError, "is gated: its owner wants your agreement. Log in at https://huggingface.co/meta/x and"),
+        (RepositoryNotFoundError, "the hub has no such model, or it is private and no token"),
+    ],
+)
+def test_gated_and_private_models_are_answered_with_what_to_do(tmp_path, monkeypatch, kind, said):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refusing(kind))
+    with pytest.raises(UserError, match="hf auth login") as caught:
+        launch(tiny_recipe(tmp_path, "model.path=meta/x", "model.init=pretrained"))
+    assert said in str(caught.value)
+
+
+def test_other_problems_of_a_recipe_are_told_before_a_download(tmp_path, monkeypatch):
+    def never(*args, local_files_only=False, **kwargs):
+        assert local_files_only
+        raise LocalEntryNotFoundError("not here")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
+    with pytest.raises(UserError, match="2 problems"):
+        launch(tiny_recipe(tmp_path, "model.path=meta/x", "train.global_batch=3"))
+
+
+def test_only_weights_and_small_files_are_fetched(tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, local_files_only=False, allow_patterns=None):
+        asked["patterns"] = allow_patterns
+        return str(write_model(tmp_path / "model"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match="has no weights in safetensors"):
+        hub.download("meta/x")
+    from fnmatch import fnmatch
+
+    def fetched(name):
+        return any(fnmatch(name, pattern) for pattern in asked["patterns"])
+
+    assert all(map(fetched, ["config.json", "tokenizer.json", "model.safetensors", "model-00001-of-00002.safetensors"]))
+    assert not any(map(fetched, ["pytorch_model.bin", "modeling_x.py", "original/consolidated.pth", "optimizer.pt"]))
+
+
+def test_no_hub_is_imported_where_the_model_is_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    load(tiny_recipe(tmp_path))

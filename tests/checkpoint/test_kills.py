@@ -1,0 +1,144 @@
+"""kill -9 at random instants: nothing is lost but the steps since the last whole save, and nothing is left behind."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.checkpoint.retention import Retention
+from dtrain.checkpoint.store import CheckpointStore
+from tests.checkpoint.processes import Processes, checkpoints, rows
+from tests.test_trainer import metrics, run, trajectory, weights
+from tests.tiny import tiny_recipe
+
+STEPS = 120
+SHAPE = (
+    f"train.steps={STEPS}",
+    "train.dtype=float32",
+    "train.global_batch=4",
+    "train.micro_batch=1",
+    "checkpoint.every=1",
+    "launch.nproc=2",
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The same run, in one piece."""
+    return run(tiny_recipe(tmp_path_factory.mktemp("whole"), *SHAPE, "checkpoint.every=40"), 2)
+
+
+def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
+    """Start the run once per target and kill that at a random instant, then let it end; compare it with one piece."""
+    recipe = tiny_recipe(tmp_path, *SHAPE)
+    store = checkpoints(recipe)
+    for target in targets:
+        before = max(store.published(), default=0)
+        started = Processes(recipe)
+        if draw.random() < 0.2:
+            time.sleep(draw.uniform(0, 8))  # while it starts
+        elif started.wait_for_rows(before + 1 + draw.randrange(8)):
+            time.sleep(draw.uniform(0, 0.3))
+        workers = started.workers()
+        chosen = {
+            "launcher": [started.launcher.pid],
+            "all": started.pids(),
+            "worker": [draw.choice(workers or [started.launcher.pid])],
+        }
+        started.kill(chosen[target])
+        assert started.end(30) != 0 or rows(started.directory) == STEPS
+        assert max(store.published(), default=0) >= before
+        for step in store.published():
+            assert store.damage(step) == []
+    newest = max(store.published(), default=None)
+    finished = Processes(recipe)
+    assert finished.end(120) == 0, finished.text()
+    if newest is not None:
+        assert f"step-{newest}" in finished.text() or newest == STEPS
+    assert [row["step"] for row in metrics(recipe)] == list(range(1, STEPS + 1))
+    assert trajectory(recipe) == trajectory(uninterrupted)
+    expected = weights(uninterrupted, STEPS)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(recipe, STEPS).items())
+    assert len(store.published()) == 3
+    hidden = [path.name for path in store.directory.iterdir() if path.name.startswith(".")]
+    assert hidden == []
+
+
+def test_killed_runs_go_on(tmp_path, uninterrupted):
+    kill_and_go_on(tmp_path, uninterrupted, random.Random(0), ["worker", "launcher", "all"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_killed_runs_go_on_whenever(tmp_path, uninterrupted, seed):
+    draw = random.Random(seed)
+    kill_and_go_on(tmp_path, uninterrupted, draw, draw.choices(["worker", "launcher", "all"], k=10))
+
+
+# ---- one saver, killed often
+
+
+def value(step):
+    return torch.full((2000,), float(step)), torch.arange(1000.0) + step
+
+
+def save_for_ever(directory):
+    store = CheckpointStore(directory, Ranks(alone=True))
+    step = max(store.published(), default=0)
+    while True:
+        step += 1
+        a, b = value(step)
+        store.save(step, {"a": a, "b": b}, {"step": step}, {"step": step})
+        store.prune(Retention(keep_last=2, keep_every=50))
+
+
+def seconds_of_a_save(directory):
+    """In a process as freshly forked as those that are killed."""
+    began = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        a, b = value(1)
+        CheckpointStore(directory, Ranks(alone=True)).save(1, {"a": a, "b": b}, {})
+        os._exit(0)
+    os.waitpid(child, 0)
+    return time.perf_counter() - began
+
+
+def killed_savers(directory, draw, count):
+    store = CheckpointStore(directory, Ranks(alone=True))
+    longest = 4 * seconds_of_a_save(directory / "clock")
+    newest = 0
+    for _ in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_for_ever(directory)
+            finally:
+                os._exit(1)
+        time.sleep(draw.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        steps = store.published()
+        assert steps == store.steps() and max(steps, default=0) >= newest
+        newest = max(steps, default=0)
+        assert sum(step % 50 != 0 for step in steps) <= 3
+        for step in steps[-2:]:
+            tensors = {"a": torch.zeros(2000), "b": torch.zeros(1000)}
+            assert store.load(step, tensors) == {"step": step}
+            assert store.read_rank_state(step) == ({"step": step}, 0)
+            assert all(map(torch.equal, tensors.values(), value(step)))
+    return newest
+
+
+def test_a_saver_killed_anywhere_leaves_whole_steps(tmp_path):
+    assert killed_savers(tmp_path, random.Random(0), 60) > 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_saver_killed_hundreds_of_times(tmp_path, seed):
+    assert killed_savers(tmp_path, random.Random(seed), 200) > 30

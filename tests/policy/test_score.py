@@ -1,0 +1,54 @@
+"""`LogprobSource.logprobs` inside the model's forward on a mesh: loss, norm and entropy of one process, any mesh."""
+
+import pytest
+
+from dtrain.batch import IGNORE, collate
+from dtrain.config import sizes
+from dtrain.methods.sft import Sft
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from tests.policy.test_policy import rows
+from tests.tiny import tiny_recipe
+from tests.world import run_world
+
+
+def by_token(source, batch, global_seqs, global_tokens):
+    """A loss of log-probabilities and entropies that no weighted sum can express."""
+    values = source.logprobs(temperature=0.8, entropy=True, top1=True, log_p2=True)
+    assert values.logprobs.shape == values.top1.shape == values.log_p2.shape == batch["labels"].shape
+    probabilities = values.logprobs.exp() * (batch["labels"] != IGNORE)
+    loss = -(probabilities * 3 + 0.1 * values.entropy).sum() / global_tokens
+    return loss, {}
+
+
+def sum_by_token(source, batch, global_seqs, global_tokens):
+    return -source.logprobs().logprobs.sum() / global_tokens, {}
+
+
+def two_steps(rank, recipe, world_size, loss_fn):
+    derived = sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy.init_optimizer(4)
+    loss_fn = Sft().loss if loss_fn == "sft" else loss_fn
+    made = rows(4 * derived.dp)[mesh.dp_rank :: derived.dp] if derived.dp > 1 else rows(4)
+    results = [policy.train(collate(made), loss_fn) for _ in range(2)]
+    return [(result["global_loss"].tolist(), result["grad_norm"]) for result in results]
+
+
+def flat(results):
+    return [number for losses, norm in results for number in (*losses, *(norm if isinstance(norm, list) else [norm]))]
+
+
+@pytest.mark.parametrize("tp, cp", [(2, 1), (1, 2), (2, 2)])
+def test_losses_of_tokens_are_those_of_one_process(tmp_path, tp, cp):
+    def on(tp, cp, loss_fn):
+        recipe = tiny_recipe(tmp_path, "train.global_batch=4", f"parallel.tp={tp}", f"parallel.cp={cp}")
+        return flat(run_world(two_steps, tp * cp, recipe, tp * cp, loss_fn)[0])
+
+    for loss_fn in (by_token, sum_by_token):
+        assert on(tp, cp, loss_fn) == pytest.approx(on(1, 1, loss_fn), rel=1e-9)
+    assert on(tp, cp, sum_by_token) == pytest.approx(on(1, 1, "sft"), rel=1e-9)

@@ -1,0 +1,188 @@
+"""Every collective of an optimizer step, counted, against the formulas of dtrain/parallel/README.md."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain import config
+from dtrain.methods import METHODS
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from tests.tiny import tiny_recipe, write_model
+from tests.world import run_world
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts by kind; what is none of the kinds above is counted under its own name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            name = func._schema.name.split("::")[1]
+            if name not in ("wait_tensor", "_wrap_tensor_autograd"):  # nothing is sent by these
+                self.found[KINDS.get(name, name)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def a_step(rank, recipe, world_size, eval_mode):
+    """The collectives of one step on this rank, after one that makes what is made once."""
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
+    sizes = config.sizes(recipe, world_size)
+    mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy.init_optimizer(10)
+    rows = recipe.train.global_batch // sizes.dp
+    ids = torch.randint(60, (rows, 16), generator=torch.Generator().manual_seed(rank))
+    documents = (torch.arange(16) // 8).expand(rows, -1)
+    positions = (torch.arange(16) % 8).expand(rows, -1)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_ids": documents}
+    loss = METHODS["sft"]().loss
+    for _ in range(2):
+        counted = Counted()
+        with counted:
+            policy.train({k: v.clone() for k, v in batch.items()}, loss, eval_mode, gbs=recipe.train.global_batch)
+    return dict(counted.found)
+
+
+def expected(model, sizes, recipe, eval_mode):
+    """README's table, written out."""
+    layers, micro = model.num_hidden_layers, sizes.accumulation
+    shards, replicas, cp, tp = sizes.dp_shard * sizes.cp, sizes.dp_replicate, sizes.cp, sizes.tp
+    backward = not eval_mode
+    found = Counter()
+    if shards > 1:  # layers and the root, each a unit
+        gathers = {
+            "default": layers + 1 + backward * (layers - 1),
+            True: (layers + 1) * (1 + backward),
+            False: layers + 1,
+        }
+        # Without a backward nothing between the micro-batches gives back what is kept: it is gathered once.
+        kept = {"default": 2, True: 0, False: layers + 1}[recipe.parallel.reshard_after_forward]
+        per_pass = gathers[recipe.parallel.reshard_after_forward]
+        found["all-gather"] += micro * per_pass if backward else micro * (per_pass - kept) + kept
+        found["reduce-scatter"] += backward * (layers + 1)
+    if replicas > 1:
+        found["all-reduce"] += backward * (layers + 1)
+    if tp > 1:
+        crossings = micro * (2 * layers + 1) * (1 + backward)
+        if recipe.parallel.sequence_parallel:
+            found["all-gather"] += crossings
+            found["reduce-scatter"] += crossings
+        else:
+            # Forward: what leaves the embedding and every block; backward: what entered every block, and the head.
+            found["all-reduce"] += crossings
+        found["all-gather"] += micro  # the loss, one tile a micro-batch
+        found["all-reduce"] += backward * partial_gradients(model, tp, recipe.parallel.sequence_parallel)
+    if cp > 1:
+        found["all-gather"] += micro  # positions and documents
+        if recipe.parallel.cp_rotate == "allgather":
+            found["all-gather"] += micro * layers
+            found["reduce-scatter"] += backward * micro * layers
+        else:
+            exchanges = micro * layers * ((cp - 1) + backward * (cp - 1 + cp))
+            found["send"] = found["receive"] = exchanges
+    if backward and recipe.train.activation_checkpointing == "full":
+        add_recomputed(found, recipe, cp, tp, micro * layers, 1 + ("Gemma3" in model.architecture))
+    dp = sizes.dp > 1
+    found["all-reduce"] += 2 * dp + (sizes.dp * cp > 1) + backward  # rows, counts; the loss; the norm
+    return {kind: count for kind, count in found.items() if count}
+
+
+def add_recomputed(found, recipe, cp, tp, times, sums):
+    """A layer's forward again, up to what its backward needs: the MLP's sum only where a norm follows it."""
+    if tp > 1 and recipe.parallel.sequence_parallel:
+        found["all-gather"] += 2 * times
+        found["reduce-scatter"] += sums * times
+    elif tp > 1:
+        found["all-reduce"] += sums * times
+    if cp > 1 and recipe.parallel.cp_rotate == "allgather":
+        found["all-gather"] += times
+    elif cp > 1:
+        for kind in ("send", "receive"):
+            found[kind] += (cp - 1) * times
+
+
+def partial_gradients(model, tp, sequence_parallel):
+    """Parameters that every tp rank holds whole, and reads for a part of the tokens, heads or outputs."""
+    has_head_norms = "Qwen3" in model.architecture or "Gemma3" in model.architecture
+    gemma = "Gemma3" in model.architecture
+    per_layer = 2 * has_head_norms + model.o_bias + model.mlp_bias
+    if model.num_key_value_heads < tp:
+        per_layer += 2 + 2 * model.qkv_bias
+    if sequence_parallel:
+        per_layer += 4 if gemma else 2
+    return model.num_hidden_layers * per_layer + sequence_parallel
+
+
+MESHES = {
+    "one": (1, []),
+    "dp2": (2, []),
+    "dp3, given back": (3, ["parallel.reshard_after_forward=true"]),
+    "dp2, kept": (2, ["parallel.reshard_after_forward=false"]),
+    "dp_replicate2": (2, ["parallel.dp_replicate=2"]),
+    "dp_replicate2 dp2": (4, ["parallel.dp_replicate=2"]),
+    "tp2": (2, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
+    "tp2+sp": (2, ["parallel.tp=2"]),
+    "tp4+sp": (4, ["parallel.tp=4"]),
+    "cp2": (2, ["parallel.cp=2"]),
+    "cp2 ring": (2, ["parallel.cp=2", "parallel.cp_rotate=ring"]),
+    "cp3 ring": (3, ["parallel.cp=3", "parallel.cp_rotate=ring"]),
+    "dp2 tp2": (4, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
+    "dp2 cp2": (4, ["parallel.cp=2"]),
+    "tp2+sp cp2 ring": (4, ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"]),
+    "dp2 tp2+sp cp2": (8, ["parallel.tp=2", "parallel.cp=2"]),
+    "dp2, again": (2, ["train.activation_checkpointing=full"]),
+    "tp2, again": (2, ["parallel.tp=2", "parallel.sequence_parallel=false", "train.activation_checkpointing=full"]),
+    "tp2+sp cp2, again": (4, ["parallel.tp=2", "parallel.cp=2", "train.activation_checkpointing=full"]),
+    "cp3 ring, again": (3, ["parallel.cp=3", "parallel.cp_rotate=ring", "train.activation_checkpointing=full"]),
+}
+MODELS = {
+    "qwen3": ("qwen3", {}),
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "gemma3": ("gemma3", {}),
+    "qwen2": ("qwen2", {}),
+}
+
+
+def cases():
+    for index, mesh in enumerate(MESHES):
+        for number, model in enumerate(MODELS):
+            for eval_mode in (False, True):
+                chosen = index % len(MODELS) == number and (not eval_mode or index % 3 == 1)
+                yield pytest.param(mesh, model, eval_mode, marks=[] if chosen else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("mesh", "model", "eval_mode"), cases())
+def test_a_step_sends_what_the_table_says(tmp_path, mesh, model, eval_mode):
+    family, changes = MODELS[model]
+    path = write_model(tmp_path / "model", family, **changes)
+    ranks, options = MESHES[mesh]
+    recipe = tiny_recipe(tmp_path, f"model.path={path}", "train.global_batch=24", *options)
+    sizes = config.sizes(recipe, ranks)
+    table = expected(read_config(path), sizes, recipe, eval_mode)
+    assert sizes.accumulation >= 3
+    if ranks == 1:
+        table = {}
+    for found in run_world(a_step, ranks, recipe, ranks, eval_mode):
+        assert found == table

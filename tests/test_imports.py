@@ -1,0 +1,118 @@
+"""Imports run downwards: the rooms in their order, what none of them loads, and who reads the environment."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import dtrain
+
+PACKAGE = Path(dtrain.__file__).parent
+
+# From top to bottom: a room imports from floors below its own.
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("launch", "plan", "environment"),
+    ("agent",),
+    ("rank", "preflight"),
+    ("trainer",),
+    ("resume",),
+    ("methods",),
+    ("policy",),
+    ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
+    ("attention",),
+    ("parallel",),
+    ("batch",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of.
+DOORS = {
+    ("models", "checkpoint"),
+    ("checkpoint", "models"),
+    ("rollout", "models"),
+    ("rollout", "checkpoint"),
+    ("rollout", "data"),
+}
+KNOW_THE_RECIPE = {"cli", "launch", "plan", "agent", "rank", "preflight", "trainer", "resume", "methods", "policy"}
+FOREIGN = {"numpy", "transformers", "ray"}
+EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
+TORCH_FREE = """
+    dtrain dtrain.errors dtrain.config dtrain.cli dtrain.launch dtrain.preflight dtrain.models.config
+    dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
+    dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout
+""".split()
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room_of(path: Path) -> str:
+    return path.parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that is imported anywhere in `tree`, `import_module` of a literal included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from (word.value for word in node.args if isinstance(word, ast.Constant))
+
+
+def rooms_used() -> Iterator[tuple[str, str, str]]:
+    """(file, its room, a room that it imports from)."""
+    for path, tree in trees().items():
+        for name in imported(tree):
+            parts = name.split(".")
+            if parts[0] == "dtrain" and len(parts) > 1 and room_of(path) not in ("__init__", parts[1]):
+                yield str(path), room_of(path), parts[1]
+
+
+def test_every_room_has_its_floor():
+    assert {room_of(path) for path in trees()} - FLOOR.keys() == {"__init__", "errors", "config"}
+
+
+def test_imports_run_downwards():
+    wrong = [
+        f"{path} imports {used}"
+        for path, room, used in rooms_used()
+        if used in FLOOR and not (FLOOR.get(room, len(FLOORS)) < FLOOR[used] or (room, used) in DOORS)
+    ]
+    assert not wrong
+
+
+def test_only_the_upper_rooms_know_the_recipe():
+    knowing = {room for _, room, used in rooms_used() if used == "config"}
+    assert knowing - {"config"} <= KNOW_THE_RECIPE
+
+
+def test_no_foreign_package_and_extras_only_where_they_are_needed():
+    for path, tree in trees().items():
+        assert not {name.split(".")[0] for name in imported(tree)} & FOREIGN, path
+        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        assert not {part for name in imported(top) for part in name.split(".")} & EXTRAS, path
+
+
+def test_the_environment_is_read_in_one_place():
+    reading = [
+        str(path)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+    ]
+    assert set(reading) <= {"launch.py"}
+
+
+def test_what_needs_no_torch_loads_none():
+    code = f"import sys, importlib\nfor name in {TORCH_FREE}:\n    importlib.import_module(name)\n"
+    code += "    assert not {'torch', 'transformers'} & sys.modules.keys(), name"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

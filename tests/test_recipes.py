@@ -1,0 +1,152 @@
+"""Every shipped recipe: it loads, fits its model's published shape on its mesh, and its header says how to use it."""
+
+import copy
+import json
+import re
+
+import pytest
+
+from dtrain import config
+from dtrain.preflight import preflight
+from tests.models import published
+from tests.tiny import VOCAB, write_model
+
+LLAMA_3_1_8B = {
+    **published.LLAMA_3_2_1B,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+}
+QWEN_2_5_7B = {
+    **published.QWEN_2_5_0_5B,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+QWEN3_8B = {
+    **published.QWEN3_0_6B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+
+# Recipe → (config.json, parameters in millions that dtrain trains: the model cards' counts).
+MODELS = {
+    "llama3.2-1b-sft": (published.LLAMA_3_2_1B, 1235.8),
+    "llama3.1-8b-sft": (LLAMA_3_1_8B, 8030.3),
+    "qwen2.5-0.5b-sft": (published.QWEN_2_5_0_5B, 494.0),
+    "qwen2.5-7b-sft": (QWEN_2_5_7B, 7615.6),
+    "qwen3-0.6b-sft": (published.QWEN3_0_6B, 596.0),
+    "qwen3-8b-sft": (QWEN3_8B, 8190.7),
+    "gemma3-1b-sft": (published.GEMMA3_1B, 999.9),
+    "gemma3-4b-sft": (published.GEMMA3_4B, 3880.3),
+}
+NAMES = [name for name, _ in config.shipped()]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A model directory without weights and a data file, to fill a recipe's paths with."""
+    directory = write_model(tmp_path / "model")
+    (directory / "model.safetensors").touch()
+    (tmp_path / "rows.jsonl").write_text('{"text": "w3 w4"}\n')
+    return directory, tmp_path / "rows.jsonl"
+
+
+def problems(name, files, world_size=None, shape=None, *overrides):
+    directory, rows = files
+    if shape is not None:
+        (directory / "config.json").write_text(json.dumps(shape))
+    overrides = [f"model.path={directory}", f"data.train.path={rows}", *overrides]
+    recipe = config.load(name, overrides)
+    return preflight(recipe, recipe.launch.nproc if world_size is None else world_size)
+
+
+def test_the_recipes_that_are_promised_ship():
+    assert set(MODELS) | {"sft", "quickstart"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
+    shape, _ = MODELS[name]
+    for world_size in (None, 1, 2, 4, 8):
+        assert problems(name, files, world_size, shape) == []
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_models_shape_has_its_published_size(name):
+    from dtrain import models
+
+    shape, millions = MODELS[name]
+    model = models.build(models.parse_config(copy.deepcopy(shape)), device="meta")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_shape_that_does_not_belong_is_seen(name, files):
+    shape, _ = MODELS[name]
+    smaller = copy.deepcopy(shape)
+    smaller.get("text_config", smaller)["vocab_size"] = VOCAB - 1
+    found = problems(name, files, None, smaller)
+    assert any("the tokenizer's highest id" in problem for problem in found), found
+    assert any("train.global_batch" in problem for problem in problems(name, files, 3, shape))
+
+
+def test_the_generic_recipe_asks_for_what_it_cannot_know(files):
+    recipe = config.load("sft")
+    found = "\n".join(preflight(recipe, 1))
+    assert "model.path is missing" in found and "data.train.path is missing" in found
+    assert problems("sft", files) == []
+    assert problems("sft", files, 8) == []
+
+
+def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
+    from tests.test_tools import run_tool
+
+    run_tool("make_arithmetic.py", tmp_path / "build" / "arithmetic")
+    monkeypatch.chdir(tmp_path)
+    recipe = config.load("quickstart")
+    assert preflight(recipe, recipe.launch.nproc) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_headers_say_what_how_and_what_to_override(name):
+    header = [line for line in config.find(name).read_text().splitlines() if line.startswith("#")]
+    text = "\n".join(header)
+    assert header[0].endswith(".") and len(header[0]) <= 120
+    for part in ("What it does:", "Run it:", "Override:"):
+        assert part in text
+    commands = re.findall(rf"dtrain run {re.escape(name)}\b", text)
+    assert commands, "the header shows the command with the recipe's own name"
+    known = set(config.keys())
+    for key in re.findall(r"\b((?:model|data|train|optimizer|launch|run|scheduler|checkpoint)(?:\.\w+)+)", text):
+        if not key.endswith((".jsonl", ".py")):
+            assert key in known, key
+
+
+def test_a_recipe_written_out_and_loaded_again_is_the_same(tmp_path):
+    for name in NAMES:
+        recipe = config.load(name)
+        (tmp_path / f"{name}.yaml").write_text(config.to_yaml(recipe))
+        assert config.diff(config.to_yaml(recipe), config.load(tmp_path / f"{name}.yaml")) == []

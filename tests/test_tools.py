@@ -1,0 +1,150 @@
+"""The tools: the quickstart's data, exact match, the benchmark, and set-up's decisions."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_tool(name, *arguments, check=True, **environ):
+    command = [sys.executable, ROOT / "tools" / name, *map(str, arguments)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
+    if check:
+        assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("arithmetic")
+    run_tool("make_arithmetic.py", directory)
+    return directory
+
+
+def pairs(path):
+    found = []
+    for line in path.read_text().splitlines():
+        user, assistant = json.loads(line)["messages"]
+        a, b = map(int, re.fullmatch(r"(\d+) \+ (\d+)", user["content"]).groups())
+        assert (user["role"], assistant["role"]) == ("user", "assistant")
+        assert assistant["content"] == str(a + b)
+        found.append((a, b))
+    return found
+
+
+def test_held_out_operands_never_meet_in_training(arithmetic):
+    train, val, heldout = (pairs(arithmetic / f"{name}.jsonl") for name in ("train", "val", "heldout"))
+    meet = {frozenset(pair) for pair in train}
+    assert len(heldout) >= 500 and len(set(heldout)) == len(heldout)
+    assert not meet & {frozenset(pair) for pair in heldout}
+    assert not meet & {frozenset(pair) for pair in val}
+    assert not {frozenset(pair) for pair in val} & {frozenset(pair) for pair in heldout}
+    assert len(set(train)) == len(train) > 6000
+
+
+def test_the_data_are_the_same_bytes_every_time(arithmetic, tmp_path):
+    run_tool("make_arithmetic.py", tmp_path, PYTHONHASHSEED="7")
+    for path in sorted(arithmetic.rglob("*.json*")):
+        assert (tmp_path / path.relative_to(arithmetic)).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_model_directory_is_one_that_transformers_reads(arithmetic):
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arithmetic / "model")
+    config = transformers.AutoConfig.from_pretrained(arithmetic / "model")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert 2e6 < sum(parameter.numel() for parameter in model.parameters()) < 4e6
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "47 + 58"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|user|>47 + 58<|end|><|assistant|>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and max(ids) < config.vocab_size
+    digits = tokenizer("105")["input_ids"]
+    assert [tokenizer.decode([index]) for index in digits] == ["1", "0", "5"]
+
+
+def test_too_much_held_out_is_refused(tmp_path):
+    finished = run_tool("make_arithmetic.py", tmp_path, "--digits", 1, "--heldout", 50, check=False)
+    assert finished.returncode != 0 and "leave nothing to train on" in finished.stderr
+
+
+def test_exact_match_counts(arithmetic, tmp_path):
+    from dtrain.models import build, init_weights, read_config
+    from dtrain.rollout.generate import Tokenizer, encode_prompt, generate
+
+    directory = arithmetic / "model"
+    model, tokenizer = build(read_config(directory)), Tokenizer.from_directory(directory)
+    init_weights(model, 5)
+    prompts = [encode_prompt(tokenizer, prompt, raw=False) for prompt in ("1 + 2", "3 + 4")]
+    first, _ = generate(model, prompts, max_new_tokens=16, eos_ids=tokenizer.eos_ids)
+    answer = tokenizer.decode(first, skip_special_tokens=True).strip()
+    rows = [("1 + 2", answer), ("3 + 4", "no such answer")]
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}) + "\n"
+            for a, b in rows
+        )
+    )
+    finished = run_tool("exact_match.py", directory, problems, "--scratch", 5)
+    assert finished.stdout.splitlines()[-1] == "exact match: 50.0% (1 of 2 problems)"
+    assert "'3 + 4'" in finished.stdout
+    failing = run_tool("exact_match.py", directory, problems, "--scratch", 5, "--at-least", 60, check=False)
+    assert failing.returncode == 1
+    missing = run_tool("exact_match.py", tmp_path / "nowhere", problems, check=False)
+    assert missing.returncode == 1 and missing.stderr.startswith("exact_match: ")
+
+
+def test_bench_prints_what_a_recipe_does(tmp_path):
+    from tests.tiny import write_model, write_rows
+
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "rows.jsonl")
+    overrides = [f"model.path={model}", "model.init=scratch", f"data.train.path={rows}", "data.max_length=32"]
+    finished = run_tool("bench_sft.py", "sft", *overrides, "launch.nproc=2", "--steps", 3, "--warmup", 1)
+    result = json.loads(finished.stdout)
+    assert (result["recipe"], result["processes"], result["steps"]) == ("sft", 2, 3)
+    assert result["tokens_per_sec"] > 0 and result["step_time"] > 0 and result["peak_memory_gib"] > 0.05
+    refused = run_tool("bench_sft.py", "sft", "--steps", 1, check=False)
+    assert refused.returncode != 0 and "model.path is missing" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["setup", "test", "quickstart"])
+def test_shell_tools_parse(name):
+    subprocess.run(["bash", "-n", ROOT / "tools" / name], check=True)
+    assert os.access(ROOT / "tools" / name, os.X_OK)
+
+
+def test_ci_runs_the_tests():
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "tools/test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_setup_refuses_an_old_python(tmp_path):
+    (tmp_path / "tools").mkdir()
+    copy = tmp_path / "tools" / "setup"
+    copy.write_bytes((ROOT / "tools" / "setup").read_bytes())
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    finished = subprocess.run(["bash", copy], env={**os.environ, "PYTHON": str(old)}, capture_output=True, text=True)
+    assert finished.returncode == 1 and "needs Python 3.11 or newer" in finished.stderr
+
+
+def test_the_readme_names_tools_and_commands_that_exist():
+    text = (ROOT / "README.md").read_text()
+    for tool in re.findall(r"tools/(\w+(?:\.py)?)", text):
+        assert (ROOT / "tools" / tool).is_file(), tool
+    from dtrain.cli import _parser
+
+    known = _parser().format_help()
+    for command in re.findall(r"^    dtrain (\w+)", text, flags=re.MULTILINE):
+        assert re.search(rf"^\s+{command}\s", known, flags=re.MULTILINE), command
