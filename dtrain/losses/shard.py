@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.parallel.collectives import all_gather
+
 Group = Any  # a torch ProcessGroup, or None
 
 
@@ -82,10 +84,7 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
         return [columns]
     if torch.device("cpu") in group._device_types:
         device = torch.device("cpu")
-    mine = torch.full((1,), columns, device=device)
-    sizes = mine.new_empty(group_size(group))
-    dist.all_gather_into_tensor(sizes, mine, group=group)
-    return sizes.tolist()
+    return all_gather(torch.full((1,), columns, device=device), 0, group).tolist()
 
 
 def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:

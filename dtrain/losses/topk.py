@@ -34,8 +34,8 @@ def distributed_vocab_topk(
     float64), and their global ids int64, both [B, S, k] on every rank. Equal logits: the lower id first, the same on
     every rank.
 
-    k > V means V. chunk_size: positions looked at at once. No gradient. One all-gather of k candidates per row (one per
-    chunk), and one exchange of shard sizes on the host.
+    Shards follow one another in the order of the ranks. k > V means V. chunk_size: positions looked at at once. No
+    gradient. One all-gather of k candidates per row (one per chunk), and one exchange of shard sizes on the host.
     """
     check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
     sizes = shard_sizes(vocab_parallel_logits.shape[-1], tp_group, vocab_parallel_logits.device)
@@ -69,8 +69,12 @@ def _topk(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list
     gathered = all_gather(message[None], 0, group)  # [tp, 2, .., candidates]
     values = torch.cat(gathered[:, 0].unbind(), -1).view(values.dtype)
     ids = torch.cat(gathered[:, 1].unbind(), -1).long()
-    values, ids = _ordered(values, ids)
-    return values[..., :k], ids[..., :k]
+    if min(sizes) < min(k, max(sizes)):  # some end in no tokens, which must lose against a later rank's −inf
+        values, ids = _ordered(values, ids)
+        return values[..., :k], ids[..., :k]
+    # Each list is in order, and so are the lists: the lower place has the lower id.
+    values, places = local_topk(values, k)
+    return values, ids.gather(-1, places)
 
 
 def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -233,7 +233,7 @@ class CausalLM(nn.Module):
         cache: keys of the tokens before; then position_ids [B, S] say where these tokens stand in their rows.
         No collective of its own.
         """
-        return self.logits(self.hidden_states(input_ids, position_ids, seq_ids, cache))
+        return self.logits(self.model(input_ids, position_ids, seq_ids, cache))
 
     def hidden_states(
         self,

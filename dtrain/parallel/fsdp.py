@@ -66,8 +66,10 @@ def shard_with_policies(
 
 
 def give_weights_back(model: nn.Module) -> None:
-    """Let go of every gathered weight, those too that stay for a backward: after a forward that none follows, weights
-    written in place would not be seen by the next one. No collective."""
+    """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
+
+    Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

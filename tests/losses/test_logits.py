@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from dtrain.losses import (
     ChunkedDistributedEntropy,
@@ -243,7 +244,7 @@ def test_a_masked_position_gives_zero_whatever_it_holds():
 
 
 def test_large_offsets_keep_their_digits():
-    logits = (torch.randn(2, 5, 40) + 1000).requires_grad_()
+    logits = (torch.randn(2, 5, 40) + 20000).requires_grad_()
     targets = torch.randint(0, 40, (2, 5))
     value = DistributedLogprob.apply(logits, targets, 0, 40, None)
     value.sum().backward()
@@ -252,3 +253,31 @@ def test_large_offsets_keep_their_digits():
     )
     assert dense.error(value, expected) < 5e-6
     assert dense.error(logits.grad, grad) < 5e-6
+
+
+def count_collectives(rank, tp):
+    logits, targets = torch.randn(2, 6, 8, requires_grad=True), torch.zeros(2, 6, dtype=torch.int64)
+    start, group = rank * 8, dense.everyone()
+    ids = targets[..., None].expand(2, 6, 3)
+    counts = {}
+    for name, function in {
+        "logprob": lambda: DistributedLogprob.apply(logits, targets, start, start + 8, group),
+        "chunked": lambda: ChunkedDistributedLogprob.apply(logits, targets, start, start + 8, 1, group),
+        "gather": lambda: ChunkedDistributedGatherLogprob.apply(logits, ids, start, start + 8, 1, group),
+        "entropy": lambda: ChunkedDistributedEntropy.apply(logits, 1, group),
+        "cross entropy": lambda: DistributedCrossEntropy.apply(logits, logits.detach(), group),
+        "log softmax": lambda: vocab_parallel_log_softmax(logits, 1.0, tp_group=group),
+    }.items():
+        with CommDebugMode() as forward:
+            value = function()
+        with CommDebugMode() as backward:
+            value.sum().backward()
+        counts[name] = (forward.get_total_counts(), backward.get_total_counts())
+    return counts
+
+
+def test_collectives_do_not_grow_with_the_chunks():
+    expected = {name: (1, 0) for name in ("logprob", "chunked", "entropy", "cross entropy")}
+    expected |= {"gather": (2, 0), "log softmax": (1, 1)}
+    for counts in run_world(count_collectives, 2, 2):
+        assert counts == expected
