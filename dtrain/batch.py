@@ -30,7 +30,11 @@ STREAMS = {
     "labels": Stream(IGNORE, torch.int64),
     "position_ids": Stream(None, torch.int64),
     "seq_ids": Stream(PADDING_DOCUMENT, torch.int64),
+    "document_ids": Stream(PADDING_DOCUMENT, torch.int64),  # seq_ids counted through the whole batch
+    "token_weights": Stream(0.0, torch.float64),
+    "reference_logprobs": Stream(0.0, torch.float64),  # of labels, where these stand
 }
+ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
 
 
 def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
@@ -45,7 +49,7 @@ def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
     return torch.cat([values.to(stream.dtype), tail])
 
 
-def collate(rows: Sequence[Row], streams: Sequence[str] = tuple(STREAMS)) -> Batch:
+def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
     """Rows (dicts of [s] tensors, each row its own s) to a batch of [len(rows), S], S the longest row's length.
 
     No rows give a batch of shape [0, 1].
@@ -93,6 +97,27 @@ def micro_batches(batch: Batch, size: int, count: int) -> list[Batch]:
             else padding_rows(batch, 1)
         )
     return pieces
+
+
+def document_ids(batch: Batch) -> Tensor:
+    """[B, S]: which document of the whole batch each position is of, counted row by row; −1 on padding."""
+    seq_ids = batch["seq_ids"]
+    counts = seq_ids.amax(1, keepdim=True) + 1  # [B, 1]
+    return torch.where(seq_ids == PADDING_DOCUMENT, PADDING_DOCUMENT, seq_ids + counts.cumsum(0) - counts)
+
+
+def documents(batch: Batch) -> int:
+    """Documents of the batch. Host tensors only."""
+    return int((batch["seq_ids"].amax(1) + 1).sum()) if rows_in(batch) else 0
+
+
+def next_tokens(batch: Batch) -> Tensor:
+    """[B, S]: labels under which every token of a document but its first is one, trained or not."""
+    ids, seq_ids = batch["input_ids"], batch["seq_ids"]
+    labels = torch.full_like(ids, IGNORE)
+    same = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_DOCUMENT)
+    labels[:, :-1] = torch.where(same, ids[:, 1:], IGNORE)
+    return labels
 
 
 def trained_tokens(batch: Batch) -> int:

@@ -4,7 +4,7 @@ The files that a batch passes through:
 
     data/files → formats → template → sample → cache     rows of files to token ids and a trained mask, once
     data/packing → rows → loader                          the endless row sequence; a dp rank's rows of a global batch
-    batch.collate                                         rows to a batch [n, S] on the host
+    methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → batch.micro_batches             counts over all ranks, micro-batches
     policy/score → models → losses/hidden                 hidden states, the loss inside the root's forward
     policy/step → parallel/grads → optim                  backward, norm, clip, update
@@ -14,12 +14,12 @@ The files that a batch passes through:
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtrain import config, data, metrics, resume
-from dtrain.batch import collate
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
@@ -70,7 +70,7 @@ class Trainer:
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
         model_config = read_config(recipe.model.path)
-        self.method = METHODS[recipe.method]()
+        self.method = METHODS[recipe.method](recipe)
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
         self.total_steps = recipe.train.steps or -(-self.rows.total_rows() // recipe.train.global_batch)
         sizes = self.sizes
@@ -94,6 +94,10 @@ class Trainer:
         Prints the differences from the saved recipe; refused ones are a UserError.
         """
         start = resume.find_start(self.recipe, self.run, self.store, self.ranks, self.metrics.say)
+        if self.recipe.checkpoint.init_from is not None and (start.state is None or self.method.needs_start):
+            path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
+            self.metrics.say(f"weights of {path}")
+        self.method.begin(self.policy)
         if start.state is not None:
             changed = resume.restore(
                 self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks
@@ -101,9 +105,6 @@ class Trainer:
             self.metrics.say(f"resumed from {start.path}")
             for line in changed:
                 self.metrics.say(f"  changed since then: {line}")
-        elif self.recipe.checkpoint.init_from is not None:
-            path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
-            self.metrics.say(f"weights of {path}")
         if self.runtime.is_main:
             self.run.write_config(config.to_yaml(self.recipe))
             self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
@@ -126,8 +127,9 @@ class Trainer:
         clock = time.perf_counter()
         for batch in batches:
             fetched = time.perf_counter()
-            result = self.policy.train(collate(batch.rows, self.method.streams), self.method.loss, gbs=batch.size)
+            result = self._step(batch)
             step += 1
+            self.method.after_step(self.policy, step)
             self._log(step, batch.epoch, result, clock, fetched)
             last = step == self.total_steps
             if recipe.train.validate_every and (last or step % recipe.train.validate_every == 0):
@@ -145,23 +147,26 @@ class Trainer:
             self.export()
 
     def validate(self, step: int) -> None:
-        """The mean loss over every trained token of `data.val`, summed over all batches and ranks and divided once."""
+        """The method's loss over all of `data.val`: summed over all batches and ranks, and divided once."""
         if self.val_rows is None:
             return
-        total = count = 0
+        sums: dict[str, float] = {}
         for batch in data.Batches(
             self.val_rows,
             global_batch=self.recipe.train.global_batch,
             dp_rank=self.policy.mesh.dp_rank,
             dp_size=self.policy.mesh.dp_size,
         ):
-            rows = collate(batch.rows, self.method.streams)
-            result = self.policy.train(rows, self.method.loss, eval_mode=True, gbs=batch.size)
-            tokens = result["tokens"][0, 0].item()
-            total += result["global_loss"][0].item() * tokens
-            count += tokens
-        self._measured["val_loss"] = total / max(count, 1)
-        self.metrics.val_row(step, val_loss=self._measured["val_loss"])
+            for name, value in self._step(batch, eval_mode=True)["sums"].items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        fields = self.method.val_fields(sums)
+        self._measured |= fields
+        self.metrics.val_row(step, **fields)
+
+    def _step(self, batch: data.GlobalBatch, eval_mode: bool = False) -> dict[str, Any]:
+        """One optimizer step, or the evaluation of one batch."""
+        rows, loss = self.method.prepare(self.policy, self.method.batch(batch.rows))
+        return self.policy.train(rows, loss, eval_mode=eval_mode, mbs=self.method.micro_rows)
 
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
@@ -211,6 +216,7 @@ class Trainer:
             step,
             epoch=epoch,
             loss=self._measured["loss"],
+            **self.method.fields({name: value[0].item() for name, value in result["sums"].items()}),
             grad_norm=result["grad_norm"],
             lr=result["lr"],
             tokens=tokens,

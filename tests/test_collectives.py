@@ -57,7 +57,7 @@ def a_step(rank, recipe, world_size, eval_mode):
     documents = (torch.arange(16) // 8).expand(rows, -1)
     positions = (torch.arange(16) % 8).expand(rows, -1)
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_ids": documents}
-    loss = METHODS["sft"]().loss
+    loss = METHODS["sft"](recipe).loss
     for _ in range(2):
         counted = Counted()
         with counted:

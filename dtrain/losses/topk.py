@@ -1,6 +1,7 @@
 """The largest logits of a vocabulary cut over ranks, and the logits of given ids."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,6 @@ from dtrain.losses.shard import (
     shard_start,
 )
 from dtrain.losses.softmax_stats import compute_dtype, tile_rows, tiles
-from dtrain.parallel.collectives import all_gather
 
 
 @torch.no_grad()
@@ -66,15 +66,16 @@ def _topk(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list
     # One message: values and ids in integers of the values' width.
     integer = torch.int32 if values.dtype == torch.float32 else torch.int64
     message = torch.stack([values.contiguous().view(integer), ids.to(integer)])
-    gathered = all_gather(message[None], 0, group)  # [tp, 2, .., candidates]
-    values = torch.cat(gathered[:, 0].unbind(), -1).view(values.dtype)
-    ids = torch.cat(gathered[:, 1].unbind(), -1).long()
+    gathered = [torch.empty_like(message) for _ in sizes]
+    dist.all_gather(gathered, message, group=group)
+    message = torch.cat(gathered, -1)  # [2, .., candidates of all]
+    values, ids = message[0].view(values.dtype), message[1]
     if min(sizes) < min(k, max(sizes)):  # some end in no tokens, which must lose against a later rank's −inf
         values, ids = _ordered(values, ids)
-        return values[..., :k], ids[..., :k]
+        return values[..., :k], ids[..., :k].long()
     # Each list is in order, and so are the lists: the lower place has the lower id.
     values, places = local_topk(values, k)
-    return values, ids.gather(-1, places)
+    return values, ids.gather(-1, places).long()
 
 
 def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,22 +90,28 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda or k == logits.shape[-1]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
-    # On the CPU a look is free: only rows with equal values need work.
+    # On the CPU a look is free: only rows with equal values need work, and few of those a second look at the logits.
     values, columns = logits.topk(k + 1, -1)
-    ties = (values[..., 1:] == values[..., :-1]).any(-1)
-    values, columns = values[..., :k].contiguous(), columns[..., :k].contiguous()
+    equal = values[..., 1:] == values[..., :-1]
+    ties, cut = equal.any(-1), equal[..., -1]  # cut: the k-th value is also outside
+    values, columns = values[..., :k], columns[..., :k]
+    if cut.any():
+        columns[cut] = _lowest_columns(logits[cut], values[cut], columns[cut])
     if ties.any():
-        lowest = values[ties][:, -1:]  # [n, 1], n rows
-        rows, equal = (logits[ties] == lowest).nonzero().unbind(1)  # by row, then by column
-        slots = (values[ties] == lowest).sum(-1)  # the last `slots` places of each row belong to the lowest value
-        first = torch.searchsorted(rows, torch.arange(len(slots)))
-        rank = torch.arange(len(rows)) - first[rows]
-        fits = rank < slots[rows]
-        place = k - slots[rows] + rank
-        fixed = columns[ties]
-        fixed[rows[fits], place[fits]] = equal[fits]
-        values[ties], columns[ties] = _ordered(values[ties], fixed)
+        values[ties], columns[ties] = _ordered(values[ties], columns[ties])
     return values, columns
+
+
+def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """columns [n, k] of the k largest of logits [n, v], descending, those of the last value replaced by the lowest."""
+    last = values[:, -1:]
+    rows, candidates = (logits == last).nonzero().unbind(1)  # by row, then by column
+    slots = (values == last).sum(-1)  # the last `slots` places of each row belong to the last value
+    rank = torch.arange(len(rows)) - torch.searchsorted(rows, torch.arange(len(slots)))[rows]
+    fits = rank < slots[rows]
+    place = values.shape[1] - slots[rows] + rank
+    columns[rows[fits], place[fits]] = candidates[fits]
+    return columns
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:

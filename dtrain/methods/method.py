@@ -1,14 +1,23 @@
 """What every method can do; a method's own file says how it differs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from dtrain.batch import Batch, Row, collate
+from dtrain.config.schema import Recipe
+from dtrain.policy import Policy
+from dtrain.policy.score import LogprobSource, Loss
+
 
 class Method:
-    """The base of the methods. What a method keeps from step to step and a resumed run needs goes through three of its
-    functions; one that keeps nothing leaves them as they are.
+    """The base of the methods: from rows to a batch, from a batch to a loss, from a loss's sums to what is logged.
+
+    A step goes batch → prepare → Policy.train with the loss that prepare gives → fields.
+
+    What a method keeps from step to step and a resumed run needs goes through three functions; one that keeps nothing
+    leaves them as they are.
 
     state()      its numbers and words as JSON, the same on every rank
     tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.pieces.Piece` of
@@ -17,6 +26,48 @@ class Method:
                  `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size
                  the ranks may ask for other pieces of them than were saved.
     """
+
+    pairs = False  # whether a sample of the data is a pair of documents, chosen and rejected
+    needs_start = False  # whether `begin` wants the weights that training starts from, on a resume too
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a batch that make one micro-batch: a pair that is not packed is two rows."""
+        per_sample = 2 if self.pairs and not self.recipe.data.packing else 1
+        return self.recipe.train.micro_batch * per_sample
+
+    def begin(self, policy: Policy) -> None:
+        """Called once, when `policy` holds the weights that training starts from, before the first step and before a
+        resume. Collective."""
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """A dp rank's rows of the data as a batch [n, S] on the host."""
+        return collate(rows)
+
+    def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
+        """What must be known before the backward: the batch with the streams that the loss reads, and the loss.
+        Collective: a rank without rows takes part."""
+        return batch, self.loss
+
+    def loss(
+        self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the global batch's loss, and of the sums that `fields` and `val_fields` read."""
+        raise NotImplementedError(f"{type(self).__name__} names no loss")
+
+    def after_step(self, policy: Policy, step: int) -> None:
+        """Called after each optimizer step."""
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """A training row's fields of metrics.jsonl, beside `loss`, from the sums over the global batch."""
+        return {}
+
+    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """A validation row's fields, `val_loss` among them, from the sums over the whole validation set."""
+        raise NotImplementedError(f"{type(self).__name__} names no validation loss")
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -4,15 +4,19 @@ The path of a batch: host rows of this dp rank → `batch.micro_batches` → cou
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
-from dtrain.batch import Batch, micro_batches, real_tokens, rows_in, trained_tokens
+from dtrain.batch import Batch, documents, micro_batches, next_tokens, real_tokens, rows_in, trained_tokens
+from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer, training_tensors
@@ -24,6 +28,7 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
 from dtrain.policy.precision import choose_precision
+from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.step import LossScale, Updater, backward
 
@@ -41,6 +46,7 @@ class Policy:
         self.scorer = Scorer(self.model, mesh, self.device)
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
         self.optimizer = self.scheduler = self._updater = None
+        self.reference: Reference | None = None
 
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
@@ -63,19 +69,21 @@ class Policy:
         gbs: rows of one optimizer step over all dp ranks (default: the whole batch is one step); mbs: rows of a
         micro-batch (default: the recipe's). Ranks with fewer rows take part with micro-batches of padding.
         loss_fn(source, micro_batch, global_seqs, global_tokens) -> (loss, metrics): the sum of its losses over all
-        micro-batches and ranks is the step's loss, so it divides by the global counts itself.
+        micro-batches and dp and cp ranks is the step's loss, so it divides by the global counts itself; its metrics are
+        scalars that are summed likewise.
         eval_mode: losses alone; no gradient, no optimizer needed.
 
-        Returns `global_loss` [steps] and `tokens` [steps, 3] on the host (trained tokens, documents, non-padding
-        tokens, over all ranks), `grad_norm` (of the last step, before clipping), `lr` (that it used), `rank`,
-        `all_mb_metrics`. Per step: one all-reduce of the counts on the host before the backward, one of the loss after.
+        Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
+        (trained tokens, documents, non-padding tokens, over all ranks), `grad_norm` (of the last step, before
+        clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
+        Per step: one all-reduce of the counts on the host before the backward, one of loss and metrics after.
         """
         if not eval_mode and self._updater is None:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         mbs = mbs or self.recipe.train.micro_batch
         most_rows = self._summed(torch.tensor([rows_in(batch)]), self.mesh.dp, dist.ReduceOp.MAX).item()
         per_step = -(-gbs // self.mesh.dp_size) if gbs else max(most_rows, 1)
-        losses, counts, metrics = [], [], []
+        totals, counts, metrics = [], [], []
         norm = lr = None
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
@@ -92,17 +100,64 @@ class Policy:
                 norm = self._updater.update()
                 self.scheduler.step()
             metrics += measured
-            losses.append(self._summed(loss, self.mesh.dp_cp))
+            names = list(measured[0])
+            sums = [sum(one[name].detach().double() for one in measured) for name in names]
+            totals.append(self._summed(torch.stack([loss.double(), *sums]), self.mesh.dp_cp))
+        totals = torch.stack(totals, 1).cpu()  # [1 + metrics, steps]
         return {
-            "global_loss": torch.stack(losses).cpu(),
+            "global_loss": totals[0],
+            "sums": dict(zip(names, totals[1:], strict=True)),
             "tokens": torch.stack(counts),
             "grad_norm": norm,
             "lr": lr,
             "rank": self.rank,
-            "all_mb_metrics": metrics,
+            "all_mb_metrics": {name: [one[name] for one in metrics] for name in names},
         }
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def get_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+        """{"logprobs": [n, S]} on the CPU: at position i the log-probability of token i given those before it in its
+        document, 0 at the first and on padding, whatever is trained. `batch` as for `train`.
+
+        The same on every cp and tp rank; max(float32, the dtype of computation). Collective.
+        """
+        values = self.label_logprobs({**batch, "labels": next_tokens(batch)}, micro_batch_size)
+        return {"logprobs": values.roll(1, 1)}  # the last position has no label
+
+    def label_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
+        """log p(labels) where there are labels, else 0: [n, S] on the CPU, in the labels' places. `batch` as for
+        `train`; what has no label costs no product of the head. Collective."""
+        mbs = micro_batch_size or self.recipe.train.micro_batch
+        count, length = batch["labels"].shape
+        most_rows = self._summed(torch.tensor([count]), self.mesh.dp, dist.ReduceOp.MAX).item()
+        passes = max(1, -(-most_rows // mbs))
+        self.model.eval()
+        found = [self.scorer.logprobs(rows).cpu() for rows in micro_batches(batch, mbs, passes)]
+        give_weights_back(self.model)
+        # Each was trimmed to its longest row; what a rank without rows scored was padding.
+        return torch.cat([pad(part, (0, length - part.shape[1])) for part in found])[:count]
+
+    def init_reference_model(self, path: str | None = None) -> None:
+        """Keep a frozen copy of the weights as they are now, or of the model at `path`, which must be of the same
+        shapes. Collective with a path. Raises UserError where that model does not fit."""
+        self.reference = Reference(self.model)
+        if path is not None:
+            with self.reference.in_place():
+                read_weights(self.model, path)
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """Inside, the model holds the reference's weights; after, its own again, whatever happens. No collective."""
+        if self.reference is None:
+            raise RuntimeError("use_reference_model needs init_reference_model first")
+        with self.reference.in_place():
+            yield
+
+    def get_reference_policy_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+        """`get_logprobs` of the reference: {"reference_logprobs": [n, S]}."""
+        with self.use_reference_model():
+            return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
+
+    def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the model and of the optimizer's state, under a checkpoint's names. No collective."""
         return training_tensors(self.model, self.optimizer)
 
@@ -120,7 +175,7 @@ class Policy:
         step: int,
         state: Mapping[str, Any],
         *,
-        beside: Mapping[str, torch.Tensor],
+        beside: Mapping[str, Tensor],
         keep: Collection[str] = (),
         verified: bool = False,
     ) -> None:
@@ -166,14 +221,34 @@ class Policy:
         give_weights_back(self.model)
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
+    def sum_over_dp(self, values: Tensor) -> Tensor:
+        """Host `values`, summed in place over the ranks that hold different samples. One all-reduce."""
+        return self._summed(values, self.mesh.dp)
+
+    def gather_over_dp(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Host rows [n, ..] of every dp rank, in the ranks' order, and where this rank's begin; n may differ.
+
+        Two all-gathers."""
+        size = self.mesh.dp_size
+        if size == 1:
+            return rows, 0
+        group = self.mesh.dp.get_group()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(counts, torch.tensor([len(rows)]), group=group)
+        most = max(count.item() for count in counts)
+        parts = [rows.new_zeros(most, *rows.shape[1:]) for _ in range(size)]
+        padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+        dist.all_gather(parts, padded, group=group)
+        joined = torch.cat([part[: count.item()] for part, count in zip(parts, counts, strict=True)])
+        return joined, sum(count.item() for count in counts[: self.mesh.dp_rank])
+
     @staticmethod
-    def _summed(values: torch.Tensor, mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    def _summed(values: Tensor, mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced in place over the ranks of a one-dimensional mesh."""
         if mesh.size() > 1:
             dist.all_reduce(values, op, group=mesh.get_group())
         return values
 
 
-def _counts(rows: Batch) -> torch.Tensor:
-    documents = (rows["seq_ids"].amax(1) + 1).sum() if rows_in(rows) else torch.tensor(0)
-    return torch.tensor([trained_tokens(rows), int(documents), real_tokens(rows)])
+def _counts(rows: Batch) -> Tensor:
+    return torch.tensor([trained_tokens(rows), documents(rows), real_tokens(rows)])

@@ -1,14 +1,18 @@
-"""What a loss may ask of the model: log-probabilities of a micro-batch's labels, from inside the root's forward."""
+"""What a loss may ask of the model: log-probabilities of a micro-batch's labels, from inside the root's forward, token
+by token or summed by document."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch
+from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, documents
 from dtrain.losses import HeadLogprobs, VocabShard, logprobs_from_hidden_states, weighted_logprob_sum
-from dtrain.parallel.context import make_cp_batch_and_ctx
+from dtrain.parallel.collectives import leave_region
+from dtrain.parallel.context import gather_tokens, make_cp_batch_and_ctx
 from dtrain.parallel.mesh import Mesh
 
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -17,14 +21,12 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 class LogprobSource:
     """The head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
-    def __init__(
-        self, hidden: Tensor, head_weight: Tensor, batch: Batch, softcap: float | None, shard: VocabShard | None
-    ):
+    def __init__(self, hidden: Tensor, head_weight: Tensor, batch: Batch, documents: int, head: "Head"):
         self._hidden = hidden  # [B, S/cp, D]
         self._head_weight = head_weight  # [V/tp, D]
         self._batch = batch
-        self._softcap = softcap
-        self._shard = shard
+        self.documents = documents  # of the micro-batch, whole
+        self._softcap, self._shard, self._cp = head.softcap, head.shard, head.cp
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
         """Σ token_weights · log p(label) over this rank's labelled positions, a scalar, the same on every tp rank.
@@ -67,15 +69,44 @@ class LogprobSource:
             index=self._batch["label_index"],
         )
 
+    def by_document(self, values: Tensor) -> Tensor:
+        """Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], whole on every cp rank.
+
+        The documents are counted row by row, as in `batch.document_ids`. Under cp one all-reduce, which the derivative
+        passes by: the losses that the cp ranks go on with must be the same.
+        """
+        slots = (self._batch["document_ids"] + 1).flatten()  # 0: padding
+        sums = values.new_zeros(*values.shape[:-2], self.documents + 1).index_add(-1, slots, values.flatten(-2))
+        sums = sums[..., 1:]
+        return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
+
+    def shared(self, value: Tensor) -> Tensor:
+        """A value that every cp rank computes alike from `by_document`, as this rank's share of it: what is summed over
+        the ranks counts it once. Its gradient stays whole, for each rank sends it to its own tokens only."""
+        if self._cp.size() == 1:
+            return value
+        share = value.detach() / self._cp.size()
+        return share + (value - value.detach()) if value.requires_grad else share
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a source needs to know of the model and the mesh."""
+
+    softcap: float | None
+    shard: VocabShard | None
+    cp: DeviceMesh
+
 
 class Scorer:
-    """Losses of micro-batches on a model that lies on a mesh."""
+    """Losses and log-probabilities of micro-batches on a model that lies on a mesh."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device):
         self.model, self.mesh, self.device = model, mesh, device
         # A plan of the user's own may leave the head whole.
         start = getattr(model.lm_head, "vocab_start", None)
-        self._shard = None if start is None else VocabShard(start, mesh.tp.get_group())
+        shard = None if start is None else VocabShard(start, mesh.tp.get_group())
+        self._head = Head(model.config.final_logit_softcapping, shard, mesh.cp)
 
     def loss(
         self, batch: Batch, loss_fn: Loss, global_seqs: Tensor, global_tokens: Tensor
@@ -85,16 +116,28 @@ class Scorer:
         batch: whole rows; under context parallel the loss sees this rank's part of every stream. The global counts are
         scalars on the device. Rows of one document each take the plain causal kernel.
         """
+        return self._at_head(batch, lambda source, local: loss_fn(source, local, global_seqs, global_tokens))
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+        """log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device, the same
+        on every cp and tp rank, in the order of the batch. Under cp one all-gather."""
+        local = self._at_head(batch, lambda source, _: source.logprobs(temperature=temperature).logprobs)
+        cp = self.mesh.cp
+        return local if cp.size() == 1 else gather_tokens(local, cp, batch["input_ids"].shape[1])
+
+    def _at_head(self, batch: Batch, fn: Callable[[LogprobSource, Batch], Any]) -> Any:
+        """`fn(source, this rank's part of the batch on the device)`, inside the root's forward."""
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
         by_position = is_packed or self.mesh.cp.size() > 1
-        context, batch = make_cp_batch_and_ctx(self.mesh.device_mesh, dict(batch))
+        count = documents(batch)
+        whole = {**batch, "document_ids": document_ids(batch)}
+        context, whole = make_cp_batch_and_ctx(self.mesh.device_mesh, whole)
         with context():
-            local = _to_device(batch, self.device)
+            local = _to_device(whole, self.device)
 
             def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
-                cap = self.model.config.final_logit_softcapping
-                source = LogprobSource(hidden, head_weight, local, cap, self._shard)
-                return loss_fn(source, local, global_seqs, global_tokens)
+                return fn(LogprobSource(hidden, head_weight, local, count, self._head), local)
 
             return self.model.with_head(
                 at_head,

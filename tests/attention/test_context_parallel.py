@@ -70,12 +70,11 @@ def test_the_numbers_of_dense_attention(case):
 
 
 def low_precision_sums(rank, size):
-    """The ring's gradients of keys travel and are summed in float32: as near as one process in bfloat16."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
-    kernel, length = RingKernel(KERNELS["sdpa"], mesh), 64
+    kernel, length = RingKernel(KERNELS["sdpa"], mesh), 32 * size
     q, k, v, grad = tensors(1, length, 2, 1, 8, torch.bfloat16)
     positions = torch.arange(length)[None]
-    wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
     attention(*wide, visible(positions, None, None), 0.3).backward(grad.double())
     parts = [shard_sequence(x, rank, size).clone().requires_grad_() for x in (q, k, v)]
     mine = shard_sequence(positions, rank, size)
@@ -83,11 +82,11 @@ def low_precision_sums(rank, size):
     kernel(*parts, kernel.prepare(seen, torch.bfloat16, torch.device("cpu")), 0.3).backward(
         shard_sequence(grad, rank, size)
     )
-    for part, whole in zip(parts, wide, strict=True):
-        assert part.grad.dtype == torch.bfloat16
-        error = (part.grad.double() - shard_sequence(whole.grad, rank, size)).norm()
-        assert error <= 0.01 * whole.grad.norm()
+    shares = [shard_sequence(whole.grad, rank, size) for whole in wide]
+    assert all(part.grad.dtype == torch.bfloat16 for part in parts)
+    return [((part.grad - share).norm() / share.norm()).item() for part, share in zip(parts, shares, strict=True)]
 
 
-def test_low_precision():
-    run_world(low_precision_sums, 4, 4)
+def test_low_precision_gradients_are_summed_in_float32():
+    """Eight blocks summed in bfloat16 are wrong by 0.005 and more, summed in float32 by 0.004: their own rounding."""
+    assert max(run_world(low_precision_sums, 8, 8)[0]) <= 0.0045

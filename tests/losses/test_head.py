@@ -105,7 +105,34 @@ def check(rank, tp, case, dtype, seed):
             failures.append("gradient dtypes")
         if not torch.equal(own_hidden.detach(), hidden) or not torch.equal(own_weight.detach(), weight[start:end]):
             failures.append("inputs modified")
+    if temperature == 1.0:
+        failures += check_weighted(case, dtype, seed, start, end, shard, softcap)
     return failures
+
+
+def check_weighted(case, dtype, seed, start, end, shard, softcap):
+    """The sum with weights that are known before, on the same cuts."""
+    hidden, weight, targets = problem(case, dtype, seed)
+    index = ((targets >= 0) & (targets < len(weight))).flatten().nonzero().squeeze(1)
+    weights = torch.randn(len(index), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    own_hidden, own_weight = hidden.clone().requires_grad_(), weight[start:end].clone().requires_grad_()
+    total = weighted_logprob_sum(
+        own_hidden.flatten(0, 1), own_weight, targets.flatten()[index], weights, index,
+        softcap=softcap, shard=shard, rows_per_tile=3,
+    )
+    total.backward()
+    upstream = torch.zeros(targets.numel(), dtype=torch.float64).index_copy(0, index, weights).view(targets.shape)
+    expected, hidden_grad, weight_grad = reference_grads(hidden, weight, targets, 1.0, softcap, {"logprobs": upstream})
+    got = own_hidden.grad.double() if shard is None else all_reduce(own_hidden.grad.double(), shard.group)
+    tolerance = dense.hidden_tolerance(dtype, gradient=True) * (1 if shard is None else 4)
+    sizes = [
+        dense.error(total, (expected["logprobs"] * upstream).sum()) / dense.hidden_tolerance(dtype, gradient=False),
+        dense.error(got, hidden_grad) / tolerance,
+        ((own_weight.grad - weight_grad[start:end]).abs().max() / weight_grad.abs().max()).item() / tolerance
+        if end > start
+        else 0.0,
+    ]
+    return [f"weighted sum {case} {dtype}: {sizes}"] if max(sizes) > 1 else []
 
 
 def check_faces(rank, tp, case, dtype, seed):
@@ -196,6 +223,7 @@ def test_the_shifted_face_gathers_over_context_parallel(tp, cp):
 
 def test_positions_without_a_target_cost_nothing_whatever_they_hold():
     hidden, weight, targets = problem(CASES[0], torch.float32, 0)
+    targets[0, 2] = len(weight)
     hidden[targets < 0] = float("nan")
     hidden[targets >= len(weight)] = float("inf")
     for index in (None, ((targets >= 0) & (targets < len(weight))).flatten().nonzero().squeeze(1)):
