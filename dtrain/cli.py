@@ -170,7 +170,8 @@ def _cp(arguments: argparse.Namespace) -> int:
 def _cat(arguments: argparse.Namespace) -> int:
     from dtrain import config
 
-    sys.stdout.write(config.find(arguments.recipe).read_text(encoding="utf-8"))
+    text = config.find(arguments.recipe).read_bytes()
+    sys.stdout.write(text.decode("utf-8", errors="replace"))
     return 0
 
 

@@ -124,6 +124,8 @@ class Trainer:
         )
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
+        if signum := self._agreed_signal():
+            raise Stopped(signum, "stopped before the first step: nothing is lost; the same command starts here again")
         clock = time.perf_counter()
         for batch in batches:
             fetched = time.perf_counter()

@@ -239,21 +239,30 @@ class Dpo:
     """`dpo`: read by method dpo."""
 
     loss: str | list[str] = "sigmoid"
-    """A loss's name, TRL's names, or a list with `loss_weights`."""
+    """A loss's name (dtrain/config/preference.py lists them), or a list with `loss_weights`."""
     beta: float = 0.1
     """Strength of the pull towards the reference."""
     label_smoothing: float = 0.0
     """The share of preferences taken to be wrong."""
     reference: str | None = "start"
-    """start: the weights that training starts from; none (also null); or a model's path."""
+    """start: the weights that training starts from; none (also null); or the path of a model of the same shapes."""
     sft_weight: float = 0.0
     """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
     loss_weights: list[float] | None = None
-    """One weight per name in `loss`."""
+    """One weight per name in `loss`. null: 1 each."""
     f_divergence: str = "reverse_kl"
-    """The divergence from the reference."""
+    """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
     ld_alpha: float | None = None
     """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
+    precompute: bool = False
+    """The reference scores the whole data before the first step, once, into the data's cache; then it needs no memory
+    and no time. Worth it where the run sees each pair more than once."""
+    sync_every: int | None = None
+    """Steps after which the reference moves towards the policy. null: it stands still."""
+    sync_mix: float = 0.6
+    """How far it then moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the losses, such as `{gamma: 0.5}` for simpo."""
 
 
 @dataclass

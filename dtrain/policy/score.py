@@ -122,9 +122,9 @@ class Scorer:
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device, the same
         on every cp and tp rank, in the order of the batch. Under cp one all-gather."""
+        length, cp = batch["input_ids"].shape[1], self.mesh.cp  # context parallel cuts the batch's own tensors
         local = self._at_head(batch, lambda source, _: source.logprobs(temperature=temperature).logprobs)
-        cp = self.mesh.cp
-        return local if cp.size() == 1 else gather_tokens(local, cp, batch["input_ids"].shape[1])
+        return local if cp.size() == 1 else gather_tokens(local, cp, length)
 
     def _at_head(self, batch: Batch, fn: Callable[[LogprobSource, Batch], Any]) -> Any:
         """`fn(source, this rank's part of the batch on the device)`, inside the root's forward."""

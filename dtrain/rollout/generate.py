@@ -128,7 +128,7 @@ def generate_text(
 ) -> Iterator[str]:
     """The completion of each prompt as text, special tokens left out, in order.
 
-    directory: in Hugging Face's layout; or a run's, of which `export/` serves, else the newest whole checkpoint; or a
+    directory: in Hugging Face's layout; or a run's, of which `export/` serves, or a checkpoint that is newer; or a
     checkpoint's. A prompt is a user's message in the model's chat template, or with `raw`, or where the model has no
     template, the beginning of a text. dtype and device: as `train.dtype` and `launch.device` of a recipe. Raises
     UserError.
@@ -160,7 +160,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a model's directory, a run's or a checkpoint's")
     for candidate in (directory, directory / "export"):
-        if (candidate / "config.json").is_file():
+        if (candidate / "config.json").is_file() and not _is_behind(candidate, directory / "checkpoints"):
             return models.from_pretrained(candidate, dtype, device), Tokenizer.from_directory(candidate)
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
@@ -173,6 +173,12 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.
     model = models.build(models.read_config(source), kept)
     store.load(step, training_tensors(model), only=True)
     return model.to(device, dtype), Tokenizer.from_directory(source)
+
+
+def _is_behind(export: Path, checkpoints: Path) -> bool:
+    """Whether a run has saved a checkpoint since it wrote `export`."""
+    saved = [path.stat().st_mtime_ns for path in checkpoints.glob("step-*")]
+    return max(saved, default=0) > export.stat().st_mtime_ns
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:
