@@ -5,7 +5,7 @@ Imports no torch, so that `dtrain validate` answers at once. Rows are not read h
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from dtrain.checkpoint.hub import cached, download, is_id
@@ -63,6 +63,10 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
     if recipe.data.val is not None:
         problems += _data(recipe.data.val, "data.val")
     problems += _checkpoint(recipe)
+    if recipe.method == "dpo" and recipe.model.path:
+        problems += _reference(recipe)
+    if recipe.method == "distill" and recipe.model.path and recipe.distill.teacher:  # check says so where it is missing
+        problems += _teacher(recipe, Path(recipe.distill.teacher))
     return problems
 
 
@@ -110,6 +114,61 @@ def _weights(directory: Path) -> list[str]:
     if missing:
         return [f"{index} names files that are not there: {', '.join(missing)}; download the model again"]
     return []
+
+
+def _reference(recipe: Recipe) -> list[str]:
+    """The reference takes the policy's place in one and the same model, so what computes must be equal."""
+    path = recipe.dpo.reference
+    if path in (None, "none", "start"):
+        return []
+    if not Path(path).is_dir():
+        return [
+            f"dpo.reference={path}: there is no such directory; give start (the weights that training starts from), "
+            "none, or a model's directory"
+        ]
+    try:
+        ours, theirs = read_config(recipe.model.path), read_config(path)
+    except UserError as error:
+        return [str(error)]
+    free = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"}
+    names = [field.name for field in fields(ours) if field.name not in free | {"is_text_tower"}]
+    differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    if differing:
+        pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
+        return [f"dpo.reference={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
+    return _weights(Path(path))
+
+
+def _teacher(recipe: Recipe, directory: Path) -> list[str]:
+    """A teacher is read, and fits the mesh and the student's vocabulary, token by token."""
+    named = f"distill.teacher={directory}"
+    if not directory.is_dir():
+        return [
+            f"{named}: there is no such directory; one of the hub is fetched by `dtrain download OWNER/NAME`, which "
+            "says where it lies"
+        ]
+    try:
+        model = read_config(directory)
+        student = read_config(recipe.model.path)
+        tokens, ours = (Tokenizer.from_directory(path).vocabulary for path in (directory, recipe.model.path))
+    except UserError as error:
+        return [f"{named}: {error}"]
+    problems = _weights(directory)
+    if recipe.parallel.tp >= 1:  # check says so
+        problems += misfits(model.num_attention_heads, model.num_key_value_heads, model.vocab_size, recipe.parallel.tp)
+    if model.vocab_size != student.vocab_size:
+        problems.append(
+            f"{named} has a vocab_size of {model.vocab_size}, and model.path of {student.vocab_size}: their "
+            "distributions cannot be compared; take models of one vocabulary"
+        )
+    differing = [token for token, number in ours.items() if tokens.get(token, number) != number]
+    if differing:
+        token = differing[0]
+        problems.append(
+            f"{named} numbers {len(differing)} tokens otherwise than model.path: {token!r} is {tokens[token]} there "
+            f"and {ours[token]} here; take models of one tokenizer"
+        )
+    return [problem if problem.startswith(named) else f"{named}: {problem}" for problem in problems]
 
 
 def _data(source: DataSource, key: str) -> list[str]:

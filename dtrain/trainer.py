@@ -97,7 +97,7 @@ class Trainer:
         if self.recipe.checkpoint.init_from is not None and (start.state is None or self.method.needs_start):
             path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
             self.metrics.say(f"weights of {path}")
-        self.method.begin(self.policy)
+        self.method.begin(self.policy, {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {}))
         if start.state is not None:
             changed = resume.restore(
                 self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks
@@ -159,16 +159,16 @@ class Trainer:
             dp_rank=self.policy.mesh.dp_rank,
             dp_size=self.policy.mesh.dp_size,
         ):
-            for name, value in self._step(batch, eval_mode=True)["sums"].items():
+            for name, value in self._step(batch, "val")["sums"].items():
                 sums[name] = sums.get(name, 0.0) + value.item()
         fields = self.method.val_fields(sums)
         self._measured |= fields
         self.metrics.val_row(step, **fields)
 
-    def _step(self, batch: data.GlobalBatch, eval_mode: bool = False) -> dict[str, Any]:
-        """One optimizer step, or the evaluation of one batch."""
-        rows, loss = self.method.prepare(self.policy, self.method.batch(batch.rows))
-        return self.policy.train(rows, loss, eval_mode=eval_mode, mbs=self.method.micro_rows)
+    def _step(self, batch: data.GlobalBatch, split: str = "train") -> dict[str, Any]:
+        """One optimizer step on a batch of the training set, or the evaluation of one of the other."""
+        rows, loss = self.method.prepare(self.policy, self.method.batch(batch, split))
+        return self.policy.train(rows, loss, eval_mode=split != "train", mbs=self.method.micro_rows)
 
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
@@ -206,6 +206,7 @@ class Trainer:
             cache_dir=Path(recipe.run.dir) / ".cache",
             say=self.metrics.say,
             progress=is_main,
+            pairs=self.method.pairs,
         )
 
     def _log(self, step: int, epoch: float, result: dict, began: float, fetched: float) -> None:

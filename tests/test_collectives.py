@@ -173,7 +173,7 @@ def cases():
                 yield pytest.param(mesh, model, eval_mode, marks=[] if chosen else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("mesh", "model", "eval_mode"), cases())
+@pytest.mark.parametrize(("mesh", "model", "eval_mode"), list(cases()))
 def test_a_step_sends_what_the_table_says(tmp_path, mesh, model, eval_mode):
     family, changes = MODELS[model]
     path = write_model(tmp_path / "model", family, **changes)

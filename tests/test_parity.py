@@ -93,7 +93,7 @@ def cases(dtype_part=None, seed=0):
         yield pytest.param(mesh, model, marks=marks, id=f"{mesh}: {' '.join(model)}")
 
 
-@pytest.mark.parametrize(("mesh", "model"), cases())
+@pytest.mark.parametrize(("mesh", "model"), list(cases()))
 def test_float64_agrees_to_1e_9(one_process, mesh, model):
     root, expected, expected_weights = one_process(model)
     ranks, options = MESHES[mesh]

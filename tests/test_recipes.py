@@ -61,6 +61,7 @@ MODELS = {
     "gemma3-1b-sft": (published.GEMMA3_1B, 999.9),
     "gemma3-4b-sft": (published.GEMMA3_4B, 3880.3),
 }
+DPO_MODELS = {name.replace("-sft", "-dpo"): shape for name, (shape, _) in MODELS.items()}
 NAMES = [name for name, _ in config.shipped()]
 
 
@@ -83,12 +84,12 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 
 
 def test_the_recipes_that_are_promised_ship():
-    assert set(MODELS) | {"sft", "quickstart"} <= set(NAMES)
+    assert {*MODELS, *DPO_MODELS, "sft", "dpo", "quickstart", "distill"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted([*MODELS, *DPO_MODELS]))
 def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
-    shape, _ = MODELS[name]
+    shape = MODELS[name][0] if name in MODELS else DPO_MODELS[name]
     for world_size in (None, 1, 2, 4, 8):
         assert problems(name, files, world_size, shape) == []
 
@@ -119,6 +120,14 @@ def test_the_generic_recipe_asks_for_what_it_cannot_know(files):
     assert "model.path is missing" in found and "data.train.path is missing" in found
     assert problems("sft", files) == []
     assert problems("sft", files, 8) == []
+    assert problems("dpo", files, 8) == []
+
+
+def test_the_distillation_recipe_asks_for_its_teacher(files):
+    found = "\n".join(preflight(config.load("distill"), 1))
+    assert "model.path is missing" in found and "distill.teacher is missing" in found
+    for world_size in (1, 8):
+        assert problems("distill", files, world_size, None, f"distill.teacher={files[0]}") == []
 
 
 def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
@@ -140,7 +149,8 @@ def test_headers_say_what_how_and_what_to_override(name):
     commands = re.findall(rf"dtrain run {re.escape(name)}\b", text)
     assert commands, "the header shows the command with the recipe's own name"
     known = set(config.keys())
-    for key in re.findall(r"\b((?:model|data|train|optimizer|launch|run|scheduler|checkpoint)(?:\.\w+)+)", text):
+    sections = "model|data|train|optimizer|launch|run|scheduler|checkpoint|dpo|distill"
+    for key in re.findall(rf"\b((?:{sections})(?:\.\w+)+)", text):
         if not key.endswith((".jsonl", ".py")):
             assert key in known, key
 

@@ -148,3 +148,20 @@ def test_the_readme_names_tools_and_commands_that_exist():
     known = _parser().format_help()
     for command in re.findall(r"^    dtrain (\w+)", text, flags=re.MULTILINE):
         assert re.search(rf"^\s+{command}\s", known, flags=re.MULTILINE), command
+
+
+def test_losses_are_timed_beside_the_plain_way_and_the_floor():
+    sizes = ["--tokens", 16, "--vocab", 64, "--hidden", 8, "--rounds", 1]
+    finished = run_tool("bench_losses.py", "--ops", "topk", "hidden_kl", "--tp", 1, 2, "--device", "cpu", *sizes)
+    rows = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert [(row["tp"], row.get("op")) for row in rows] == [
+        (tp, op) for tp in (1, 2) for op in (None, "topk", "hidden_kl")
+    ]
+    for row in rows:
+        if "op" not in row:
+            assert row["speeds"]["bytes"] > 0 and row["speeds"]["flops"] > 0
+            continue
+        assert set(row["memory_mib"]) == {"dtrain", "plain"}
+        assert ("forward_backward" in row) == (row["op"] != "topk")
+        timed = row["forward"]
+        assert timed["of_floor"] == pytest.approx(timed["floor"] / timed["dtrain"])

@@ -67,6 +67,19 @@ def write_rows(path: Path, count: int = 60, longest: int = 24, seed: int = 0, un
     return path
 
 
+def write_pairs(path: Path, count: int = 40, longest: int = 8, seed: int = 0) -> Path:
+    """Tokenized preferences of random lengths."""
+    draw = random.Random(seed)
+
+    def ids() -> list[int]:
+        return [draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))]
+
+    with path.open("w") as file:
+        for _ in range(count):
+            file.write(json.dumps({"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()}) + "\n")
+    return path
+
+
 def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool = True, name: str = "run") -> Recipe:
     """An SFT recipe over a tiny model from scratch and 60 tokenized rows under `root`, float64, 10 steps."""
     model = root / f"{family}-{'tied' if tied else 'untied'}"

@@ -9,8 +9,9 @@ Each op runs forward, and forward with backward, --rounds times in turn with the
 each on a CPU). The plain way computes whole logits, gathered over the ranks where the vocabulary is cut. `ratio` is the
 median of plain over dtrain: above 1, dtrain is faster. Memory is the peak above what was held before, in MiB, of rank
 0, measured in a process of its own. `floor` is the least time: the bytes that must move at this machine's copy speed,
-or the FLOPs at the speed of its matrix products, measured before; of four products of the head for per-token values
-(the backward computes the logits again), of three for a weighted sum.
+or the FLOPs of the head's matrix products at the speed of one, measured before. Of per-token values the backward
+computes the logits again, four products in all; a sum with known weights needs three, and distillation one more, the
+teacher's. `of_floor` is the floor over dtrain's time.
 """
 
 import argparse
@@ -45,6 +46,8 @@ class Inputs:
 
     logits: Tensor  # [1, S, V/tp]
     teacher: Tensor  # [1, S, V/tp]
+    teacher_hidden: Tensor  # [S, D]
+    teacher_weight: Tensor  # [V/tp, D]
     hidden: Tensor  # [S, D]
     weight: Tensor  # [V/tp, D]
     targets: Tensor  # [1, S]
@@ -65,6 +68,13 @@ class Inputs:
 
     def plain_logits(self) -> Tensor:
         return self.whole(self.hidden @ self.weight.T).float()
+
+    def plain_teacher_logits(self) -> Tensor:
+        return self.whole(self.teacher_hidden @ self.teacher_weight.T).float()
+
+    @property
+    def every_token(self) -> Tensor:
+        return torch.arange(len(self.hidden), device=self.hidden.device)
 
 
 def at(logp: Tensor, ids: Tensor) -> Tensor:
@@ -93,57 +103,117 @@ def plain_head(x: Inputs, entropy: bool) -> Tensor:
 
 
 def weighted(x: Inputs) -> Tensor:
-    index = torch.arange(len(x.hidden), device=x.hidden.device)
-    ones = torch.ones(len(index), device=index.device)
-    return losses.weighted_logprob_sum(x.hidden, x.weight, x.targets[0], ones, index, shard=x.shard)
+    ones = torch.ones(len(x.hidden), device=x.hidden.device)
+    return losses.weighted_logprob_sum(x.hidden, x.weight, x.targets[0], ones, x.every_token, shard=x.shard)
+
+
+def kl(x: Inputs) -> Tensor:
+    student, teacher = losses.HeadInput(x.hidden, x.weight), losses.HeadInput(x.teacher_hidden, x.teacher_weight)
+    return losses.kl_sum_from_hidden_states(student, teacher, x.every_token, shard=x.shard).total
+
+
+def plain_kl(x: Inputs) -> Tensor:
+    return losses.forward_kl(x.plain_logits().log_softmax(-1), x.plain_teacher_logits().log_softmax(-1)).sum()
+
+
+def topk_kl(x: Inputs) -> Tensor:
+    student, teacher = losses.HeadInput(x.hidden, x.weight), losses.HeadInput(x.teacher_hidden, x.teacher_weight)
+    logits, ids = losses.topk_logits_from_hidden_states(teacher, KEPT, x.every_token, shard=x.shard)
+    return losses.topk_kl_sum_from_hidden_states(student, logits, ids, x.every_token, shard=x.shard).total
+
+
+def plain_topk_kl(x: Inputs) -> Tensor:
+    logits, ids = x.plain_teacher_logits().topk(KEPT, -1)
+    return losses.forward_kl(at(x.plain_logits().log_softmax(-1), ids), logits.log_softmax(-1)).sum()
+
+
+def gathered_logits(x: Inputs) -> Tensor:
+    bounds = {"vocab_start_index": x.start, "vocab_end_index": x.end}
+    return losses.gather_logits_at_global_indices(x.logits, x.ids, x.group, **bounds)
 
 
 Function = Callable[[Inputs], Tensor]
-# name: (dtrain's, the plain way, what bounds it, whether there is a backward)
-OPS: dict[str, tuple[Function, Function, str, bool]] = {
-    "logprob": (
+
+
+@dataclass(frozen=True)
+class Op:
+    """dtrain's way and the plain one; what must be done at least, forward and in both directions together: passes over
+    the logits, or products of the head. None: no backward."""
+
+    ours: Function
+    plain: Function
+    forward: int
+    both: int | None
+    unit: str = "passes"
+
+
+# A forward reads the logits; a backward reads them again and writes their gradient.
+OPS = {
+    "logprob": Op(
         lambda x: losses.DistributedLogprob.apply(x.logits, x.targets, x.start, x.end, x.group),
         lambda x: at(x.whole(x.logits).float().log_softmax(-1), x.targets[..., None]),
-        "bytes",
-        True,
+        1,
+        3,
     ),
-    "gather_logprob": (
+    "chunked_logprob": Op(
+        lambda x: losses.ChunkedDistributedLogprob.apply(x.logits, x.targets, x.start, x.end, 1024, x.group),
+        lambda x: at(x.whole(x.logits).float().log_softmax(-1), x.targets[..., None]),
+        1,
+        3,
+    ),
+    "gather_logprob": Op(
         lambda x: losses.ChunkedDistributedGatherLogprob.apply(x.logits, x.ids, x.start, x.end, 1024, x.group),
         lambda x: at(x.whole(x.logits).float().log_softmax(-1), x.ids),
-        "bytes",
-        True,
+        1,
+        3,
     ),
-    "entropy": (
+    "gather_logits": Op(  # reads K logits of each token only; the gradient is written whole
+        gathered_logits,
+        lambda x: at(x.whole(x.logits).float(), x.ids),
+        0,
+        1,
+    ),
+    "entropy": Op(
         lambda x: losses.ChunkedDistributedEntropy.apply(x.logits, 1024, x.group),
         lambda x: plain_entropy(x.whole(x.logits).float()),
-        "bytes",
-        True,
+        1,
+        3,
     ),
-    "cross_entropy": (
+    "cross_entropy": Op(
         lambda x: losses.DistributedCrossEntropy.apply(x.logits, x.teacher, x.group),
         lambda x: -(x.whole(x.teacher).float().softmax(-1) * x.whole(x.logits).float().log_softmax(-1)).sum(-1),
-        "bytes",
-        True,
+        2,
+        5,
     ),
-    "sampled": (
+    "sampled": Op(
         lambda x: losses.DistributedLogprobWithSampling.apply(
             x.logits, x.targets, x.group, SAMPLING["top_k"], SAMPLING["top_p"]
         ).nan_to_num(neginf=0.0),
         plain_sampled,
-        "bytes",
-        True,
+        1,
+        3,
     ),
-    "topk": (
+    "chunked_sampled": Op(
+        lambda x: losses.ChunkedDistributedLogprobWithSampling.apply(
+            x.logits, x.targets, x.group, SAMPLING["top_k"], SAMPLING["top_p"], 1024
+        ).nan_to_num(neginf=0.0),
+        plain_sampled,
+        1,
+        3,
+    ),
+    "topk": Op(
         lambda x: losses.distributed_vocab_topk(
             x.logits, KEPT, x.group, vocab_start_index=x.start, vocab_end_index=x.end
         )[0],
         lambda x: x.whole(x.logits.detach()).float().topk(KEPT, -1).values,
-        "bytes",
-        False,
+        1,
+        None,
     ),
-    "hidden": (head, lambda x: plain_head(x, False), "flops4", True),
-    "hidden_entropy": (lambda x: head(x, entropy=True), lambda x: plain_head(x, True), "flops4", True),
-    "hidden_weighted_sum": (weighted, lambda x: plain_head(x, False).sum(), "flops3", True),
+    "hidden": Op(head, lambda x: plain_head(x, False), 1, 4, "products"),
+    "hidden_entropy": Op(lambda x: head(x, entropy=True), lambda x: plain_head(x, True), 1, 4, "products"),
+    "hidden_weighted_sum": Op(weighted, lambda x: plain_head(x, False).sum(), 1, 3, "products"),
+    "hidden_kl": Op(kl, plain_kl, 2, 4, "products"),
+    "hidden_topk_kl": Op(topk_kl, plain_topk_kl, 2, 4, "products"),
 }
 
 
@@ -153,14 +223,17 @@ def make_inputs(args: argparse.Namespace, rank: int) -> Inputs:
     torch.manual_seed(0)
     targets = torch.randint(0, args.vocab, (1, args.tokens), device=device)
     ids = torch.randint(0, args.vocab, (1, args.tokens, KEPT), device=device)
-    hidden = torch.randn(args.tokens, args.hidden, device=device, dtype=dtype)
+    hidden, teacher_hidden = (torch.randn(args.tokens, args.hidden, device=device, dtype=dtype) for _ in range(2))
     torch.manual_seed(rank)
 
     def logits() -> Tensor:
         return torch.randn(1, args.tokens, end - start, device=device, dtype=dtype)
 
-    weight = torch.randn(end - start, args.hidden, device=device, dtype=dtype) * args.hidden**-0.5
-    inputs = Inputs(logits(), logits(), hidden, weight, targets, ids, start, dist.group.WORLD)
+    weight, teacher_weight = (
+        torch.randn(end - start, args.hidden, device=device, dtype=dtype) * args.hidden**-0.5 for _ in range(2)
+    )
+    teacher = logits(), teacher_hidden, teacher_weight
+    inputs = Inputs(logits(), *teacher, hidden, weight, targets, ids, start, dist.group.WORLD)
     for tensor in (inputs.logits, inputs.hidden, inputs.weight):
         tensor.requires_grad_()
     return inputs
@@ -187,7 +260,7 @@ def synchronize(args: argparse.Namespace) -> None:
 
 def time_op(args: argparse.Namespace, inputs: Inputs, op: str) -> dict[str, Any]:
     """Seconds (median) of both ways in turn, after one round that does not count."""
-    ours, plain, _, has_backward = OPS[op]
+    ours, plain, has_backward = OPS[op].ours, OPS[op].plain, OPS[op].both is not None
     result = {}
     for name, backward in (("forward", False), ("forward_backward", True))[: 1 + has_backward]:
         seconds: dict[str, list[float]] = {"dtrain": [], "plain": []}
@@ -208,15 +281,15 @@ def time_op(args: argparse.Namespace, inputs: Inputs, op: str) -> dict[str, Any]
 
 def peak_memory(args: argparse.Namespace, inputs: Inputs, op: str, side: str) -> float:
     """MiB above what is held, of one forward and backward."""
-    function = OPS[op][0 if side == "dtrain" else 1]
+    function, backward = OPS[op].ours if side == "dtrain" else OPS[op].plain, OPS[op].both is not None
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        run_once(function, inputs, OPS[op][3])
+        run_once(function, inputs, backward)
         return (torch.cuda.max_memory_allocated() - held) / 2**20
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     held = _status("VmRSS")
-    run_once(function, inputs, OPS[op][3])
+    run_once(function, inputs, backward)
     return _status("VmHWM") - held
 
 
@@ -249,15 +322,15 @@ def speeds(args: argparse.Namespace, rank: int) -> dict[str, float]:
     }
 
 
-def floor(args: argparse.Namespace, tp: int, op: str, speed: dict[str, float]) -> float:
-    """Seconds of forward and backward (forward alone where there is no backward) at these speeds."""
-    _, _, bound, has_backward = OPS[op]
+def floor(args: argparse.Namespace, tp: int, op: str, speed: dict[str, float]) -> dict[str, float]:
+    """Seconds at these speeds of the forward, and of forward and backward where there is one."""
     logits = args.tokens * -(-args.vocab // tp)
-    if bound.startswith("flops"):
-        return int(bound[-1]) * 2 * logits * args.hidden / speed["flops"]
-    reads = 2 if op == "cross_entropy" else 1
-    passes = 2 * reads + 1 if has_backward else reads  # the backward reads again and writes the gradient
-    return passes * logits * getattr(torch, args.dtype).itemsize / speed["bytes"]
+    found = {"forward": OPS[op].forward, "forward_backward": OPS[op].both}
+    if OPS[op].unit == "products":
+        one = 2 * logits * args.hidden / speed["flops"]
+    else:
+        one = logits * getattr(torch, args.dtype).itemsize / speed["bytes"]
+    return {name: count * one for name, count in found.items() if count is not None}
 
 
 def rank_main(rank: int, tp: int, store: str, results: Any, args: argparse.Namespace, task: tuple[str, ...]) -> None:
@@ -315,8 +388,9 @@ def main() -> None:
         for op in args.ops:
             timed = on_ranks(args, tp, "time", op)
             memory = {side: on_ranks(args, tp, "memory", op, side) for side in ("dtrain", "plain")}
-            least = floor(args, tp, op, speed)
-            print(json.dumps({"tp": tp, "op": op, **timed, "memory_mib": memory, "floor": least}), flush=True)
+            for name, least in floor(args, tp, op, speed).items():
+                timed[name] |= {"floor": least, "of_floor": least / timed[name]["dtrain"]}
+            print(json.dumps({"tp": tp, "op": op, **timed, "memory_mib": memory}), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.config.load import keys
+from dtrain.config.preference import problems as preference_problems
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 
 # What a later version brings: (key, what it may be until then, what to say). A feature that arrives deletes its row.
 NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("method", lambda v: v == "sft", "only supervised fine-tuning is in this version yet; set method=sft"),
-    ("data.train.format", lambda v: v != "preference", "preference data is for method=dpo, which is not there yet"),
-    ("data.val.format", lambda v: v != "preference", "preference data is for method=dpo, which is not there yet"),
+    ("method", lambda v: v != "grpo", "reinforcement learning is not in this version yet; it has sft, dpo and distill"),
 )
 
 # (key, what its value must satisfy, and that in words). None is not looked at: the schema says where it is allowed.
@@ -45,6 +44,13 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
     ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
     ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
+    ("distill.top_k", lambda v: v >= 1, "at least 1, or null for the whole vocabulary"),
+    ("distill.temperature", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
+    ("distill.mixed_kl_weight", lambda v: 0 <= v <= 1, "from 0 to 1"),
+    ("dpo.sft_weight", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),
+    ("dpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
+    ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
 )
@@ -88,6 +94,8 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += [text for _, text in wrong]
     problems += _required(recipe)
     problems += _names(recipe)
+    problems += _formats(recipe)
+    problems += _dpo(recipe) if recipe.method == "dpo" else []
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
     problems += _best(recipe)
@@ -95,8 +103,10 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
         mesh_problems, shape = _mesh(recipe, world_size)
         problems += mesh_problems
         problems += _sequence(recipe)
-        if shape and not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
-            problems += _batch(recipe, shape[0] * shape[1])
+        if not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
+            # Where the mesh does not fit its world, what its keys say of dp: of dp_shard=-1 that it is 1 or more.
+            replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
+            problems += _batch(recipe, replicate * shard)
     return problems
 
 
@@ -131,6 +141,8 @@ def _required(recipe: Recipe) -> list[str]:
     problems = []
     if not recipe.model.path:
         problems.append("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
+    if recipe.method == "distill" and not recipe.distill.teacher:
+        problems.append("distill.teacher is missing: set it to the directory of a model with the student's vocabulary")
     problems += _source(recipe.data.train, "data.train")
     if recipe.data.val is not None:
         problems += _source(recipe.data.val, "data.val")
@@ -161,9 +173,43 @@ def _source(source: DataSource, key: str) -> list[str]:
             problems.append(f"{key}.sources[{index}].path is missing: set it to a file, a glob or a list of them")
         if not 0 <= entry.weight < math.inf:
             problems.append(f"{key}.sources[{index}].weight={entry.weight} must be a finite number, at least 0")
-        if entry.format == "preference":
-            problems.append(f"{key}.sources[{index}].format=preference: it is for method=dpo, which is not there yet")
     return problems
+
+
+def _formats(recipe: Recipe) -> list[str]:
+    """Preferences are for dpo, and dpo is for preferences."""
+    problems = []
+    for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
+        if split is None:
+            continue
+        named = [(f"data.{name}.format", split.format)]
+        named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
+        for key, format in named:
+            if recipe.method == "dpo" and format not in ("auto", "preference", "tokenized"):
+                problems.append(f"{key}={format}: method=dpo trains on pairs; set it to preference, or method=sft")
+            elif recipe.method != "dpo" and format == "preference":
+                problems.append(f"{key}=preference: method={recipe.method} does not train on pairs; set method=dpo")
+    return problems
+
+
+def _dpo(recipe: Recipe) -> list[str]:
+    section = recipe.dpo
+    has_reference = section.reference not in (None, "none")
+    found = preference_problems(
+        section.loss,
+        section.loss_weights,
+        has_reference=has_reference,
+        beta=section.beta,
+        label_smoothing=section.label_smoothing,
+        f_divergence=section.f_divergence,
+        options=section.kwargs,
+    )
+    if section.sync_every is not None and section.precompute:
+        found.append("dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set one to null")
+    for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
+        if value is not None and not has_reference:
+            found.append(f"dpo.{key}={_shown(value)} needs a reference, and dpo.reference is none: set it to start")
+    return found
 
 
 def _names(recipe: Recipe) -> list[str]:

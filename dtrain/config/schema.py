@@ -320,13 +320,18 @@ class Distill:
     """`distill`: read by method distill."""
 
     teacher: str | None = None
-    """A model's path."""
+    """Required. The directory of a model with the student's vocabulary, of any size; frozen, on the same mesh."""
     top_k: int | None = None
-    """How many of the teacher's likeliest tokens count. null: all."""
-    kl: str = "forward"
-    """The direction of the divergence."""
+    """How many of the teacher's likeliest tokens count. null: all, exactly."""
+    kl: Literal["forward", "reverse", "mixed"] = "forward"
+    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both."""
     temperature: float = 1.0
-    """Divides the logits of both."""
+    """Divides the logits of both; the loss is multiplied by its square."""
+    mixed_kl_weight: float = 0.5
+    """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
+    zero_outside_topk: bool = True
+    """With `top_k`: elsewhere the teacher is zero, and what the student gives to other tokens counts against it. false:
+    the student too is normalised over the teacher's top k, and free elsewhere."""
 
 
 @dataclass

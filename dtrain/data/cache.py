@@ -1,11 +1,12 @@
 """Tokenised samples on disk, memory-mapped: made once, by one process, whole or not at all.
 
 A cache is a directory `<cache_dir>/<key>/`, where the key is a hash of the data files (path, size, time of change),
-their formats, the tokenizer, the template and the options:
+their formats, the tokenizer, the template and the options. A sample is one document or, of preferences, two neighbours,
+chosen and rejected; n counts documents:
 
-    tokens.bin    int32   the ids of all samples, one behind the other
+    tokens.bin    int32   the ids of all documents, one behind the other
     trained.bin   uint8   1 where the token is a target
-    offsets.bin   int64   n + 1 offsets of the samples into both
+    offsets.bin   int64   n + 1 offsets of the documents into both
     origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
     left_out.txt          every row that is no sample, and why
     meta.json             counts, fingerprint, sizes; written last
@@ -27,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dtrain.data.encoder import LONG, EncodedChunk, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
-from dtrain.data.sample import LONG, EncodedChunk, Encoder
 from dtrain.errors import UserError
 
-VERSION = 1
+VERSION = 2
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {
@@ -61,11 +63,12 @@ class Source:
 
 
 class Samples:
-    """The samples of a cache. `samples[i]` is (ids int32 [s], trained bool [s]).
+    """The samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
 
-    meta          what meta.json says: rows, samples, truncated, too_long, untrained, tokens, tokens_cut, left_out ...
-    shares        the samples of each source, with its weight
-    fingerprint   a hash of ids, masks and weights
+    documents_per_sample   1, or 2 for preferences: chosen, rejected
+    meta                   what meta.json says: rows, samples, truncated, too_long, untrained, tokens, left_out ...
+    shares                 the samples of each source, with its weight
+    fingerprint            a hash of ids, masks, weights and documents per sample
     """
 
     def __init__(self, directory: Path, weights: Sequence[float]):
@@ -78,41 +81,44 @@ class Samples:
             for name, kind in ARRAYS.items()
         )
         self._origins = origins.view(-1, 3)
+        self.documents_per_sample: int = self.meta["documents_per_sample"]
         first, shares = 0, []
         for count, weight in zip(self.meta["per_source"], self.weights, strict=True):
             shares.append(Share(first, count, weight))
             first += count
         self.shares = tuple(shares)
-        parts = json.dumps([self.meta["fingerprint"], self.weights])
+        parts = json.dumps([self.meta["fingerprint"], self.weights, self.documents_per_sample])
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return self.meta["samples"]
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start, end = self._offsets[index : index + 2].tolist()
-        return self._tokens[start:end], self._trained[start:end].bool()
+    def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        first = index * self.documents_per_sample
+        bounds = self._offsets[first : first + self.documents_per_sample + 1].tolist()
+        return [(self._tokens[start:end], self._trained[start:end].bool()) for start, end in pairwise(bounds)]
 
     def __reduce__(self):
         return Samples, (self.directory, self.weights)
 
     def lengths(self, indices: Tensor) -> Tensor:
-        """Tokens of the samples `indices` (int64)."""
-        return self._offsets[indices + 1] - self._offsets[indices]
+        """Tokens of the samples `indices` (int64), all documents of each."""
+        first = indices * self.documents_per_sample
+        return self._offsets[first + self.documents_per_sample] - self._offsets[first]
 
     def full_lengths(self, start: int, stop: int) -> Tensor:
-        """Tokens of the samples [start, stop) before truncation."""
-        return self._origins[start:stop, 2]
+        """Tokens of each document of the samples [start, stop) before truncation."""
+        return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
 
     def origin(self, index: int) -> tuple[str, int]:
         """File and line of a sample."""
-        file, line, _ = self._origins[index].tolist()
+        file, line, _ = self._origins[index * self.documents_per_sample].tolist()
         return self.meta["files"][file], line
 
 
 def open_cache(
     sources: Sequence[Source],
-    encoder: Encoder,
+    encoder: RowEncoder,
     *,
     cache_dir: str | Path | None,
     num_workers: int | None = None,
@@ -154,7 +160,7 @@ def open_cache(
     return Samples(place, weights)
 
 
-def _key(sources: Sequence[Source], encoder: Encoder) -> str:
+def _key(sources: Sequence[Source], encoder: RowEncoder) -> str:
     files = [
         [source.format, [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]]
         for source in sources
@@ -188,7 +194,8 @@ def _lock(file: Path) -> Iterator[None]:
 class _Writer:
     """Samples to the files of a cache, counted on the way."""
 
-    def __init__(self, directory: Path, stack: ExitStack):
+    def __init__(self, directory: Path, stack: ExitStack, documents: int):
+        self.documents = documents
         self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in ARRAYS}
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
         self.hash = hashlib.blake2b(digest_size=16)
@@ -204,15 +211,19 @@ class _Writer:
         self._write("tokens.bin", chunk.tokens.tobytes())
         self._write("trained.bin", chunk.trained)
         offsets, origins = array("q"), array("q")
+        cut = []
         for length, line, full in zip(chunk.lengths, chunk.lines, chunk.full, strict=True):
             self.offset += length
             offsets.append(self.offset)
             origins.extend((number, line, full))
-            self.counts["truncated"] += full > length
-            self.counts["tokens_cut"] += full - length
+            cut.append(full - length)
+        self.counts["tokens_cut"] += sum(cut)
+        self.counts["truncated"] += sum(
+            any(cut[first : first + self.documents]) for first in range(0, len(cut), self.documents)
+        )
         self._write("offsets.bin", offsets.tobytes())
         self._write("origins.bin", origins.tobytes())
-        self.samples += len(chunk.lengths)
+        self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
         self.counts["trained_tokens"] += chunk.trained.count(1)
         for line, reason in chunk.left_out:
@@ -228,7 +239,7 @@ class _Writer:
 def _build(
     directory: Path,
     sources: Sequence[Source],
-    encoder: Encoder,
+    encoder: RowEncoder,
     num_workers: int | None,
     progress: bool,
     label: str,
@@ -238,7 +249,7 @@ def _build(
     workers = num_workers or _cores()
     per_source = [0] * len(sources)
     with ExitStack() as stack:
-        writer = _Writer(directory, stack)
+        writer = _Writer(directory, stack, encoder.documents)
         encode = _inline(encoder)
         if size > SMALL and workers > 1:
             encode = stack.enter_context(Pool(encoder, workers)).encode
@@ -265,11 +276,12 @@ def _build(
             number = at.popleft()
             source, file = files[number]
             writer.add(number, str(file), chunk)
-            per_source[source] += len(chunk.lengths)
+            per_source[source] += len(chunk.lengths) // encoder.documents
             bar.update(chunk.size)
     _refuse_nothing(writer, files, label)
     meta = {
         "version": VERSION,
+        "documents_per_sample": encoder.documents,
         "fingerprint": writer.hash.hexdigest(),
         "files": [str(file) for _, file in files],
         "per_source": per_source,
@@ -287,7 +299,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _inline(encoder: Encoder) -> Callable[[Iterator[Job]], Iterator[EncodedChunk]]:
+def _inline(encoder: RowEncoder) -> Callable[[Iterator[Job]], Iterator[EncodedChunk]]:
     return lambda jobs: (encoder.encode_chunk(*job) for job in jobs)
 
 
@@ -303,9 +315,10 @@ def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: s
     if writer.counts["too_long"] == rows:
         fix = "raise data.max_length, or set data.too_long=truncate"
     elif "max_length" in reason:
-        fix = "raise data.max_length: the trained part of each row lies beyond it"
+        fix = "raise data.max_length: what each row teaches lies beyond it"
+    elif writer.documents > 1:
+        fix = "chosen and rejected must differ; `dtrain preview` shows them"
     else:
         fix = "data.loss_on and the roles of the messages say what is trained; `dtrain preview` shows it"
-    raise UserError(
-        f"{label}: not one of {rows} rows has a trained token ({names}); {file}:{line}, for one: {reason}. Fix: {fix}"
-    )
+    what = "teaches a preference" if writer.documents > 1 else "has a trained token"
+    raise UserError(f"{label}: not one of {rows} rows {what} ({names}); {file}:{line}, for one: {reason}. Fix: {fix}")

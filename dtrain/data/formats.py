@@ -1,7 +1,8 @@
 """Rows to samples: what format a row is in, whether it is sound, and what it says, in one shape per kind of training.
 
 The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Completion`
-(prompt and completion as strings), `Text`, and `Tokens` (used as they are). Torch is not imported.
+(prompt and completion as strings), `Text`, and `Tokens` (used as they are). What a pair of a chosen and a rejected
+completion says is in preferences.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
@@ -24,6 +25,11 @@ FORMATS = {
     "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
+}
+# The same for methods that train on pairs.
+PAIR_FORMATS = {
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "preference": ("chosen", "rejected"),
 }
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
@@ -75,64 +81,93 @@ class Tokens:
     trained: list[bool]
 
 
-def detect(row: Mapping[str, Any]) -> str | None:
+def formats_of(pairs: bool) -> dict[str, tuple[str, ...]]:
+    """The formats that a method knows, with their keys; `pairs`: it trains on a chosen and a rejected completion."""
+    return PAIR_FORMATS if pairs else FORMATS
+
+
+def detect(row: Mapping[str, Any], pairs: bool = False) -> str | None:
     """The name of the row's format, or None. Keys whose value is null count as absent (parquet fills them in)."""
-    for name, keys in FORMATS.items():
+    for name, keys in formats_of(pairs).items():
         if all(row.get(key) is not None for key in keys):
             return name
     return None
 
 
-def describe_unknown(row: Mapping[str, Any]) -> str:
+def describe_unknown(row: Mapping[str, Any], pairs: bool = False) -> str:
     """Why `detect` found nothing."""
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in FORMATS.items() if name != "preference")
+    other = detect(row, not pairs)
+    if other is not None:
+        return refuse_single(other) if pairs else refuse_preference()
+    if pairs:
+        known = (
+            f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
+        )
+    else:
+        known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in FORMATS.items() if name != "preference")
     return (
         f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
         f"{known}. Rename the columns of the file"
     )
 
 
-def refuse_preference() -> UserError:
-    return UserError(
-        "the rows are preferences (chosen, rejected), which method sft does not train on; "
-        "method dpo, which does, is not in dtrain yet. For sft give each row messages, or prompt and completion"
+def refuse_preference() -> str:
+    """What is said to preferences where a method wants single examples."""
+    return (
+        "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
+        "or give each row messages, or prompt and completion"
     )
+
+
+def refuse_single(name: str) -> str:
+    """What is said to rows of format `name` where a method wants pairs."""
+    return (
+        f"rows of format {name} are single examples, which method=sft trains on; method=dpo trains on preferences: "
+        f"give each row prompt, chosen and rejected, or {', '.join(PAIR_FORMATS['tokenized'])}"
+    )
+
+
+def require_keys(row: Mapping[str, Any], name: str, pairs: bool = False) -> None:
+    """Raises UserError for a row that is not of format `name`."""
+    missing = [key for key in formats_of(pairs)[name] if row.get(key) is None]
+    if missing:
+        other = detect(row, pairs)
+        looks = f"it looks like format {other}" if other else describe_unknown(row, pairs)
+        raise UserError(
+            f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
+            "Rows of different formats belong into different files, each one of data.train.sources"
+        )
 
 
 def normalise(row: Mapping[str, Any], name: str) -> Conversation | Completion | Text | Tokens:
     """`row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
-        raise refuse_preference()
-    missing = [key for key in FORMATS[name] if row.get(key) is None]
-    if missing:
-        other = detect(row)
-        looks = f"it looks like format {other}" if other else describe_unknown(row)
-        raise UserError(
-            f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
-            "Rows of different formats belong into different files, each one of data.train.sources"
-        )
+        raise UserError(refuse_preference())
+    require_keys(row, name)
     return {
         "messages": lambda: _chat(row, "messages"),
         "sharegpt": lambda: _chat(row, "conversations"),
         "alpaca": lambda: _alpaca(row),
         "prompt_completion": lambda: _prompt_completion(row),
-        "text": lambda: Text(_string(row["text"], "text")),
+        "text": lambda: Text(read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
 
 
-def _string(value: Any, key: str) -> str:
+def read_string(value: Any, key: str) -> str:
+    """`value` if it is a string. Raises UserError, naming `key`, as its neighbours do."""
     if not isinstance(value, str):
-        raise UserError(f"{key} must be a string, not {_kind(value)}")
+        raise UserError(f"{key} must be a string, not {kind_of(value)}")
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _list(value: Any, key: str) -> list[Any]:
+def read_list(value: Any, key: str) -> list[Any]:
     """`value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
     if isinstance(value, str):
         try:
@@ -140,30 +175,32 @@ def _list(value: Any, key: str) -> list[Any]:
         except json.JSONDecodeError as problem:
             raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UserError(f"{key} must be a list, not {_kind(value)}")
+        raise UserError(f"{key} must be a list, not {kind_of(value)}")
     return list(value)
 
 
-def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The row's tools, or None."""
     if row.get("tools") in (None, "", []):
         return None
-    tools = _list(row["tools"], "tools")
+    tools = read_list(row["tools"], "tools")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            raise UserError(f"tools[{index}] must be an object (a JSON schema of a function), not {_kind(tool)}")
+            raise UserError(f"tools[{index}] must be an object (a JSON schema of a function), not {kind_of(tool)}")
     return tools
 
 
 def _chat(row: Mapping[str, Any], key: str) -> Conversation:
-    messages, train = _messages(row[key], key)
+    messages, train = read_messages(row[key], key)
     system = row.get("system")
     if system and key == "conversations" and messages[0]["role"] != "system":
-        messages, train = [{"role": "system", "content": _string(system, "system")}, *messages], [None, *train]
-    return Conversation(messages, train, _tools(row))
+        messages, train = [{"role": "system", "content": read_string(system, "system")}, *messages], [None, *train]
+    return Conversation(messages, train, read_tools(row))
 
 
-def _messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
-    entries = _list(value, key)
+def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    """The messages of a list, and what each says of being trained."""
+    entries = read_list(value, key)
     if not entries:
         raise UserError(f"{key} is an empty list; give at least one user and one assistant message")
     pairs = [_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries)]
@@ -172,7 +209,7 @@ def _messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | N
 
 def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(entry, dict):
-        raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {_kind(entry)}')
+        raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {kind_of(entry)}')
     message = {name: value for name, value in entry.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _sharegpt_message(message, key)
@@ -242,7 +279,7 @@ def _content(content: Any, key: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{key} must be a string, not {_kind(content)}")
+        raise UserError(f"{key} must be a string, not {kind_of(content)}")
     texts = []
     for index, part in enumerate(content):
         if isinstance(part, str):
@@ -250,13 +287,13 @@ def _content(content: Any, key: str) -> str:
         elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
             raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on text only")
     return "".join(texts)
 
 
 def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    calls = _list(value, key)
+    calls = read_list(value, key)
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -271,17 +308,17 @@ def _alpaca(row: Mapping[str, Any]) -> Conversation:
 
     `system` and `history` (a list of [question, reply]) are read where they stand.
     """
-    instruction, given = _string(row["instruction"], "instruction"), row.get("input")
-    question = f"{instruction}\n\n{_string(given, 'input')}" if given else instruction
-    messages = [{"role": "system", "content": _string(row["system"], "system")}] if row.get("system") else []
-    for index, pair in enumerate(_list(row.get("history") or [], "history")):
+    instruction, given = read_string(row["instruction"], "instruction"), row.get("input")
+    question = f"{instruction}\n\n{read_string(given, 'input')}" if given else instruction
+    messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
+    for index, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"history[{index}] must be a list of two strings, a question and its reply")
-        messages.append({"role": "user", "content": _string(pair[0], f"history[{index}][0]")})
-        messages.append({"role": "assistant", "content": _string(pair[1], f"history[{index}][1]")})
+        messages.append({"role": "user", "content": read_string(pair[0], f"history[{index}][0]")})
+        messages.append({"role": "assistant", "content": read_string(pair[1], f"history[{index}][1]")})
     messages.append({"role": "user", "content": question})
-    messages.append({"role": "assistant", "content": _string(row["output"], "output")})
-    return Conversation(messages, [None] * len(messages), _tools(row))
+    messages.append({"role": "assistant", "content": read_string(row["output"], "output")})
+    return Conversation(messages, [None] * len(messages), read_tools(row))
 
 
 def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
@@ -290,19 +327,19 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
         return Completion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
-    before, before_train = _messages(prompt, "prompt")
-    after, after_train = _messages(completion, "completion")
-    return Conversation(before + after, before_train + after_train, _tools(row), prompt=len(before))
+    before, before_train = read_messages(prompt, "prompt")
+    after, after_train = read_messages(completion, "completion")
+    return Conversation(before + after, before_train + after_train, read_tools(row), prompt=len(before))
 
 
 def _tokens(row: Mapping[str, Any]) -> Tokens:
-    ids = _integers(row["input_ids"], "input_ids")
+    ids = read_integers(row["input_ids"], "input_ids")
     _refuse_masks(row)
     if any(token < 0 for token in ids):
         raise UserError("input_ids holds a negative id")
     if row.get("labels") is None:
         return Tokens(ids, [True] * len(ids))
-    labels = _integers(row["labels"], "labels")
+    labels = read_integers(row["labels"], "labels")
     if len(labels) != len(ids):
         raise UserError(f"input_ids has {len(ids)} entries and labels {len(labels)}; they must be equally long")
     for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
@@ -316,7 +353,7 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
 
 def _refuse_masks(row: Mapping[str, Any]) -> None:
     """Other columns by which tokenized rows say what counts: one that would change the numbers is refused."""
-    if row.get("attention_mask") is not None and not all(_list(row["attention_mask"], "attention_mask")):
+    if row.get("attention_mask") is not None and not all(read_list(row["attention_mask"], "attention_mask")):
         raise UserError("attention_mask has zeros: tokenized rows are used whole; leave the padding out of input_ids")
     for name in MASKS:
         if row.get(name) is not None and row.get("labels") is None:
@@ -326,8 +363,9 @@ def _refuse_masks(row: Mapping[str, Any]) -> None:
             )
 
 
-def _integers(value: Any, key: str) -> list[int]:
-    values = _list(value, key)
+def read_integers(value: Any, key: str) -> list[int]:
+    """`value` as a list of whole numbers."""
+    values = read_list(value, key)
     for index, item in enumerate(values):
         if isinstance(item, bool) or not isinstance(item, int):
             raise UserError(f"{key}[{index}] must be a whole number, not {item!r}")

@@ -6,7 +6,7 @@ The only state is the global cursor that each batch carries; a loader's own stat
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -19,16 +19,18 @@ STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One step's rows.
+    """One step's rows. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
 
-    rows      those of this data-parallel rank: rows i of the global batch with i % dp_size == dp_rank; may be none in
-              a short last batch
-    size      rows of the whole global batch
+    rows      those of this data-parallel rank's placements, i of the global batch with i % dp_size == dp_rank; may be
+              none in a short last batch
+    samples   the samples that these rows hold, in the rows' order
+    size      placements of the whole global batch
     cursor    where the next batch begins
     epoch     how many epochs are done after this batch, as a fraction
     """
 
     rows: list[Row]
+    samples: list[int]
     size: int
     cursor: Cursor
     epoch: float
@@ -79,8 +81,9 @@ class Batches:
         number = 0
         while group := list(islice(placements, self.global_batch)):
             if number % step == first:
-                mine = [self.rows.build(placement.samples) for placement in group[self.dp_rank :: self.dp_size]]
-                yield GlobalBatch(mine, len(group), group[-1].after, group[-1].epochs)
+                mine = [placement.samples for placement in group[self.dp_rank :: self.dp_size]]
+                rows = [row for samples in mine for row in self.rows.build(samples)]
+                yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].after, group[-1].epochs)
             number += 1
 
 
@@ -95,13 +98,16 @@ class _Flat(IterableDataset):
         for batch in self.batches._local(worker.id, worker.num_workers):
             streams = [torch.cat([row[name] for row in batch.rows]) for name in STREAMS] if batch.rows else []
             flat = torch.stack(streams) if streams else torch.empty(len(STREAMS), 0, dtype=torch.int64)  # [4, tokens]
-            yield flat, [row["input_ids"].shape[0] for row in batch.rows], batch.size, tuple(batch.cursor), batch.epoch
+            lengths = [row["input_ids"].shape[0] for row in batch.rows]
+            yield flat, lengths, batch.samples, batch.size, tuple(batch.cursor), batch.epoch
 
 
-def _unflatten(flat: Tensor, lengths: list[int], size: int, cursor: tuple[int, int], epoch: float) -> GlobalBatch:
+def _unflatten(
+    flat: Tensor, lengths: list[int], samples: list[int], size: int, cursor: tuple[int, int], epoch: float
+) -> GlobalBatch:
     pieces = flat.split(lengths, dim=1) if lengths else []
     rows = [dict(zip(STREAMS, piece, strict=True)) for piece in pieces]
-    return GlobalBatch(rows, size, Cursor(*cursor), epoch)
+    return GlobalBatch(rows, samples, size, Cursor(*cursor), epoch)
 
 
 def _leave_signals_to_the_run(worker: int) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO
 
+from dtrain.data.encoder import EncodedChunk, RowEncoder
 from dtrain.data.files import Chunk
-from dtrain.data.sample import EncodedChunk, Encoder
 from dtrain.errors import UserError
 
 AHEAD = 4  # chunks in flight per worker
@@ -26,7 +26,7 @@ Job = tuple[Chunk, str]
 class Pool:
     """`workers` processes that encode chunks; a context manager."""
 
-    def __init__(self, encoder: Encoder, workers: int):
+    def __init__(self, encoder: RowEncoder, workers: int):
         self.encoder, self.workers = encoder, workers
 
     def __enter__(self) -> "Pool":
@@ -92,7 +92,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     jobs: IO[bytes] = sys.stdin.buffer
     results: IO[bytes] = sys.stdout.buffer
-    encoder: Encoder = pickle.load(jobs)
+    encoder: RowEncoder = pickle.load(jobs)
     while True:
         try:
             job: Job = pickle.load(jobs)

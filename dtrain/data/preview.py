@@ -15,6 +15,7 @@ from dtrain.data.rows import Row, Rows
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
 
+SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
 BUCKETS, BAR = 12, 40
 BLOCK = 1 << 16  # samples read at once
@@ -35,13 +36,25 @@ def preview(recipe: Any, samples: int = 3, color: bool | None = None, out: TextI
 
     tokenizer = Tokenizer.from_directory(recipe.model.path)
     cache_dir = Path(recipe.run.dir) / ".cache"
-    rows = open_rows(recipe.data, tokenizer=tokenizer, seed=recipe.run.seed, cache_dir=cache_dir, say=say)
+    rows = open_rows(
+        recipe.data,
+        pairs=recipe.method == "dpo",
+        tokenizer=tokenizer,
+        seed=recipe.run.seed,
+        cache_dir=cache_dir,
+        say=say,
+    )
+    pairs = rows.samples.documents_per_sample == 2
+    unit = "pair" if pairs and not rows.packing else "row"
     mark = "green" if color else "in [[ ]]"
     for number, placement in enumerate(islice(rows.placements(), samples), start=1):
         places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
         more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
-        say(f"\n--- row {number}, trained tokens {mark}: {places}{more}")
-        for text in documents(rows.build(placement.samples), tokenizer, color):
+        say(f"\n--- {unit} {number}, trained tokens {mark}: {places}{more}")
+        texts = (text for row in rows.build(placement.samples) for text in documents(row, tokenizer, color))
+        for document, text in enumerate(texts):
+            if pairs:
+                say(f"- {SIDES[document % 2]}:")
             say(text)
     say()
     for line in histogram(rows.samples):
@@ -69,7 +82,7 @@ def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
 
 
 def histogram(samples: Samples) -> list[str]:
-    """How long the samples are, in tokens, before truncation."""
+    """How long the documents are, in tokens, before truncation."""
     lengths = _Spread()
     for start in range(0, len(samples), BLOCK):
         lengths.add(samples.full_lengths(start, min(len(samples), start + BLOCK)))
@@ -79,7 +92,7 @@ def histogram(samples: Samples) -> list[str]:
     for start in range(0, len(samples), BLOCK):
         bucket = samples.full_lengths(start, min(len(samples), start + BLOCK)) // width
         counts += torch.bincount(bucket, minlength=BUCKETS)
-    mean = lengths.total / len(samples)
+    mean = lengths.total / (len(samples) * samples.documents_per_sample)
     lines.append(f"lengths in tokens: {lengths.lowest} to {lengths.highest}, mean {mean:.1f} (max_length {limit})")
     for bucket, count in enumerate(counts.tolist()):
         if bucket * width <= lengths.highest:
@@ -91,11 +104,13 @@ def histogram(samples: Samples) -> list[str]:
 def packing(rows: Rows) -> list[str]:
     """How many rows and tokens an epoch has, and how full packed rows are."""
     count, tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
-    lines = [f"an epoch: {count:,} rows, {tokens:,} tokens"]
+    noun = "pairs" if rows.samples.documents_per_sample == 2 else "samples"
+    unit = "pairs" if noun == "pairs" and not rows.packing else "rows"
+    lines = [f"an epoch: {count:,} {unit}, {tokens:,} tokens"]
     if rows.packing:
-        full = 100 * tokens / (count * rows.max_length)
+        full = 100 * tokens / (count * rows.capacity)
         per_row = sum(share.total for share in rows.samples.shares) / count
-        lines.append(f"packed rows of {rows.max_length} tokens are {full:.1f}% full, {per_row:.1f} samples each")
+        lines.append(f"packed rows of {rows.capacity} tokens are {full:.1f}% full, {per_row:.1f} {noun} each")
     return lines
 
 

@@ -4,7 +4,7 @@ Rows are a function of the samples, the seed, the epoch and max_length alone: no
 Epochs follow one another, each in an order of its own and packed anew.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Cursor(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The samples of one row, the cursor after it, and how many epochs are then done, as a fraction."""
+    """The samples that stand together, the cursor after them, and how many epochs are then done, as a fraction."""
 
     samples: list[int]
     after: Cursor
@@ -37,10 +37,11 @@ class Placement(NamedTuple):
 
 
 class Rows:
-    """The rows of `samples`.
+    """The rows of `samples`. Counts, cursors and batches count placements: packed rows, or samples.
 
-    packing     rows hold as many whole samples as fit into max_length (best fit, within a window of 4096 samples of
-                the epoch's order), else one sample each
+    packing     a row holds as many whole samples as fit into it (best fit, within a window of 4096 samples of the
+                epoch's order), else one document
+    capacity    tokens that a packed row has room for: max_length for each document of one sample
     shuffle     False: the order of the files, and rows in the order of their first sample within a window
     epochs      None: without end
     """
@@ -56,6 +57,7 @@ class Rows:
         epochs: int | None = None,
     ):
         self.samples, self.max_length, self.packing = samples, max_length, packing
+        self.capacity = max_length * samples.documents_per_sample
         self.shuffle, self.seed, self.epochs = shuffle, seed, epochs
         self._counts: dict[int, list[int]] = {}  # epoch → rows of each window, as far as known
         if self._order(0).total == 0:
@@ -67,13 +69,13 @@ class Rows:
         return self.samples.fingerprint
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """How many rows `epoch` has. Packed, this packs the whole epoch by its lengths, once."""
+        """How many placements `epoch` has. Packed, this packs the whole epoch by its lengths, once."""
         if not self.packing:
             return self._order(epoch).total
         return sum(self._window_rows(epoch, window) for window in range(self._windows(epoch)))
 
     def total_rows(self) -> int | None:
-        """How many rows all epochs have together; None where they do not end."""
+        """How many placements all epochs have together; None where they do not end."""
         return None if self.epochs is None else sum(self.rows_in_epoch(epoch) for epoch in range(self.epochs))
 
     def tokens_in_epoch(self, epoch: int) -> int:
@@ -82,7 +84,7 @@ class Rows:
 
     def iterate(self, cursor: Cursor = Cursor()) -> Iterator[Row]:  # noqa: B008 (immutable)
         """The rows from `cursor` on."""
-        return (self.build(placement.samples) for placement in self.placements(cursor))
+        return (row for placement in self.placements(cursor) for row in self.build(placement.samples))
 
     def placements(self, cursor: Cursor = Cursor()) -> Iterator[Placement]:  # noqa: B008 (immutable)
         """Which samples the rows from `cursor` on hold; much cheaper than the rows.
@@ -112,27 +114,15 @@ class Rows:
                 )
             epoch += 1
 
-    def build(self, samples: list[int]) -> Row:
-        """The row of these samples: input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it.
+    def build(self, samples: list[int]) -> list[Row]:
+        """The rows of these samples: packed, one with all of their documents, else one for each document.
 
-        labels[t] is the token after input_ids[t] within its document, where that one is trained, else -100;
-        position_ids restart and seq_ids count up with each document.
+        A row is input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it. labels[t] is the token
+        after input_ids[t] within its document, where that one is trained, else -100; position_ids restart and seq_ids
+        count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
         """
-        pieces = [self.samples[index] for index in samples]
-        input_ids = torch.cat([ids for ids, _ in pieces]).to(torch.int64)  # [s]
-        trained = torch.cat([mask for _, mask in pieces])  # [s]
-        lengths = torch.tensor([ids.shape[0] for ids, _ in pieces])
-        ends = lengths.cumsum(0)
-        labels = torch.full_like(input_ids, IGNORE)
-        labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE)
-        labels[ends - 1] = IGNORE
-        starts = (ends - lengths).repeat_interleave(lengths)
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "position_ids": torch.arange(input_ids.shape[0]) - starts,
-            "seq_ids": torch.arange(len(pieces)).repeat_interleave(lengths),
-        }
+        documents = [document for index in samples for document in self.samples[index]]
+        return [_row(documents)] if self.packing else [_row([document]) for document in documents]
 
     def _order(self, epoch: int) -> Order:
         return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
@@ -146,11 +136,11 @@ class Rows:
         return samples, self.samples.lengths(samples)
 
     def _window(self, epoch: int, window: int) -> list[list[int]]:
-        """The rows of a window."""
+        """The samples of each placement of a window."""
         samples, lengths = self._lengths(epoch, window)
         if not self.packing:
             return [[index] for index in samples.tolist()]
-        bins = pack(lengths.tolist(), self.max_length)
+        bins = pack(lengths.tolist(), self.capacity)
         if self.shuffle:  # packing puts what it opened first, the long samples, in front
             order = permute(torch.arange(len(bins)), len(bins), key("rows", self.seed, epoch, window))
             bins = [bins[index] for index in order.tolist()]
@@ -170,3 +160,21 @@ class Rows:
         counts = self._counts.setdefault(epoch, [])
         if window == len(counts):
             counts.append(count)
+
+
+def _row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
+    """The row of documents (ids, trained), one behind the other; see `Rows.build`."""
+    input_ids = torch.cat([ids for ids, _ in documents]).to(torch.int64)  # [s]
+    trained = torch.cat([mask for _, mask in documents])  # [s]
+    lengths = torch.tensor([ids.shape[0] for ids, _ in documents])
+    ends = lengths.cumsum(0)
+    labels = torch.full_like(input_ids, IGNORE)
+    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE)
+    labels[ends - 1] = IGNORE
+    starts = (ends - lengths).repeat_interleave(lengths)
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": torch.arange(input_ids.shape[0]) - starts,
+        "seq_ids": torch.arange(len(documents)).repeat_interleave(lengths),
+    }

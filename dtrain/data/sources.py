@@ -5,10 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
+from dtrain.data.encoder import LONG, RowEncoder
 from dtrain.data.files import first_row, resolve
-from dtrain.data.formats import CHAT_FORMATS, FORMATS, describe_unknown, detect, refuse_preference
+from dtrain.data.formats import (
+    CHAT_FORMATS,
+    FORMATS,
+    PAIR_FORMATS,
+    describe_unknown,
+    detect,
+    formats_of,
+    refuse_preference,
+    refuse_single,
+)
+from dtrain.data.pairs import PairEncoder
 from dtrain.data.rows import Rows
-from dtrain.data.sample import LONG, Encoder
+from dtrain.data.sample import Encoder
 from dtrain.data.template import ChatTemplate, choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -20,6 +31,7 @@ def open_rows(
     section: Any,
     *,
     split: str = "train",
+    pairs: bool = False,
     tokenizer: Tokenizer,
     seed: int = 0,
     epochs: int | None = None,
@@ -31,11 +43,14 @@ def open_rows(
 
     section     the recipe's `data` (its field names, as attributes)
     split       "train", or "val": unshuffled, one epoch, each weight taken as 1
+    pairs       whether the method trains on preferences: a sample is then a chosen and a rejected document
     cache_dir   where section.cache_dir says nothing
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
-    samples = open_samples(section, split=split, tokenizer=tokenizer, cache_dir=cache_dir, say=say, progress=progress)
+    samples = open_samples(
+        section, split=split, pairs=pairs, tokenizer=tokenizer, cache_dir=cache_dir, say=say, progress=progress
+    )
     train = split == "train"
     return Rows(
         samples,
@@ -51,6 +66,7 @@ def open_samples(
     section: Any,
     *,
     split: str = "train",
+    pairs: bool = False,
     tokenizer: Tokenizer,
     cache_dir: str | Path | None = None,
     say: Say = print,
@@ -58,10 +74,10 @@ def open_samples(
 ) -> Samples:
     """The samples of one split; see `open_rows`."""
     key = f"data.{split}"
-    sources = find_sources(getattr(section, split), key, say)
+    sources = find_sources(getattr(section, split), key, say, pairs)
     if split != "train":
         sources = [Source(source.files, source.format) for source in sources]
-    encoder = make_encoder(section, tokenizer, sources, say)
+    encoder = make_encoder(section, tokenizer, sources, say, pairs)
     samples = open_cache(
         sources,
         encoder,
@@ -75,7 +91,7 @@ def open_samples(
     return samples
 
 
-def find_sources(split: Any, key: str, say: Say = print) -> list[Source]:
+def find_sources(split: Any, key: str, say: Say = print, pairs: bool = False) -> list[Source]:
     """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
     given = _given(split, key)
     sources = []
@@ -85,29 +101,40 @@ def find_sources(split: Any, key: str, say: Say = print) -> list[Source]:
             raise UserError(f"{where.removesuffix('.path')}.weight is {weight!r}; it must be a number, 0 or above")
         named = f"{files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
         if name in (None, "auto"):
-            name = _detected(files)
+            name = _detected(files, pairs)
             say(f"{key}: {named}: format {name} (detected)")
         elif name not in FORMATS:
             raise UserError(f"{where.removesuffix('path')}format is {name!r}; known are auto, {', '.join(FORMATS)}")
-        if name == "preference":
+        if name == "preference" and not pairs:
             raise UserError(f"{files[0]}: {refuse_preference()}")
+        if name not in formats_of(pairs):
+            raise UserError(f"{files[0]}: {refuse_single(name)}")
         sources.append(Source(files, name, float(weight)))
     return sources
 
 
-def make_encoder(section: Any, tokenizer: Tokenizer, sources: Sequence[Source], say: Say = print) -> Encoder:
+def make_encoder(
+    section: Any, tokenizer: Tokenizer, sources: Sequence[Source], say: Say = print, pairs: bool = False
+) -> RowEncoder:
     """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
     formats = {source.format for source in sources}
     template = choose_template(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
-    encoder = Encoder(
-        tokenizer, template, max_length=section.max_length, loss_on=section.loss_on, too_long=section.too_long
+    limits = {"max_length": section.max_length, "too_long": section.too_long}
+    encoder = (
+        PairEncoder(tokenizer, template, **limits)
+        if pairs
+        else Encoder(tokenizer, template, loss_on=section.loss_on, **limits)
     )
-    if template and formats & {*CHAT_FORMATS, "prompt_completion"}:
+    if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference"}:
         say(f"chat template: {template.origin}")
         for note in _template_notes(template, encoder):
             say(note)
+    if pairs:
+        if "tokenized" in formats:
+            say(f"tokenized rows are used as they are: nothing is added to {', '.join(PAIR_FORMATS['tokenized'])}")
+        return encoder
     if "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
     if "tokenized" in formats:
@@ -118,19 +145,21 @@ def make_encoder(section: Any, tokenizer: Tokenizer, sources: Sequence[Source], 
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
     """What a cache holds and what is missing from it, in sentences."""
     meta = samples.meta
+    noun = "pairs" if samples.documents_per_sample == 2 else "samples"
     lines = [
-        f"{label}: {meta['samples']:,} samples of {meta['rows']:,} rows, {meta['tokens']:,} tokens, "
+        f"{label}: {meta['samples']:,} {noun} of {meta['rows']:,} rows, {meta['tokens']:,} tokens, "
         f"{meta['trained_tokens']:,} of them trained"
     ]
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
-        lines.append(f"{label}: {meta['truncated']:,} samples truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
+        lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
     if meta["too_long"]:
         lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
     if meta["untrained"]:
         named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason != LONG]
+        why = "without a trained token" if samples.documents_per_sample == 1 else "that teach no preference"
         lines.append(
-            f"{label}: {meta['untrained']:,} rows left out without a trained token: {', '.join(named[:5])}"
+            f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"
             + (", ..." if meta["untrained"] > len(named[:5]) else "")
         )
     if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
@@ -164,20 +193,20 @@ def _weight(source: Any) -> float:
     return 1.0 if weight is None else weight
 
 
-def _detected(files: Sequence[Path]) -> str:
+def _detected(files: Sequence[Path], pairs: bool) -> str:
     """The format of the first row that there is; the encoder holds all others to it."""
     for file in files:
         first = first_row(file)
         if first is not None:
             line, row = first
-            name = detect(row)
+            name = detect(row, pairs)
             if name is None:
-                raise UserError(f"{file}:{line}: {describe_unknown(row)}")
+                raise UserError(f"{file}:{line}: {describe_unknown(row, pairs)}")
             return name
     raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
 
 
-def _template_notes(template: ChatTemplate, encoder: Encoder) -> list[str]:
+def _template_notes(template: ChatTemplate, encoder: RowEncoder) -> list[str]:
     notes = []
     if template.writes_today:
         notes.append(

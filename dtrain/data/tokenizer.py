@@ -52,7 +52,7 @@ class Tokenizer:
         self.bos_id = _first(self._named_id("bos_token"), _ids(generation, "bos_token_id"), _ids(model, "bos_token_id"))
         padding = _first(self._named_id("pad_token"), _ids(generation, "pad_token_id"), _ids(model, "pad_token_id"))
         self.pad_id: int = padding if padding is not None else (self.eos_ids or [0])[0]
-        self.size = max(self._whole.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.size = max(self.vocabulary.values(), default=-1) + 1
         self.id_limit = max(self.size, int(model.get("vocab_size") or 0))
         self._source = (tokenizer_json, config.get("added_tokens_decoder"))
 
@@ -77,6 +77,11 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         """The token that ends a sequence, or None."""
         return self.eos_ids[0] if self.eos_ids else None
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as the tokenizer spells it, added ones too, and its id."""
+        return self._whole.get_vocab(with_added_tokens=True)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -3,6 +3,8 @@ from those to a loss. Knows no recipe.
 
 `shard` and `softmax_stats` are underneath; `logprob`, `entropy`, `softmax`, `topk`, `sampling` read logits; `head` and
 `hidden` read hidden states; `next_token`, `packed`, `sequence_first`, `context`, `distillation` are what users call.
+From sums of log-probabilities to a loss of pairs: `divergence` and `pair_losses` underneath, `preference` for users;
+`length` weighs tokens.
 """
 
 from dtrain.losses.context import (
@@ -20,7 +22,10 @@ from dtrain.losses.distillation import (
 from dtrain.losses.entropy import ChunkedDistributedEntropy, DistributedCrossEntropy
 from dtrain.losses.filtering import TrainingSamplingParams, apply_top_k_top_p, need_top_k_or_top_p_filtering
 from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
+from dtrain.losses.head_kl import HeadInput, KlSums, kl_sum_from_hidden_states
+from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.losses.hidden import weighted_logprob_sum
+from dtrain.losses.length import length_desensitised_weights
 from dtrain.losses.logprob import ChunkedDistributedGatherLogprob, ChunkedDistributedLogprob, DistributedLogprob
 from dtrain.losses.next_token import (
     dtensor_from_parallel_logits_to_logprobs,
@@ -29,6 +34,13 @@ from dtrain.losses.next_token import (
     get_next_token_logprobs_from_logits,
 )
 from dtrain.losses.packed import from_parallel_logits_to_logprobs_packed_sequences
+from dtrain.losses.preference import (
+    combined_preference_loss,
+    preference_loss,
+    preference_rewards,
+    preference_weights,
+    running_mean,
+)
 from dtrain.losses.sampling import (
     ChunkedDistributedLogprobWithSampling,
     DistributedLogprobWithSampling,
@@ -62,7 +74,10 @@ __all__ = [
     "DistributedCrossEntropy",
     "DistributedLogprob",
     "DistributedLogprobWithSampling",
+    "HeadInput",
     "HeadLogprobs",
+    "KlSums",
+    "TopkKlSums",
     "TrainingSamplingParams",
     "VocabShard",
     "_compute_distributed_log_softmax",
@@ -72,6 +87,7 @@ __all__ = [
     "all_to_all_vp2sq",
     "allgather_cp_sharded_tensor",
     "apply_top_k_top_p",
+    "combined_preference_loss",
     "cp_shift_next",
     "distributed_vocab_topk",
     "dtensor_from_parallel_logits_to_logprobs",
@@ -85,10 +101,18 @@ __all__ = [
     "get_next_token_logprobs_from_logits",
     "group_all_reduce_sum",
     "group_all_reduce_sum_with_grad",
+    "kl_sum_from_hidden_states",
+    "length_desensitised_weights",
     "logprobs_from_hidden_states",
     "mixed_kl",
     "need_top_k_or_top_p_filtering",
+    "preference_loss",
+    "preference_rewards",
+    "preference_weights",
     "reverse_kl",
+    "topk_kl_sum_from_hidden_states",
+    "topk_logits_from_hidden_states",
+    "running_mean",
     "vocab_parallel_argmax",
     "vocab_parallel_gather_columns",
     "vocab_parallel_log_softmax",

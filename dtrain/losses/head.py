@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.losses.scaling import Scaling
 from dtrain.losses.shard import VocabShard, on_shard, pick
 from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, merge_over, part_stats
 
@@ -37,11 +38,9 @@ class HeadLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Head:
+class _Head(Scaling):
     """What turns a product of hidden states and weight into logits, what is asked of them, and in which tiles."""
 
-    temperature: float
-    softcap: float | None
     shard: VocabShard | None
     entropy: bool
     squares: bool
@@ -51,19 +50,6 @@ class _Head:
     @property
     def start(self) -> int:
         return 0 if self.shard is None else self.shard.start
-
-    def logits_(self, product: Tensor) -> Tensor:
-        """softcap · tanh(product / softcap) / temperature, in place."""
-        if self.softcap is not None:
-            product.div_(self.softcap).tanh_().mul_(self.softcap)
-        return product if self.temperature == 1.0 else product.div_(self.temperature)
-
-    def slope(self, logits: Tensor) -> Tensor | float | None:
-        """d logits / d product, a new tensor or a number; None for 1."""
-        if self.softcap is None:
-            return None if self.temperature == 1.0 else 1.0 / self.temperature
-        ratio = logits * (self.temperature / self.softcap)
-        return ratio.square_().sub_(1).mul_(-1.0 / self.temperature)
 
     def stats(self, packed: Tensor) -> Stats:
         """Statistics [2..4, T] by name."""
@@ -120,8 +106,6 @@ def logprobs_from_hidden_states(
     tile: tokens and ids of the largest tile of logits. inference_only: nothing is saved, no gradient.
     Raises ValueError for a temperature or softcap that is not positive.
     """
-    if temperature <= 0 or (softcap is not None and softcap <= 0):
-        raise ValueError(f"temperature={temperature} and softcap={softcap} must be positive")
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
     if index is None and not hidden.is_cuda:
         has_target = flat_targets >= 0

@@ -52,6 +52,36 @@ def weighted_logprob_sum(
     return _WeightedLogprobSum.apply(*arguments)
 
 
+def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A head's weight as it goes into products that give `dtype`: a CPU would round those of bfloat16, a GPU does not.
+    """
+    return weight if weight.is_cuda and compute_dtype(weight.dtype) == dtype else weight.to(dtype)
+
+
+class GradientInForward:
+    """The gradients of a sum by hidden states and weight, formed tile by tile in the sum's own forward."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype):
+        # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
+        self.hidden: Tensor | None = torch.zeros_like(hidden)  # [N, D]
+        self.weight: Tensor | None = torch.zeros(weight.shape, dtype=dtype, device=weight.device)  # [V, D]
+        self._weight_dtype = weight.dtype
+
+    def add_tile(self, grad: Tensor, some: Tensor, rows: Tensor, operand: Tensor) -> None:
+        """grad [t, V] by the product of rows [t, D], which stand at positions `some` [t], and operand [V, D]."""
+        grad = grad.to(operand.dtype)
+        self.hidden.index_copy_(0, some, product(grad, operand).to(self.hidden.dtype))
+        add_product_(self.weight, grad.t(), rows)
+
+    def scaled(self, grad_total: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, times the incoming gradient. In place and once: a copy of [V, D] would be the step's peak."""
+        if self.hidden is None or self.weight is None:
+            raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
+        hidden, weight = self.hidden, self.weight
+        self.hidden = self.weight = None
+        return hidden.mul_(grad_total.to(hidden.dtype)), weight.mul_(grad_total).to(self._weight_dtype)
+
+
 class _WeightedLogprobSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad):
@@ -59,10 +89,8 @@ class _WeightedLogprobSum(torch.autograd.Function):
         start_id, group = (0, None) if shard is None else (shard.start, shard.group)
         token_weights = token_weights.to(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        operand = weight if weight.is_cuda else weight.to(dtype)  # a CPU's product of bfloat16 is rounded to it
-        if with_grad:
-            hidden_grad = torch.zeros_like(hidden)  # [N, D]
-            weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)  # [V, D]
+        operand = as_operand(weight, dtype)
+        ctx.gradient = GradientInForward(hidden, weight, dtype) if with_grad else None
         for start in range(0, index.numel(), rows_per_tile):
             tile = slice(start, start + rows_per_tile)
             rows = hidden.index_select(0, index[tile]).to(operand.dtype)  # [t, D]
@@ -88,24 +116,12 @@ class _WeightedLogprobSum(torch.autograd.Function):
                 grad.scatter_add_(-1, local_target, scale * is_mine)
             if softcap is not None:
                 grad.mul_(cap_slope)
-            grad = grad.to(operand.dtype)
-            hidden_grad.index_copy_(0, index[tile], product(grad, operand).to(hidden.dtype))
-            add_product_(weight_grad, grad.t(), rows)
-        if with_grad:
-            ctx.grads = hidden_grad, weight_grad
-            ctx.weight_dtype = weight.dtype
+            ctx.gradient.add_tile(grad, index[tile], rows, operand)
         return total
 
     @staticmethod
     def backward(ctx, grad_total):
-        if ctx.grads is None:
-            raise RuntimeError("weighted_logprob_sum forms its gradient once; compute it again for a second backward")
-        # In place: these are the only gradients of the head, and a copy of [V, D] would be the step's peak.
-        hidden_grad, weight_grad = ctx.grads
-        ctx.grads = None
-        hidden_grad.mul_(grad_total.to(hidden_grad.dtype))
-        weight_grad.mul_(grad_total)
-        return hidden_grad, weight_grad.to(ctx.weight_dtype), *[None] * 7
+        return *ctx.gradient.scaled(grad_total), *[None] * 7
 
 
 def _row_max(logits: Tensor) -> Tensor:

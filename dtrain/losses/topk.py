@@ -1,5 +1,7 @@
 """The largest logits of a vocabulary cut over ranks, and the logits of given ids."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,12 +51,13 @@ def distributed_vocab_topk(
         chunk = vocab_parallel_logits
         if vocab_parallel_logits.dim() > 1:
             chunk = vocab_parallel_logits[..., start : start + step, :]
-        parts.append(_topk(chunk, k, tp_group, vocab_start_index, sizes))
+        parts.append(topk_over(chunk, k, tp_group, vocab_start_index, sizes))
     values, ids = (torch.cat(tensors, -2) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True))
     return values, ids
 
 
-def _topk(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """`distributed_vocab_topk` with the shards' sizes known and k at most their sum. One all-gather."""
     values, ids = local_topk(logits, min(k, logits.shape[-1]))
     values, ids = values.to(compute_dtype(logits.dtype)), ids + start
     if group_size(group) == 1:
@@ -91,7 +94,7 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
     # On the CPU a look is free: only rows with equal values need work, and few of those a second look at the logits.
-    values, columns = logits.topk(k + 1, -1)
+    values, columns = _largest(logits, k + 1)
     equal = values[..., 1:] == values[..., :-1]
     ties, cut = equal.any(-1), equal[..., -1]  # cut: the k-th value is also outside
     values, columns = values[..., :k], columns[..., :k]
@@ -99,6 +102,37 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         columns[cut] = _lowest_columns(logits[cut], values[cut], columns[cut])
     if ties.any():
         values[ties], columns[ties] = _ordered(values[ties], columns[ties])
+    return values, columns
+
+
+def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """torch.topk on a CPU, in less than one of its passes over wide rows.
+
+    The columns are dealt out to groups, and the k largest stand in the k groups with the largest maxima: those maxima
+    are k elements, and no other group holds more than the smallest of them. Only equal ones of the k-th value may stand
+    elsewhere.
+    """
+    size = logits.shape[-1]
+    groups = 2 ** round(math.log2(k * size) / 2)  # near √(k·size), where both searches together are shortest
+    if groups * 4 > size:
+        return logits.topk(k, -1)
+    whole = size // groups
+    firsts = torch.arange(0, size, groups)[:, None]
+    values = logits.new_empty(*logits.shape[:-1], k)
+    columns = torch.empty(values.shape, dtype=torch.int64)
+    for index in tiles(logits.shape[:-1], 32):
+        row = logits[index]
+        maxima = row[..., : whole * groups].unflatten(-1, (whole, groups)).amax(-2)
+        rest = row[..., whole * groups :]
+        if rest.shape[-1]:
+            torch.maximum(maxima[..., : rest.shape[-1]], rest, out=maxima[..., : rest.shape[-1]])
+        chosen = maxima.topk(k, -1, sorted=False).indices
+        candidates = (chosen.unsqueeze(-2) + firsts).flatten(-2)
+        found = row.gather(-1, candidates.clamp(max=size - 1))
+        if rest.shape[-1]:
+            found.masked_fill_(candidates >= size, -float("inf"))
+        values[index], places = found.topk(k, -1)
+        columns[index] = candidates.gather(-1, places)
     return values, columns
 
 

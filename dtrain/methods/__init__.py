@@ -1,6 +1,8 @@
 """Methods: what a batch is, which loss, which metrics. One loop, small methods."""
 
+from dtrain.methods.distill import Distill
+from dtrain.methods.dpo import Dpo
 from dtrain.methods.method import Method
 from dtrain.methods.sft import Sft
 
-METHODS: dict[str, type[Method]] = {"sft": Sft}
+METHODS: dict[str, type[Method]] = {"sft": Sft, "dpo": Dpo, "distill": Distill}

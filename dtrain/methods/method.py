@@ -1,12 +1,13 @@
 """What every method can do; a method's own file says how it differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from dtrain.batch import Batch, Row, collate
+from dtrain.batch import Batch, collate
 from dtrain.config.schema import Recipe
+from dtrain.data import GlobalBatch, Rows
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
 
@@ -39,13 +40,13 @@ class Method:
         per_sample = 2 if self.pairs and not self.recipe.data.packing else 1
         return self.recipe.train.micro_batch * per_sample
 
-    def begin(self, policy: Policy) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows]) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a
-        resume. Collective."""
+        resume. splits: the rows of `train`, and of `val` where there are some. Collective."""
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """A dp rank's rows of the data as a batch [n, S] on the host."""
-        return collate(rows)
+        return collate(rows.rows)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         """What must be known before the backward: the batch with the streams that the loss reads, and the loss.

@@ -1,7 +1,9 @@
 """Apply a plan: a table of module pattern → style, over a model's modules, ties kept and nothing left half placed."""
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -28,11 +30,13 @@ def find_plan(custom: str | Plan | None, model: nn.Module) -> Plan:
     try:
         plan = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"custom_plan={custom}: {error}; give the import path of a plan") from error
+        raise UserError(f"parallel.custom_plan={custom}: {error}; give the import path of a plan") from error
     if callable(plan):
         plan = plan(model) if inspect.signature(plan).parameters else plan()
     if not isinstance(plan, Mapping):
-        raise UserError(f"custom_plan={custom} is a {type(plan).__name__}, not a table of module pattern and style")
+        raise UserError(
+            f"parallel.custom_plan={custom} is a {type(plan).__name__}, not a table of module pattern and style"
+        )
     return plan
 
 
@@ -57,7 +61,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, sequence_paral
             problems.append(f"{pattern}: matches no module of the model")
     styles = {name: plan[patterns[-1]] for name, patterns in matched.items() if patterns}
     tied = _tied_parameters(model)
-    problems = problems or _contradictions(modules, styles, tied, sequence_parallel)
+    problems = problems or _by_layers(_contradictions(modules, styles, tied, sequence_parallel), modules)
     if problems:
         raise UserError("the tensor-parallel plan does not fit the model:\n  " + "\n  ".join(problems))
     for name, style in styles.items():
@@ -82,33 +86,61 @@ def _contradictions(
     tied: list[list[tuple[nn.Module, str]]],
     sequence_parallel: bool,
 ) -> list[str]:
-    """What named styles need of one another; a table that breaks it runs, and gives wrong gradients."""
-    if not all(isinstance(style, str) for style in styles.values()):
-        return []
-    used = set(styles.values())
+    """What named styles need of one another; a table that breaks it runs, and gives wrong gradients. A style without a
+    name may be what another needs."""
+    named = {style for style in styles.values() if isinstance(style, str)}
+    unnamed = {name for name, style in styles.items() if not isinstance(style, str)}
+    cut = sequence_parallel and (named or not unnamed)
     problems = []
     for name, module in modules.items():
         style, parent = styles.get(name), name.rpartition(".")[0]
         in_block = styles.get(parent) == "block"
-        if style in _IN_BLOCK and not in_block:
+        if name not in unnamed and style in _IN_BLOCK and not in_block and parent not in unnamed:
             problems.append(f"{name}: {style} needs the style block on {parent}")
-        if in_block and style is not None and style not in _IN_BLOCK:
+        if name not in unnamed and style not in (None, *_IN_BLOCK) and in_block:
             problems.append(f"{name}: {style} is no style of a layer in a block, and {parent} is one")
-        if module._parameters and style is None and (in_block or sequence_parallel):
-            why = f"{parent} is a block" if in_block else "sequence parallel cuts what it reads"
-            problems.append(f"{name}: has no style, and {why}")
-        if style == "block" and "rowwise" not in {styles[other] for other in styles if other.startswith(f"{name}.")}:
+        if module._parameters and style is None and (in_block or cut):
+            reading = "sequence parallel cuts what it reads; give it one, or set parallel.sequence_parallel=false"
+            problems.append(f"{name}: has no style, and {f'{parent} is a block' if in_block else reading}")
+        inside = {other for other in styles if other.startswith(f"{name}.")}
+        if style == "block" and not (inside & unnamed or "rowwise" in {styles[other] for other in inside}):
             problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
-    if ("vocab_head" in used) != ("decoder" in used):
-        problems.append("vocab_head and decoder go together: the head's ranks hand the decoder parts of its gradient")
-    if sequence_parallel and not {"decoder", "vocab_embedding"} <= used:
-        problems.append("sequence parallel needs the styles decoder and vocab_embedding, which cut and join it")
+    # Functions on an embedding, a head or a stack of layers may do what these do.
+    if not any(_is_an_end(name, modules[name]) for name in unnamed):
+        if ("vocab_head" in named) != ("decoder" in named):
+            problems.append(
+                "vocab_head and decoder go together: the head's ranks hand the decoder parts of its gradient"
+            )
+        if cut and not {"decoder", "vocab_embedding"} <= named:
+            needed = "the styles decoder and vocab_embedding, which cut and join it"
+            problems.append(f"sequence parallel needs {needed}; give them, or set parallel.sequence_parallel=false")
     names = {module: name for name, module in modules.items()}
     for places in tied:
         sharing = [names[module] for module, _ in places]
         if len({name in styles for name in sharing}) > 1:
             problems.append(f"{' and '.join(sharing)} share a parameter: both have a style, or neither")
     return problems
+
+
+def _is_an_end(name: str, module: nn.Module) -> bool:
+    """Whether a module is where a sequence or vocabulary may be cut or joined: no layer in a block."""
+    return isinstance(module, nn.Embedding) or any(True for _ in module.children()) or "." not in name
+
+
+def _by_layers(problems: list[str], modules: Collection[str]) -> list[str]:
+    """A problem that every layer has alike once, the layer's number written `*`; the others as they are."""
+
+    def any_layer(text: str) -> str:
+        return re.sub(r"\.\d+(?=[.: ]|$)", ".*", text)
+
+    names = Counter(map(any_layer, modules))
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(any_layer(problem), []).append(problem)
+    lines = []
+    for general, found in alike.items():
+        lines += [general] if len(found) == names[general.partition(":")[0]] else found
+    return lines
 
 
 def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -44,13 +44,15 @@ def get_grad_norm(
 ) -> float:
     """`grad_norm` over the ranks of two groups, as NeMo-RL's users call it; None is a group of one.
 
-    Computed in max(`dtype`, the gradients' dtype), summed in float64. One all-reduce of a scalar over each group;
-    reading the number waits for the device. Gradients that are replicated over tp count once.
+    Computed in max(`dtype`, the gradients' dtype), summed in float64. One all-reduce of a scalar over each group, none
+    where all gradients are plain: as in `grad_norm`, those are the same on every rank. Reading the number waits for the
+    device. Gradients that are replicated over tp count once.
     """
     grads = _grads([parameters] if isinstance(parameters, Tensor) else parameters)
     if not grads:
         return 0.0
-    groups = [group for group in (dp_cp_group, tp_group) if group is not None]
+    distributed = any(isinstance(grad, DTensor) for grad in grads)
+    groups = [group for group in (dp_cp_group, tp_group) if distributed and group is not None]
     ranks = math.prod(dist.get_world_size(group) for group in groups)
     dtype = _widest(grads, dtype)
     total = _local_power_sum(grads, norm_type, dtype, ranks)

@@ -4,7 +4,7 @@ The path of a batch: host rows of this dp rank → `batch.micro_batches` → cou
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,15 @@ from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
+from dtrain.policy.memory import Memory
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.step import LossScale, Updater, backward
+from dtrain.policy.weights import WeightsOut
 
 
-class Policy:
+class Policy(Memory, WeightsOut):
     """Built on every rank of `mesh` (collective). `optimizer` and `scheduler` are None until `init_optimizer`."""
 
     def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, runtime: Runtime):
@@ -41,6 +43,7 @@ class Policy:
         self.mesh = mesh
         self.rank = runtime.rank
         self.device = runtime.device
+        self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type)
         self.model = build_model(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
@@ -126,15 +129,15 @@ class Policy:
     def label_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
         """log p(labels) where there are labels, else 0: [n, S] on the CPU, in the labels' places. `batch` as for
         `train`; what has no label costs no product of the head. Collective."""
-        mbs = micro_batch_size or self.recipe.train.micro_batch
-        count, length = batch["labels"].shape
-        most_rows = self._summed(torch.tensor([count]), self.mesh.dp, dist.ReduceOp.MAX).item()
-        passes = max(1, -(-most_rows // mbs))
-        self.model.eval()
-        found = [self.scorer.logprobs(rows).cpu() for rows in micro_batches(batch, mbs, passes)]
-        give_weights_back(self.model)
-        # Each was trimmed to its longest row; what a rank without rows scored was padding.
-        return torch.cat([pad(part, (0, length - part.shape[1])) for part in found])[:count]
+        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows)])[0]
+
+    def get_topk_logits(self, batch: Batch, k: int, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+        """{"topk_logits", "topk_indices"}, both [n, S, k] on the CPU: at every position the k largest logits (after the
+        model's softcap), descending, and their token ids, equal ones by ascending id; 0 on padding. `batch` as for
+        `train`; its labels play no part. k > V means V. The same on every cp and tp rank. Collective.
+        """
+        logits, ids = self._scored(batch, micro_batch_size, lambda rows: self.scorer.topk_logits(rows, k))
+        return {"topk_logits": logits, "topk_indices": ids}
 
     def init_reference_model(self, path: str | None = None) -> None:
         """Keep a frozen copy of the weights as they are now, or of the model at `path`, which must be of the same
@@ -207,6 +210,25 @@ class Policy:
         """The text of the recipe's own chat template; None where the model's is used."""
         path = self.recipe.data.chat_template
         return Path(path).read_text() if path else None
+
+    def _scored(
+        self, batch: Batch, micro_batch_size: int | None, score: Callable[[Batch], Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU."""
+        mbs = micro_batch_size or self.recipe.train.micro_batch
+        count, length = batch["labels"].shape
+        most_rows = self._summed(torch.tensor([count]), self.mesh.dp, dist.ReduceOp.MAX).item()
+        passes = max(1, -(-most_rows // mbs))
+        self.model.eval()
+        found = [[one.cpu() for one in score(rows)] for rows in micro_batches(batch, mbs, passes)]
+        give_weights_back(self.model)
+
+        def whole(parts: Sequence[Tensor]) -> Tensor:
+            # Each was trimmed to its longest row; what a rank without rows scored was padding.
+            padded = [pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1])) for part in parts]
+            return torch.cat(padded)[:count]
+
+        return [whole(parts) for parts in zip(*found, strict=True)]
 
     def _backward(self, batches, loss_fn, count):
         # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.

@@ -1,7 +1,7 @@
 """What a loss may ask of the model: log-probabilities of a micro-batch's labels, from inside the root's forward, token
 by token or summed by document."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, documents
-from dtrain.losses import HeadLogprobs, VocabShard, logprobs_from_hidden_states, weighted_logprob_sum
+from dtrain.losses import (
+    HeadInput,
+    HeadLogprobs,
+    VocabShard,
+    logprobs_from_hidden_states,
+    topk_logits_from_hidden_states,
+    weighted_logprob_sum,
+)
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context import gather_tokens, make_cp_batch_and_ctx
 from dtrain.parallel.mesh import Mesh
@@ -21,12 +28,31 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 class LogprobSource:
     """The head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
-    def __init__(self, hidden: Tensor, head_weight: Tensor, batch: Batch, documents: int, head: "Head"):
+    def __init__(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        batch: Batch,
+        inputs: Mapping[str, Tensor | None],
+        documents: int,
+        head: "Head",
+    ):
         self._hidden = hidden  # [B, S/cp, D]
         self._head_weight = head_weight  # [V/tp, D]
         self._batch = batch
+        self.inputs = inputs  # what the model was called with, for another model's forward on the same tokens
         self.documents = documents  # of the micro-batch, whole
         self._softcap, self._shard, self._cp = head.softcap, head.shard, head.cp
+
+    @property
+    def head_input(self) -> HeadInput:
+        """What the logits of this rank's positions are made of, [B · S/cp, D], for losses of a method's own."""
+        return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._softcap)
+
+    @property
+    def shard(self) -> VocabShard | None:
+        """Which part of the vocabulary the head's weight is; None for all of it."""
+        return self._shard
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
         """Σ token_weights · log p(label) over this rank's labelled positions, a scalar, the same on every tp rank.
@@ -97,16 +123,20 @@ class Head:
     shard: VocabShard | None
     cp: DeviceMesh
 
+    @classmethod
+    def of(cls, model: nn.Module, mesh: Mesh) -> "Head":
+        # A plan of the user's own may leave the head whole.
+        start = getattr(model.lm_head, "vocab_start", None)
+        shard = None if start is None else VocabShard(start, mesh.tp.get_group())
+        return cls(model.config.final_logit_softcapping, shard, mesh.cp)
+
 
 class Scorer:
     """Losses and log-probabilities of micro-batches on a model that lies on a mesh."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device):
         self.model, self.mesh, self.device = model, mesh, device
-        # A plan of the user's own may leave the head whole.
-        start = getattr(model.lm_head, "vocab_start", None)
-        shard = None if start is None else VocabShard(start, mesh.tp.get_group())
-        self._head = Head(model.config.final_logit_softcapping, shard, mesh.cp)
+        self._head = Head.of(model, mesh)
 
     def loss(
         self, batch: Batch, loss_fn: Loss, global_seqs: Tensor, global_tokens: Tensor
@@ -126,6 +156,23 @@ class Scorer:
         local = self._at_head(batch, lambda source, _: source.logprobs(temperature=temperature).logprobs)
         return local if cp.size() == 1 else gather_tokens(local, cp, length)
 
+    @torch.no_grad()
+    def topk_logits(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits at every position of one host micro-batch and their ids, both [B, S, k], 0 on padding;
+        on the device, the same on every cp and tp rank, in the order of the batch. Under cp two all-gathers."""
+
+        def at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
+            index = (local["seq_ids"].flatten() != PADDING_DOCUMENT).nonzero().squeeze(1)
+            found = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
+            shape = local["seq_ids"].shape
+            return [
+                one.new_zeros(shape.numel(), one.shape[1]).index_copy(0, index, one).view(*shape, -1) for one in found
+            ]
+
+        cp, length = self.mesh.cp, batch["input_ids"].shape[1]
+        values, ids = (gather_tokens(one, cp, length) for one in self._at_head(batch, at_head))
+        return values, ids
+
     def _at_head(self, batch: Batch, fn: Callable[[LogprobSource, Batch], Any]) -> Any:
         """`fn(source, this rank's part of the batch on the device)`, inside the root's forward."""
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
@@ -136,15 +183,16 @@ class Scorer:
         with context():
             local = _to_device(whole, self.device)
 
-            def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
-                return fn(LogprobSource(hidden, head_weight, local, count, self._head), local)
+            inputs = {
+                "input_ids": local["input_ids"],
+                "position_ids": local["position_ids"] if by_position else None,
+                "seq_ids": local["seq_ids"] if is_packed else None,
+            }
 
-            return self.model.with_head(
-                at_head,
-                local["input_ids"],
-                position_ids=local["position_ids"] if by_position else None,
-                seq_ids=local["seq_ids"] if is_packed else None,
-            )
+            def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
+                return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local)
+
+            return self.model.with_head(at_head, **inputs)
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

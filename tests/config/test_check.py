@@ -70,7 +70,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
         (1, ["train.max_grad_norm=0"], "train.max_grad_norm=0.0 must be more than 0, or null"),
         (1, ["checkpoint.allow_changes=[optimzer]"], "optimzer is no key of a recipe; did you mean optimizer?"),
-        (1, ["method=dpo"], "method=dpo: only supervised fine-tuning is in this version yet"),
+        (1, ["method=grpo"], "method=grpo: reinforcement learning is not in this version yet"),
         (1, ["parallel.reshard_after_forward=often"], "reshard_after_forward=often must be default, true or false"),
         (1, ["parallel.custom_plan={}"], "parallel.custom_plan={} must be a table"),
         (4, ["parallel.cp=4", "data.max_length=7"], "parallel.cp=4 cuts a sequence into 8 pieces"),
@@ -79,7 +79,16 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["checkpoint.keep_every=0"], "checkpoint.keep_every=0 must be at least 1, or null"),
         (1, ["checkpoint.keep_best=loos"], "checkpoint.keep_best=loos is none of val_loss, loss, nor null"),
         (1, ["checkpoint.keep_best=val_loss"], "set train.validate_every=100"),
-        (1, ["data.train.format=preference"], "preference data is for method=dpo"),
+        (1, ["data.train.format=preference"], "method=sft does not train on pairs; set method=dpo"),
+        (1, ["method=dpo", "data.train.format=messages"], "method=dpo trains on pairs; set it to preference"),
+        (1, ["method=dpo", "dpo.loss=sigmoyd"], "dpo.loss=sigmoyd is no preference loss; did you mean sigmoid?"),
+        (1, ["method=dpo", "dpo.loss=[sigmoid,hinge]", "dpo.loss_weights=[1]"], "1 numbers for 2 losses"),
+        (1, ["method=dpo", "dpo.loss=hinge", "dpo.label_smoothing=0.1"], "dpo.label_smoothing is not read by hinge"),
+        (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "did you mean simpo_gamma?"),
+        (1, ["method=dpo", "dpo.beta=0"], "dpo.beta=0.0: a finite number above 0"),
+        (1, ["method=dpo", "dpo.ld_alpha=2"], "dpo.ld_alpha=2.0 must be from 0 to 1"),
+        (1, ["method=dpo", "dpo.reference=none", "dpo.sync_every=5"], "dpo.sync_every=5 needs a reference"),
+        (1, ["method=dpo", "dpo.precompute=true", "dpo.sync_every=5"], "dpo.precompute cannot score with it once"),
     ],
 )
 def test_each_mistake_is_named_with_its_fix(world_size, overrides, answer):
@@ -121,6 +130,21 @@ def test_every_violation_of_a_mesh_is_listed():
     assert "cp 4 × tp 4 = 16 does not divide 6 processes" in found[0] and "parallel.cp=2 or less" in found[1]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["parallel.dp_shard=3", "parallel.tp=2"], "micro_batch 4 × dp 3 = 12 does not divide it"),
+        (["parallel.dp_replicate=5"], "micro_batch 4 × dp 5 = 20 does not divide it"),
+        (["parallel.cp=3", "train.global_batch=6"], "micro_batch 4 × dp 1 = 4 does not divide it"),
+    ],
+)
+def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer):
+    found = problems(4, *overrides)
+    assert len(found) == 2 and "4 processes" in found[0] and answer in found[1]
+    fixed = found[1].split("; set ")[1].split(", ")[0].split(" or ")[0]
+    assert len(problems(4, *overrides, fixed)) == 1
+
+
 def test_names_are_those_that_optim_knows():
     assert set(schema.OPTIMIZERS) == set(optim.OPTIMIZERS)
     assert set(schema.SCHEDULES) == set(optim.SCHEDULES)
@@ -132,7 +156,7 @@ def test_the_tables_name_keys_that_exist():
 
 
 def test_shipped_recipes_fit_their_meshes():
-    given = ["model.path=m", "data.train.path=t.jsonl"]
+    given = ["model.path=m", "data.train.path=t.jsonl", "distill.teacher=t"]
     for name, _ in config.shipped():
         recipe = config.load(name, given)
         assert config.check(recipe, recipe.launch.nproc) == []

@@ -36,7 +36,7 @@ def open_(coder, file, cache_dir, **options):
 
 
 def contents(samples):
-    return [(ids.tolist(), mask.tolist()) for ids, mask in (samples[index] for index in range(len(samples)))]
+    return [(ids.tolist(), mask.tolist()) for index in range(len(samples)) for ids, mask in samples[index]]
 
 
 def test_holds_what_the_encoder_says(tmp_path, coder):
@@ -46,7 +46,7 @@ def test_holds_what_the_encoder_says(tmp_path, coder):
         ids, trained = coder.encode(Text(row["text"]))
         assert contents(samples)[index] == (ids[:64], [bool(flag) for flag in trained[:64]])
         assert samples.origin(index) == (str(file), index + 1)
-    assert samples.lengths(torch.arange(50)).tolist() == [len(samples[index][0]) for index in range(50)]
+    assert samples.lengths(torch.arange(50)).tolist() == [len(samples[index][0][0]) for index in range(50)]
     assert samples.meta["tokens"] == sum(len(ids) for ids, _ in contents(samples))
     assert samples.meta["trained_tokens"] == sum(sum(mask) for _, mask in contents(samples))
 

@@ -109,7 +109,9 @@ def chat(**message):
     ({"input_ids": [1, -2]}, "tokenized", ["negative"]),
     ({"input_ids": [0, 1, 2], "attention_mask": [0, 1, 1]}, "tokenized", ["attention_mask has zeros", "padding"]),
     ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "tokenized", ["completion_mask is not read", "labels"]),
-    ({"chosen": "a", "rejected": "b"}, "preference", ["preferences", "dpo", "not in dtrain yet"]),
+    ({"chosen": "a", "rejected": "b"}, "preference", ["preferences", "set method=dpo"]),
+    ({"chosen": "a", "rejected": "b"}, "messages", ["no messages", "looks like format preference"]),
+    ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, "tokenized", ["no input_ids", "set method=dpo"]),
     ({"text": "t"}, "messages", ["no messages", "looks like format text", "data.train.sources"]),
     ({"question": "t"}, "messages", ["no messages", "question", "prompt, completion"]),
 ])  # fmt: skip

@@ -60,14 +60,14 @@ def test_every_sample_once_an_epoch(samples, packing, shuffle):
         assert progress == sorted(progress) and epoch < progress[0]
         if not shuffle and not packing:
             assert [placement.samples for placement in mine] == [[index] for index in range(60)]
-        sizes = [sum(len(samples[index][0]) for index in placement.samples) for placement in mine]
+        sizes = [sum(len(samples[index][0][0]) for index in placement.samples) for placement in mine]
         assert max(sizes) <= 16 and sum(sizes) == rows.tokens_in_epoch(epoch) == samples.meta["tokens"]
     orders = [tuple(tuple(p.samples) for p in islice(make(samples, seed=seed).placements(), 60)) for seed in (1, 2)]
     assert orders[0] != orders[1]
 
 
 def test_a_row_by_hand(samples):
-    row = listed(make(samples).build([1, 3]))  # 9 and 8 tokens
+    row = listed(*make(samples).build([1, 3]))  # 9 and 8 tokens
     assert row["input_ids"] == [1] * 9 + [3] * 8
     assert row["position_ids"] == [*range(9), *range(8)]
     assert row["seq_ids"] == [0] * 9 + [1] * 8
@@ -80,7 +80,7 @@ def test_rows_hold_the_samples(samples):
         assert all(tensor.dtype == torch.int64 and tensor.shape == row["input_ids"].shape for tensor in row.values())
         row, at = listed(row), 0
         for document in range(max(row["seq_ids"]) + 1):
-            ids, trained = (tensor.tolist() for tensor in samples[row["input_ids"][at]])
+            ids, trained = (tensor.tolist() for tensor in samples[row["input_ids"][at]][0])
             for place in range(len(ids)):
                 label = ids[place + 1] if place + 1 < len(ids) and trained[place + 1] else -100
                 found = tuple(row[name][at + place] for name in ("input_ids", "labels", "position_ids", "seq_ids"))
@@ -113,7 +113,16 @@ def test_without_end(samples):
 
 
 def collect(batches):
-    return [([listed(row) for row in batch.rows], batch.size, batch.cursor, batch.epoch) for batch in batches]
+    found = []
+    for batch in batches:
+        assert batch.samples == [sample for row in batch.rows for sample in samples_in(row)]
+        found.append(([listed(row) for row in batch.rows], batch.size, batch.cursor, batch.epoch))
+    return found
+
+
+def samples_in(row):
+    """Sample i is made of the token i."""
+    return [int(row["input_ids"][row["seq_ids"] == document][0]) for document in range(int(row["seq_ids"][-1]) + 1)]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4])

@@ -72,7 +72,7 @@ def test_validation_is_one_unshuffled_epoch(tmp_path, model):
 @pytest.mark.parametrize("train, words", [
     (split(), ["data.train.path is not set"]),
     (split("a/b"), ["data.train.path", "load_dataset('a/b'"]),
-    (split("{text}", "preference"), ["preferences", "dpo"]),
+    (split("{text}", "preference"), ["preferences", "set method=dpo"]),
     (split("{text}", "chatml"), ["data.train.format is 'chatml'", "sharegpt"]),
     (split("{odd}"), ["odd.jsonl:1", "question", "prompt, completion"]),
     (split("{none}"), ["the dataset is empty", "none.jsonl"]),
@@ -110,6 +110,7 @@ def test_preview(tmp_path, model):
     rows = [{"messages": [*CHAT, *CHAT]}] * 3 + [{"messages": CHAT[:1]}]
     file = write_jsonl(tmp_path / "a.jsonl", rows)
     recipe = SimpleNamespace(
+        method="sft",
         data=section(train=split(str(file)), max_length=128),
         model=SimpleNamespace(path=str(model)),
         run=SimpleNamespace(seed=0, dir=str(tmp_path / "runs")),

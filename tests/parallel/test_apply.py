@@ -75,12 +75,12 @@ LAYER = "model.layers.*"
 REFUSED = {
     "no such module": ({"model.layer.*.mlp": "block"}, False, "model.layer.*.mlp: matches no module"),
     "no such style": ({f"{LAYER}.mlp": "blok"}, False, "there is no style 'blok'; there are block, colwise"),
-    "input never entered": (without(MLP, f"{LAYER}.mlp"), False, "colwise needs the style block on model.layers.0.mlp"),
+    "input never entered": (without(MLP, f"{LAYER}.mlp"), False, "colwise needs the style block on model.layers.*.mlp"),
     "output never summed": (without(MLP, f"{LAYER}.mlp.down_proj"), False, "a block needs a rowwise layer"),
     "half of a block": (
         without(MLP, f"{LAYER}.mlp.up_proj"),
         False,
-        "up_proj: has no style, and model.layers.0.mlp is",
+        "up_proj: has no style, and model.layers.*.mlp is",
     ),
     "not for a block": (
         {**MLP, f"{LAYER}.mlp.up_proj": "sequence"},
@@ -92,6 +92,26 @@ REFUSED = {
     "half of a tie": ({"model.embed_tokens": "vocab_embedding"}, False, "share a parameter: both have a style"),
     "a norm left whole": (without(DECODER_PLAN, "model.norm"), True, "model.norm: has no style, and sequence parallel"),
     "nothing cuts the sequence": ({**ATTENTION, **MLP}, True, "needs the styles decoder and vocab_embedding"),
+    "a function in a block that nothing cuts": (
+        {**MLP, f"{LAYER}.mlp.gate_proj": colwise},
+        True,
+        "needs the styles decoder and vocab_embedding",
+    ),
+    "half of a tie, beside torch's styles": (
+        {**TORCH_MLP, "model.embed_tokens": "vocab_embedding"},
+        False,
+        "share a parameter: both have a style",
+    ),
+    "half of a block, beside torch's styles": (
+        {**TORCH_MLP, **without(ATTENTION, f"{LAYER}.self_attn.o_proj")},
+        False,
+        "model.layers.*.self_attn: a block needs a rowwise layer",
+    ),
+    "one layer alone": (
+        {**MLP, "model.layers.1.mlp.up_proj": "sequence"},
+        False,
+        "model.layers.1.mlp.up_proj: sequence is no style",
+    ),
 }
 
 
@@ -116,6 +136,14 @@ def test_a_table_that_would_train_wrong_numbers_is_refused(tmp_path, case):
 def test_every_problem_of_a_table_is_listed(tmp_path):
     said = run_world(refused, 2, config_of(tmp_path), {"a": "b", "model.layers.*.mlp": "c"}, False)[0]
     assert said.count("\n") == 3
+
+
+def test_what_all_layers_lack_is_said_once_with_what_to_set(tmp_path):
+    said = run_world(refused, 2, config_of(tmp_path, num_hidden_layers=9), MLP, True)[0]
+    lines = said.splitlines()[1:]
+    fix = "; give it one, or set parallel.sequence_parallel=false"
+    assert f"  model.layers.*.self_attn.q_proj: has no style, and sequence parallel cuts what it reads{fix}" in lines
+    assert len(lines) == len(set(lines)) < 12
 
 
 def test_every_pattern_of_the_families_names_a_module(tmp_path):

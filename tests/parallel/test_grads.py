@@ -94,6 +94,16 @@ def test_plain_parameters_without_a_process_group():
         assert torch.allclose(parameter.grad, expected[name], rtol=1e-10, atol=0)
 
 
+def test_plain_gradients_are_every_ranks_and_nothing_is_sent():
+    model, inputs = model_and_loss()
+    model(inputs).square().sum().backward()
+    groups = object(), object()  # that nothing may be sent over
+    flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    for p in (1, 2, float("inf")):
+        expected = torch.linalg.vector_norm(flat, p).item()
+        assert abs(get_grad_norm(model.parameters(), *groups, norm_type=p) - expected) <= 1e-12 * expected
+
+
 def test_low_precision_gradients_are_scaled_themselves_and_summed_in_float32():
     parameter = nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.01)

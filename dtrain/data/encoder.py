@@ -1,0 +1,140 @@
+"""What every kind of encoder shares: chunks of rows to samples, the recipe's limits, and how plain strings are framed.
+
+A sample is one document, or the two of a pair; how a row becomes its documents is the encoder's own (sample.py,
+pairs.py). Torch is not imported.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dtrain.data.files import Chunk, parse
+from dtrain.data.replies import Replies
+from dtrain.data.template import ChatTemplate
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+
+TOO_LONG = ("truncate", "drop", "error")
+LONG = "longer than data.max_length"
+
+
+class Document(NamedTuple):
+    """Token ids, a byte for each that says whether it is trained, and how many there were before truncation."""
+
+    ids: Sequence[int]
+    trained: bytearray
+    full: int
+
+
+@dataclass
+class EncodedChunk:
+    """The documents of one chunk of rows, one behind the other, and what became of the rest.
+
+    tokens    int32, the ids of all documents      trained   one byte a token, 1 = a target
+    lengths   tokens of each document              lines     the line that each comes from
+    full      its length before truncation         left_out  (line, reason) of the rows that are no sample
+    """
+
+    rows: int = 0
+    size: int = 0
+    tokens: array = field(default_factory=lambda: array("i"))
+    trained: bytearray = field(default_factory=bytearray)
+    lengths: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, line: int, document: Document) -> None:
+        self.tokens.extend(document.ids)
+        self.trained += document.trained
+        self.lengths.append(len(document.ids))
+        self.lines.append(line)
+        self.full.append(document.full)
+
+
+class RowEncoder:
+    """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits."""
+
+    documents = 1  # of a sample
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_length: int, too_long: str):
+        if too_long not in TOO_LONG:
+            raise UserError(f"data.too_long is {too_long!r}; known are {', '.join(TOO_LONG)}")
+        if max_length < 2:
+            raise UserError(f"data.max_length is {max_length}; a sample needs at least 2 tokens to train one")
+        self.tokenizer, self.template = tokenizer, template
+        self.max_length, self.too_long = max_length, too_long
+        self.replies = Replies(template) if template else None
+        self._affixes: tuple[list[int], list[int]] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides what a row becomes."""
+        raise NotImplementedError(f"{type(self).__name__} has no fingerprint")
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        """The documents of a row in format `name`, or why it is left out. Raises UserError."""
+        raise NotImplementedError(f"{type(self).__name__} makes no documents")
+
+    def encode_chunk(self, chunk: Chunk, name: str) -> EncodedChunk:
+        """The samples of rows in format `name`. Raises UserError with file and line in front."""
+        result = EncodedChunk(size=chunk.size)
+        for line, raw in chunk.rows:
+            result.rows += 1
+            row = parse(chunk.file, line, raw)
+            try:
+                found = self.documents_of(row, name)
+            except UserError as problem:
+                raise UserError(f"{chunk.file}:{line}: {problem}") from problem
+            if isinstance(found, str):
+                result.left_out.append((line, found))
+                continue
+            for document in found:
+                result.add(line, document)
+        return result
+
+    def need_replies(self) -> Replies:
+        """`replies`; raises UserError where the model has no chat template."""
+        if self.replies is None:
+            raise UserError(
+                f"the row is a conversation, and {self.tokenizer.directory} has no chat template; "
+                "name a file with data.chat_template, or take the instruct model's directory"
+            )
+        return self.replies
+
+    def check_ids(self, ids: Sequence[int], key: str) -> None:
+        """Raises UserError for an id of a tokenized row that the model has no embedding for."""
+        limit = self.tokenizer.id_limit
+        if max(ids, default=0) >= limit:
+            raise UserError(f"{key} holds the id {max(ids)}, beyond the model's vocabulary of {limit}")
+
+    def drops(self, length: int) -> bool:
+        """Whether a row whose longest document has `length` tokens is dropped. Raises UserError where it is refused."""
+        if length <= self.max_length or self.too_long == "truncate":
+            return False
+        if self.too_long == "error":
+            raise UserError(
+                f"the row has {length} tokens and data.max_length is {self.max_length}; "
+                "raise it, or set data.too_long to truncate or drop"
+            )
+        return True
+
+    def around(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The ids that belong before and after those of a plain string: what the tokenizer's post-processor puts in
+        front (BOS, for most) unless the string brings its own, and the EOS token, likewise."""
+        if self.tokenizer.eos_id is None:
+            raise UserError(
+                f"the tokenizer of {self.tokenizer.directory} names no EOS token, which must end each text; "
+                "name it as eos_token in tokenizer_config.json"
+            )
+        if self._affixes is None:
+            self._affixes = self.tokenizer.affixes()
+        before, after = self._affixes
+        if before and list(ids[: len(before)]) == before:
+            before = []
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            after = []
+        elif after[-1:] != [self.tokenizer.eos_id]:
+            after = [*after, self.tokenizer.eos_id]
+        return before, after

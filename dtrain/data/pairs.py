@@ -1,0 +1,124 @@
+"""One row of preferences to the two documents of a pair: the prompt with the chosen, and with the rejected completion.
+
+Where the completions begin. A template or a tokenizer may write the end of a prompt otherwise once something follows
+it (thinking that is dropped, tokens that merge). So the prompt of a pair is the longest beginning, in tokens, that the
+prompt alone, prompt + chosen and prompt + rejected have in common; without a prompt of its own, that the other two
+have. Every token behind it is trained, in both documents, through the token that ends the turn; the white space that
+a template writes after that one is left out, as in sample.py. A prompt of messages is rendered with the generation
+prompt; plain strings are framed as sample.py frames them. At least one token stays in the prompt and in each
+completion: a document's first token is predicted from nothing.
+
+What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
+most, the same in both documents; then each completion loses its end. Torch is not imported.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtrain.data.encoder import LONG, Document, RowEncoder
+from dtrain.data.preferences import ChatPair, TextPair, TokenPair, normalise_pair
+from dtrain.data.template import ChatTemplate
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+
+EQUAL = "chosen and rejected are the same tokens"
+EQUAL_CUT = "chosen and rejected are the same tokens within data.max_length"
+
+
+class PairEncoder(RowEncoder):
+    """Preferences to samples of two documents, chosen and rejected."""
+
+    documents = 2
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_length: int,
+        too_long: str = "truncate",
+    ):
+        super().__init__(tokenizer, template, max_length=max_length, too_long=too_long)
+
+    def __reduce__(self):
+        return _encoder, (self.tokenizer, self.template, self.max_length, self.too_long)
+
+    @property
+    def fingerprint(self) -> str:
+        template = self.template.fingerprint if self.template else None
+        parts = ["pairs", self.tokenizer.fingerprint, template, self.max_length, self.too_long]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        prompt, *completions = self.encode(normalise_pair(row, name))
+        full = [len(prompt) + len(completion) for completion in completions]
+        if self.drops(max(full)):
+            return LONG
+        if completions[0] == completions[1]:
+            return EQUAL
+        prompt, *completions = fit(prompt, *completions, self.max_length)
+        if completions[0] == completions[1]:
+            return EQUAL_CUT
+        return [
+            Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length)
+            for completion, length in zip(completions, full, strict=True)
+        ]
+
+    def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[list[int], list[int], list[int]]:
+        """Ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""
+        if isinstance(pair, TokenPair):
+            for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
+                self.check_ids(ids, key)
+            return pair.prompt, pair.chosen, pair.rejected
+        prompt, chosen, rejected = self._chats(pair) if isinstance(pair, ChatPair) else self._texts(pair)
+        limit = min(len(chosen), len(rejected)) - 1  # of chosen and rejected, each keeps a token
+        at = min(shared_length(chosen, rejected), limit)
+        if prompt is not None:
+            at = min(at, shared_length(prompt, chosen))
+        if at < 1:
+            raise UserError(
+                "the prompt has no token, so that there is nothing to predict a completion's first token from; "
+                "give the row a prompt that is not empty"
+            )
+        return chosen[:at], chosen[at:], rejected[at:]
+
+    def _chats(self, pair: ChatPair) -> tuple[list[int], list[int], list[int]]:
+        """Ids of the prompt, and of the prompt with each completion."""
+        replies = self.need_replies()
+        prompt, chosen, rejected = (
+            replies.with_objects([*pair.prompt, *more], pair.tools) for more in ([], pair.chosen, pair.rejected)
+        )
+        asked = self.template.render(prompt, pair.tools, add_generation_prompt=True)
+        whole = (self.template.render(messages, pair.tools).rstrip() for messages in (chosen, rejected))
+        return self.tokenizer.encode(asked), *map(self.tokenizer.encode, whole)
+
+    def _texts(self, pair: TextPair) -> tuple[list[int] | None, list[int], list[int]]:
+        """The same of plain strings; no prompt where the row has none."""
+        start = pair.prompt or ""
+        chosen, rejected = (self._framed(start + text, ends=True) for text in (pair.chosen, pair.rejected))
+        return None if pair.prompt is None else self._framed(start, ends=False), chosen, rejected
+
+    def _framed(self, text: str, ends: bool) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        before, after = self.around(ids)
+        return [*before, *ids, *(after if ends else [])]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    limit = min(len(one), len(other))
+    return next((at for at in range(limit) if one[at] != other[at]), limit)
+
+
+def fit(
+    prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], max_length: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """The three, so cut that the prompt (never empty) and either completion have at most `max_length` tokens."""
+    kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))
+    return prompt[len(prompt) - kept :], chosen[: max_length - kept], rejected[: max_length - kept]
+
+
+def _encoder(tokenizer, template, max_length, too_long) -> PairEncoder:
+    return PairEncoder(tokenizer, template, max_length=max_length, too_long=too_long)

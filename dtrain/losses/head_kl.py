@@ -1,0 +1,159 @@
+"""The Kullback-Leibler divergence between two models' next-token distributions, straight from their hidden states and
+heads: the logits of either exist one tile of tokens at a time.
+
+Its weights are known before (each token counts the same), so the gradient is formed in the forward as in `hidden`:
+three matrix products of the student's head and one of the teacher's, where computing the tiles again in a backward
+would take four and two. Three tiles of logits are held at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.head import product
+from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows
+from dtrain.losses.scaling import Scaling
+from dtrain.losses.shard import Group, VocabShard, group_rank, group_size
+from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, part_stats
+from dtrain.parallel.collectives import all_gather
+
+
+class HeadInput(NamedTuple):
+    """What a model's logits are made of, this rank's part of the vocabulary."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V/tp, D]
+    softcap: float | None = None
+
+
+class KlSums(NamedTuple):
+    """Sums over tokens: of the loss, which carries the gradient, and of the divergence in either direction."""
+
+    total: Tensor
+    forward: Tensor
+    reverse: Tensor
+
+
+def kl_sum_from_hidden_states(
+    student: HeadInput,
+    teacher: HeadInput,
+    index: Tensor,
+    *,
+    forward_share: float = 1.0,
+    temperature: float = 1.0,
+    shard: VocabShard | None = None,
+    rows_per_tile: int | None = None,
+) -> KlSums:
+    """Σ over tokens index [T] (flat positions, each at most once) of
+    forward_share · KL(p_teacher || p_student) + (1 − forward_share) · KL(p_student || p_teacher),
+    p = softmax(logits / temperature) over the whole vocabulary; no factor temperature².
+
+    The models may be of any sizes and dtypes; the vocabulary and its cut are the same. Scalars in max(float32, the
+    student's dtype), as are all products and sums. Gradients go to the student only, in its inputs' dtypes, the
+    weight's summed in max(float32, the dtype); once: a second backward raises RuntimeError. Positions outside `index`
+    cost nothing and get a zero gradient, whatever they hold.
+
+    shard: the weights are this rank's part, index is the same on every rank of the group. The values come back whole on
+    every rank, the gradients are the shard's own: hidden's has still to be summed over the group. One all-gather of six
+    numbers per token and tile.
+    Raises ValueError for a temperature or softcap that is not positive, a share outside [0, 1], and vocabularies of two
+    sizes.
+    """
+    check_share(forward_share)
+    if len(student.weight) != len(teacher.weight):
+        held = len(student.weight), len(teacher.weight)
+        raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
+    with_grad = torch.is_grad_enabled() and (student.hidden.requires_grad or student.weight.requires_grad)
+    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    rows = rows_per_tile or tile_rows(len(student.weight), student.weight.device.type)
+    teachers = teacher.hidden.detach(), teacher.weight.detach()
+    arguments = (*teachers, index, scalings, forward_share, shard, rows, with_grad)
+    return KlSums(*_KlSum.apply(student.hidden, student.weight, *arguments))
+
+
+def check_share(forward_share: float) -> None:
+    if not 0 <= forward_share <= 1:
+        raise ValueError(f"forward_share={forward_share}: the forward KL's share lies between 0 and 1")
+
+
+class _KlSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, teacher_hidden, teacher_weight, index, scalings, forward_share, shard, rows, with_grad
+    ):
+        dtype = torch.promote_types(compute_dtype(hidden.dtype), teacher_hidden.dtype)
+        operand, teacher_operand = (as_operand(tensor, dtype) for tensor in (weight, teacher_weight))
+        scaling, teacher_scaling = scalings
+        group = None if shard is None else shard.group
+        sums = torch.zeros(2, dtype=dtype, device=hidden.device)
+        ctx.gradient = GradientInForward(hidden, weight, dtype) if with_grad else None
+        memory = [torch.empty(min(rows, len(index)), len(weight), dtype=dtype, device=hidden.device) for _ in range(3)]
+        for start in range(0, len(index), rows):
+            some = index[start : start + rows]
+            scratch, gap, p = (tensor[: len(some)] for tensor in memory)  # [t, V/tp]
+            mine = hidden.index_select(0, some).to(operand.dtype)  # [t, D]
+            logits = scaling.logits_(product(mine, operand.t(), out=scratch))
+            slope = scaling.slope(logits) if with_grad else None
+            students = part_stats(logits, gap)  # gap: log q of the part alone
+            theirs = teacher_hidden.index_select(0, some).to(teacher_operand.dtype)
+            logits = teacher_scaling.logits_(product(theirs, teacher_operand.t(), out=scratch))
+            teachers = part_stats(logits, p)  # p: log p of the part alone
+            q = torch.exp(gap, out=scratch)
+            gap.sub_(p)  # log q − log p
+            p.exp_()
+            merged = _merge(students, teachers, -_dot(p, gap), _dot(q, gap), group)
+            sums += torch.stack([merged.forward.sum(), merged.reverse.sum()])
+            if not with_grad:
+                continue
+            # dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
+            offset = (merged.log_ratio - merged.reverse) * (1 - forward_share) + forward_share
+            grad = gap.mul_(1 - forward_share).add_(offset[:, None]).mul_(q).mul_(merged.student_share[:, None])
+            grad.addcmul_(p, merged.teacher_share[:, None], value=-forward_share)
+            if slope is not None:
+                grad.mul_(slope)
+            ctx.gradient.add_tile(grad, some, mine, operand)
+        forward, reverse = sums.unbind()
+        ctx.mark_non_differentiable(forward, reverse)
+        return forward_share * forward + (1 - forward_share) * reverse, forward, reverse
+
+    @staticmethod
+    def backward(ctx, grad_total, _forward, _reverse):
+        return *ctx.gradient.scaled(grad_total), *[None] * 8
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Σ a·b over the last dimension, no tensor of products between."""
+    return torch.linalg.vecdot(a, b)
+
+
+class _Merged(NamedTuple):
+    """Of the whole vocabulary, [t] each: the divergences; and of this rank its shares of the probability and
+    log(student's share / teacher's), by which log q − log p differs from that of the part alone."""
+
+    forward: Tensor
+    reverse: Tensor
+    student_share: Tensor
+    teacher_share: Tensor
+    log_ratio: Tensor
+
+
+def _merge(students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, group: Group) -> _Merged:
+    """One all-gather, of the two softmaxes' maximum and log-sum and of the divergences of the parts alone."""
+    if group_size(group) == 1:
+        one = torch.ones_like(forward)
+        return _Merged(forward, reverse, one, one, torch.zeros_like(forward))
+    rank = group_rank(group)
+    message = torch.stack([students.m, students.l, teachers.m, teachers.l, forward, reverse])
+    gathered = all_gather(message[None], 0, group).transpose(0, 1)  # [6, ranks, t]
+    log_student, log_teacher = (merge(Stats(*gathered[i : i + 2].unbind()))[1] for i in (0, 2))
+    student, teacher = log_student.exp(), log_teacher.exp()
+    log_ratio = torch.where(log_student.isinf() | log_teacher.isinf(), 0, log_student - log_teacher)
+    # KL of the whole is each part's share times the part's KL plus the log of the shares' ratio.
+    return _Merged(
+        (teacher * (gathered[4] - log_ratio)).sum(0),
+        (student * (gathered[5] + log_ratio)).sum(0),
+        student[rank],
+        teacher[rank],
+        log_ratio[rank],
+    )

@@ -1,0 +1,160 @@
+"""A teacher's likeliest tokens straight from its hidden states, and a student's divergence from them straight from its
+own: the logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in `hidden`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.distillation import forward_kl, reverse_kl
+from dtrain.losses.head import product
+from dtrain.losses.head_kl import HeadInput, check_share
+from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows
+from dtrain.losses.scaling import Scaling
+from dtrain.losses.shard import VocabShard, on_shard, pick, shard_sizes
+from dtrain.losses.softmax_stats import compute_dtype, merge_over, part_stats
+from dtrain.losses.topk import topk_over
+
+
+@torch.no_grad()
+def topk_logits_from_hidden_states(
+    model: HeadInput, k: int, index: Tensor, *, shard: VocabShard | None = None, rows_per_tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits (after the softcap) of tokens index [T], descending, max(float32, the dtype), and their
+    global ids int64, both [T, k], on every rank; equal logits by ascending id, k > V means V. No gradient.
+
+    One all-gather of k candidates per token and tile, one exchange of shard sizes on the host.
+    Raises ValueError for k < 1.
+    """
+    if k < 1:
+        raise ValueError(f"k={k}: at least one token is asked for")
+    hidden, weight, softcap = model
+    scaling, dtype = Scaling(1.0, softcap), compute_dtype(hidden.dtype)
+    start, group = (0, None) if shard is None else (shard.start, shard.group)
+    sizes = shard_sizes(len(weight), group, weight.device)
+    k, rows = min(k, sum(sizes)), rows_per_tile or tile_rows(len(weight), weight.device.type)
+    values = torch.empty(len(index), k, dtype=dtype, device=hidden.device)
+    ids = torch.empty(len(index), k, dtype=torch.int64, device=hidden.device)
+    operand = as_operand(weight, dtype)
+    for first in range(0, len(index), rows):
+        tile = slice(first, first + rows)
+        logits = product(hidden.index_select(0, index[tile]).to(operand.dtype), operand.t())  # [t, V/tp]
+        values[tile], ids[tile] = topk_over(scaling.logits_(logits), k, group, start, sizes)
+    return values, ids
+
+
+class TopkKlSums(NamedTuple):
+    """Sums over tokens: of the loss, which carries the gradient, and of the probability that the student gives to the
+    teacher's tokens."""
+
+    total: Tensor
+    inside: Tensor
+
+
+def topk_kl_sum_from_hidden_states(
+    student: HeadInput,
+    teacher_logits: Tensor,
+    teacher_ids: Tensor,
+    index: Tensor,
+    *,
+    forward_share: float = 1.0,
+    temperature: float = 1.0,
+    zero_outside: bool = True,
+    shard: VocabShard | None = None,
+    rows_per_tile: int | None = None,
+) -> TopkKlSums:
+    """Σ over tokens index [T] (flat positions, each at most once) of forward_share · KL(p_teacher || p_student)
+    + (1 − forward_share) · KL(p_student || p_teacher), p = softmax(logits / temperature), from the teacher's raw logits
+    [T, K] at its ids [T, K]; no factor temperature².
+
+    The teacher is normalised over its K tokens. zero_outside: elsewhere it is zero, and the student is normalised over
+    the whole vocabulary; log 0 counts as −100 in KL(p_student || p_teacher). Otherwise the student is normalised over
+    the K tokens too. With all tokens among the K both are `kl_sum_from_hidden_states`.
+
+    Values, gradients, `shard` and errors as there; one all-gather of K + 3 numbers per token and tile.
+    """
+    check_share(forward_share)
+    with_grad = torch.is_grad_enabled() and (student.hidden.requires_grad or student.weight.requires_grad)
+    loss = _Loss(forward_share, temperature, zero_outside)
+    scaling = Scaling(temperature, student.softcap)
+    rows = rows_per_tile or tile_rows(len(student.weight), student.weight.device.type)
+    arguments = (teacher_logits, teacher_ids, index, scaling, loss, shard, rows, with_grad)
+    return TopkKlSums(*_TopkKlSum.apply(student.hidden, student.weight, *arguments))
+
+
+class _Loss(NamedTuple):
+    forward_share: float
+    temperature: float
+    zero_outside: bool
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.zero_outside and self.forward_share < 1
+
+    def __call__(self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor) -> Tensor:
+        """The student's logits at the ids [t, K], log Σ exp of all of them [t] and negative entropy [t] -> [t]."""
+        teacher = (teacher_logits.to(at_ids.dtype) / self.temperature).log_softmax(-1)
+        student = at_ids - lse[:, None] if self.zero_outside else at_ids.log_softmax(-1)
+        value = torch.zeros_like(lse)
+        if self.forward_share > 0:
+            value = value + self.forward_share * forward_kl(student, teacher)
+        if self.forward_share < 1:
+            value = value + (1 - self.forward_share) * reverse_kl(student, teacher, neg_entropy)
+        return value
+
+    def slopes(self, *arguments: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss [t], and its derivatives by logits at the ids, log Σ exp and negative entropy (None without)."""
+        leaves = [one.detach().requires_grad_() for one in arguments[:3] if one is not None]
+        with torch.enable_grad():
+            value = self(*leaves, *[None] * (3 - len(leaves)), arguments[3])
+            found = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
+        return value.detach(), [*found, *[None] * (3 - len(found))]
+
+
+class _TopkKlSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_logits, ids, index, scaling, loss, shard, rows, with_grad):
+        dtype = compute_dtype(hidden.dtype)
+        operand = as_operand(weight, dtype)
+        first_id, group = (0, None) if shard is None else (shard.start, shard.group)
+        sums = torch.zeros(2, dtype=dtype, device=hidden.device)
+        ctx.gradient = GradientInForward(hidden, weight, dtype) if with_grad else None
+        shape = (min(rows, len(index)), len(weight))
+        memory = [torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(2 + loss.needs_entropy)]
+        for start in range(0, len(index), rows):
+            some = index[start : start + rows]
+            logits, scratch, *third = (tensor[: len(some)] for tensor in memory)  # [t, V/tp]
+            mine = hidden.index_select(0, some).to(operand.dtype)  # [t, D]
+            scaling.logits_(product(mine, operand.t(), out=logits))
+            slope = scaling.slope(logits) if with_grad else None
+            columns, is_mine = on_shard(ids[start : start + rows], first_id, len(weight))  # [t, K]
+            at_ids = pick(logits, columns, is_mine, dtype)
+            stats = part_stats(logits, scratch, *third)  # scratch: log p, or third: p, of the part alone
+            whole, log_share, at_ids, _ = merge_over(stats, at_ids.t(), len(weight), group)
+            at_ids, share = at_ids.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
+            values, (by_ids, by_lse, by_entropy) = loss.slopes(
+                at_ids, whole.l, whole.neg_entropy, teacher_logits[start : start + rows]
+            )
+            inside = (at_ids - whole.l[:, None]).exp().sum()
+            sums += torch.stack([values.sum(), inside])
+            if not with_grad:
+                continue
+            # d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
+            if third:
+                factor = logits.sub_((whole.m + whole.l + whole.neg_entropy)[:, None]).mul_(by_entropy[:, None])
+                grad = factor.add_(by_lse[:, None]).mul_(third[0]).mul_(share[:, None])
+            else:
+                grad = scratch.exp_().mul_((by_lse * share)[:, None])
+            if grad.shape[1]:
+                grad.scatter_add_(1, columns, torch.where(is_mine, by_ids, 0))
+            if slope is not None:
+                grad.mul_(slope)
+            ctx.gradient.add_tile(grad, some, mine, operand)
+        total, inside = sums.unbind()
+        ctx.mark_non_differentiable(inside)
+        return total, inside
+
+    @staticmethod
+    def backward(ctx, grad_total, _inside):
+        return *ctx.gradient.scaled(grad_total), *[None] * 8

@@ -1,0 +1,220 @@
+"""Preference losses by name: over the pairs of a call, in weighted combinations, and as the weights that each
+log-probability of a global batch has in the gradient. `pair_losses` has the formulas.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.divergence import DIVERGENCES
+from dtrain.losses.pair_losses import LOSSES, Pairs, PreferenceLoss
+
+# What an option may be, and that in words. Values that switch an option off are good for every loss.
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "beta": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "label_smoothing": (lambda v: 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
+    "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
+    "f_alpha_divergence_coef": (math.isfinite, "a finite number"),
+    "discopop_tau": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "simpo_gamma": (lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    "bco_shift": (lambda v: v == "batch" if isinstance(v, str) else math.isfinite(v), "a finite number or batch"),
+}
+_OFF = {"label_smoothing": 0.0, "f_divergence": "reverse_kl"}
+
+
+def preference_loss(
+    name: str,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None,
+    ref_rejected_logps: Tensor | None,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The loss of each pair, [B], by the loss's name in `LOSSES`; each entry's function has the formula and its paper.
+
+    chosen_logps, rejected_logps [B]: log-probabilities of the completions under the policy, summed over their tokens;
+    ref_...: under the reference, both None for none (then zeros). lengths [B]: tokens of the completions; the losses
+    per token need them, the others leave them unread. options: those of the loss (`LOSSES[name].options`), among them,
+    where the loss has a margin of scores, f_divergence: reverse_kl | forward_kl | js_divergence | alpha_divergence (the
+    last with f_alpha_divergence_coef). Computed in max(float32, the dtype), and returned so. No collective.
+
+    Raises ValueError for an unknown name or option, a value out of its range, an option that the loss does not read
+    and that is not switched off, missing lengths, half a reference, another divergence than reverse_kl without a
+    reference, and tensors of unequal shapes.
+    """
+    loss = _known(name)
+    given = {"label_smoothing": label_smoothing, **options}
+    _check_options(name, loss, beta, given)
+    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    divergence = {key: given[key] for key in ("f_divergence", "f_alpha_divergence_coef") if key in given}
+    pairs = _pairs(loss, name, logps, (chosen_lengths, rejected_lengths), divergence)
+    own = {key: value for key, value in given.items() if key in loss.options and not key.startswith("f_")}
+    return loss.function(pairs, beta=beta, **own)
+
+
+def combined_preference_loss(
+    names: str | Sequence[str],
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None,
+    ref_rejected_logps: Tensor | None,
+    *,
+    beta: float,
+    loss_weights: Sequence[float] | None = None,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Σ weight · preference_loss(name, ..) over the names, [B]; weights are 1 where none are given.
+
+    An option goes to the losses that read it; one that none reads is a ValueError. A divergence other than reverse_kl
+    is for all of the names or, as a ValueError, for none.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    if not names or len(weights) != len(names):
+        raise ValueError(f"loss_weights: {len(weights)} weights for {len(names)} losses; one each is needed")
+    known = [_known(name) for name in names]
+    in_use = {key: value for key, value in options.items() if key not in _OFF or value != _OFF[key]}
+    read = frozenset[str]().union(*(loss.options for loss in known))
+    for key in in_use:
+        if key not in read:
+            raise ValueError(_unread(key, " + ".join(names), read))
+    without = [name for name, loss in zip(names, known, strict=True) if not loss.f_divergence]
+    if "f_divergence" in in_use and without:
+        raise ValueError(_unread("f_divergence", without[0], LOSSES[without[0]].options))
+    total = torch.zeros((), dtype=_dtype(chosen_logps), device=chosen_logps.device)
+    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    lengths = {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+    for name, loss, weight in zip(names, known, weights, strict=True):
+        own = {key: value for key, value in in_use.items() if key in loss.options}
+        total = total + weight * preference_loss(name, *logps, beta=beta, **lengths, **own)
+    return total
+
+
+class PreferenceWeights(NamedTuple):
+    """losses [N]; chosen, rejected [N]: the derivatives of the losses' mean by the policy's log-probabilities."""
+
+    losses: Tensor
+    chosen: Tensor
+    rejected: Tensor
+
+
+def preference_weights(
+    names: str | Sequence[str],
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None,
+    ref_rejected_logps: Tensor | None,
+    **options: Any,
+) -> PreferenceWeights:
+    """Of N pairs, the whole global batch: the losses, and the derivatives of their mean by each log-probability.
+
+    Arguments as in `combined_preference_loss`, which has the errors; no gradient flows in or out. The gradient of the
+    mean loss by the parameters is that of Σ chosen · log p(chosen) + rejected · log p(rejected), which may be summed in
+    any micro-batches on any ranks: exact for every loss, those over the whole batch included.
+    """
+    chosen, rejected = (logps.detach().requires_grad_() for logps in (chosen_logps, rejected_logps))
+    with torch.enable_grad():
+        losses = combined_preference_loss(names, chosen, rejected, ref_chosen_logps, ref_rejected_logps, **options)
+        slopes = torch.autograd.grad(losses.sum() / max(len(losses), 1), (chosen, rejected))
+    return PreferenceWeights(losses.detach(), *slopes)
+
+
+def running_mean(mean: float | Tensor, count: int, batch_mean: Tensor) -> tuple[Tensor, int]:
+    """The mean of `count` values so far and of one more, and how many they are: bco_pair's moving shift as TRL 0.24 has
+    it, batch_mean being the mean of a global batch's rewards, chosen and rejected. Start from (0.0, 0)."""
+    return mean + (batch_mean - mean) / (count + 1), count + 1
+
+
+class PreferenceRewards(NamedTuple):
+    """[B] each, without gradient. accuracy is 1 where the chosen completion's reward is larger, else 0."""
+
+    chosen: Tensor
+    rejected: Tensor
+    margin: Tensor
+    accuracy: Tensor
+
+
+def preference_rewards(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None,
+    ref_rejected_logps: Tensor | None,
+    *,
+    beta: float,
+) -> PreferenceRewards:
+    """The implicit rewards β · log(π/π_ref) of B pairs (arXiv:2305.18290, section 4), for metrics. Arguments as in
+    `preference_loss`; a divergence or a normalisation by length does not enter."""
+    with torch.no_grad():
+        chosen = beta * (chosen_logps if ref_chosen_logps is None else chosen_logps - ref_chosen_logps)
+        rejected = beta * (rejected_logps if ref_rejected_logps is None else rejected_logps - ref_rejected_logps)
+        return PreferenceRewards(chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype))
+
+
+def _known(name: str) -> PreferenceLoss:
+    if name not in LOSSES:
+        near = difflib.get_close_matches(name, LOSSES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(LOSSES)}"
+        raise ValueError(f"{name!r} is no preference loss; {hint}")
+    return LOSSES[name]
+
+
+def _unread(option: str, name: str, known: frozenset[str]) -> str:
+    if option in _RANGES:
+        return f"{option} is not read by {name}; it reads beta{''.join(f', {key}' for key in sorted(known))}"
+    near = difflib.get_close_matches(option, _RANGES, n=1)
+    return f"{option} is no option of {name}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _check_options(name: str, loss: PreferenceLoss, beta: float, options: Mapping[str, Any]) -> None:
+    for key, value in {"beta": beta, **options}.items():
+        is_off = key in _OFF and value == _OFF[key]
+        if key not in loss.options and key != "beta" and not is_off:
+            raise ValueError(_unread(key, name, loss.options))
+        good, words = _RANGES[key]
+        if not isinstance(value, Tensor) and not good(value):
+            raise ValueError(f"{key}={value!r}: {words}")
+    if name == "exo_pair" and options["label_smoothing"] == 0:
+        raise ValueError("label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
+    if "f_alpha_divergence_coef" in options and options.get("f_divergence") != "alpha_divergence":
+        raise ValueError("f_alpha_divergence_coef is read only with f_divergence=alpha_divergence")
+
+
+def _pairs(
+    loss: PreferenceLoss,
+    name: str,
+    logps: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    lengths: tuple[Tensor | None, Tensor | None],
+    divergence: Mapping[str, Any],
+) -> Pairs:
+    chosen, rejected, ref_chosen, ref_rejected = logps
+    if (ref_chosen is None) != (ref_rejected is None):
+        missing = "ref_chosen_logps" if ref_chosen is None else "ref_rejected_logps"
+        raise ValueError(f"{missing} is missing: the reference is given for both completions or for none")
+    if ref_chosen is None and divergence.get("f_divergence", "reverse_kl") != "reverse_kl":
+        raise ValueError(f"f_divergence={divergence['f_divergence']}: there is no reference to diverge from")
+    if loss.needs_lengths and any(length is None for length in lengths):
+        raise ValueError(f"{name} is a loss per token: it needs chosen_lengths and rejected_lengths")
+    shapes = [tuple(tensor.shape) for tensor in (*logps, *lengths) if tensor is not None]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        raise ValueError(f"log-probabilities and lengths are one number per pair, [B] each; their shapes are {shapes}")
+    dtype = _dtype(chosen)
+    if ref_chosen is None or ref_rejected is None:
+        ref_chosen = ref_rejected = torch.zeros_like(chosen)
+    policy = (chosen.to(dtype), rejected.to(dtype))
+    reference = (ref_chosen.to(chosen.device, dtype), ref_rejected.to(chosen.device, dtype))
+    return Pairs(*policy, *reference, *lengths, **divergence)
+
+
+def _dtype(logps: Tensor) -> torch.dtype:
+    return torch.promote_types(logps.dtype, torch.float32)

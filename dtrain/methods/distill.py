@@ -1,0 +1,93 @@
+"""Distillation: the student learns the teacher's distribution at every trained token of given data, not its label."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import Batch
+from dtrain.config.schema import Recipe
+from dtrain.data import Rows
+from dtrain.losses import (
+    HeadInput,
+    KlSums,
+    kl_sum_from_hidden_states,
+    topk_kl_sum_from_hidden_states,
+    topk_logits_from_hidden_states,
+)
+from dtrain.methods.method import Method
+from dtrain.policy import Policy
+from dtrain.policy.score import LogprobSource
+from dtrain.policy.teacher import Teacher
+
+
+class Distill(Method):
+    """loss = T² · Σ KL ÷ trained tokens, both over the whole global batch, the KL between the softmaxes of
+    logits ÷ T of teacher and student.
+
+    The factor T² = temperature² keeps the gradient's size, which falls as 1/T², whatever the temperature (Hinton et
+    al., arXiv:1503.02531, section 2). The KL's direction is the recipe's: forward KL(teacher || student), reverse
+    KL(student || teacher) (Gu et al., arXiv:2306.08543), or a mix of both.
+
+    The teacher's forward runs inside the student's, micro-batch by micro-batch, with the same rows and the same mesh.
+    """
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        section = recipe.distill
+        shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight}
+        self._options = {"forward_share": shares[section.kl], "temperature": section.temperature}
+        self._factor = section.temperature**2
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows]) -> None:
+        self.teacher = Teacher(policy, self.recipe.distill.teacher)
+
+    def loss(
+        self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        index = batch["label_index"]
+        if self.recipe.distill.top_k is None:
+            total, measured = self._whole(source, index)
+        else:
+            total, measured = self._topk(source, index, self.recipe.distill.top_k)
+        measured["kl"] = total.detach()
+        measured["trained"] = torch.full((), len(index), device=total.device)
+        return total * self._factor / global_tokens, measured
+
+    def _whole(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        student = source.head_input
+
+        def divergence(teacher: HeadInput) -> KlSums:
+            return kl_sum_from_hidden_states(student, teacher, index, shard=source.shard, **self._options)
+
+        total, forward, reverse = self.teacher.at_head(source.inputs, divergence)
+        return total, {"forward_kl": forward, "reverse_kl": reverse}
+
+    def _topk(self, source: LogprobSource, index: Tensor, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def likeliest(teacher: HeadInput) -> tuple[Tensor, Tensor]:
+            return topk_logits_from_hidden_states(teacher, k, index, shard=source.shard)
+
+        logits, ids = self.teacher.at_head(source.inputs, likeliest)
+        total, inside = topk_kl_sum_from_hidden_states(
+            source.head_input,
+            logits,
+            ids,
+            index,
+            zero_outside=self.recipe.distill.zero_outside_topk,
+            shard=source.shard,
+            **self._options,
+        )
+        return total, {"topk_mass": inside}
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Means over the trained tokens at the recipe's temperature: the KL in each direction, or the probability that
+        the student gives to the teacher's top k."""
+        return {
+            name: sums[name] / max(sums["trained"], 1)
+            for name in ("forward_kl", "reverse_kl", "topk_mass")
+            if name in sums
+        }
+
+    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        val_loss = self._factor * sums["kl"] / max(sums["trained"], 1)
+        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}

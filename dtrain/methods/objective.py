@@ -1,0 +1,104 @@
+"""What preference tuning minimises, as a recipe's `dpo` section says it: losses by name with their weights, over the
+sums of a pair's log-probabilities."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import IGNORE, Batch
+from dtrain.config.preference import LOSSES, SFT
+from dtrain.config.schema import Dpo as Section
+from dtrain.losses.preference import combined_preference_loss, preference_rewards
+
+
+class PairSums(NamedTuple):
+    """Sums over the labelled tokens of pairs, [pairs] each.
+
+    chosen, rejected, ref_chosen, ref_rejected: Σ weight · log p under the policy and the reference (0 without one);
+    chosen_lengths, rejected_lengths: tokens; plain_chosen: Σ log p without weights.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+    plain_chosen: Tensor
+
+    @staticmethod
+    def streams(batch: Batch, logprobs: Tensor) -> Tensor:
+        """logprobs [B, S] of a batch's labels -> the streams [4, B, S] whose sums by document `of` takes."""
+        weights = batch["token_weights"].to(logprobs) if "token_weights" in batch else torch.ones_like(logprobs)
+        reference = batch["reference_logprobs"].to(logprobs) if "reference_logprobs" in batch else None
+        return torch.stack(
+            [
+                logprobs * weights,
+                torch.zeros_like(logprobs) if reference is None else reference * weights,
+                (batch["labels"] != IGNORE).to(logprobs),
+                logprobs,
+            ]
+        )
+
+    @classmethod
+    def of(cls, sums: Tensor) -> "PairSums":
+        """sums [4, documents], a pair's two next to each other."""
+        (chosen, rejected), (ref_chosen, ref_rejected), lengths, plain = sums.unflatten(1, (-1, 2)).transpose(1, 2)
+        return cls(chosen, rejected, ref_chosen, ref_rejected, lengths[0], lengths[1], plain[0])
+
+
+class Objective:
+    """The recipe's losses and weights. `whole_batch`: a pair's loss depends on the other pairs of the batch."""
+
+    def __init__(self, section: Section):
+        names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+        weights = section.loss_weights or [1.0] * len(names)
+        by_name = list(zip(names, weights, strict=True))
+        self.beta = section.beta
+        self.sft_weight = section.sft_weight + sum(weight for name, weight in by_name if name == SFT)
+        self._names = [name for name in names if name != SFT]
+        self._options: dict[str, Any] = {
+            "beta": section.beta,
+            "loss_weights": [weight for name, weight in by_name if name != SFT],
+            "label_smoothing": section.label_smoothing,
+            "f_divergence": section.f_divergence,
+            **section.kwargs,
+        }
+        per_batch = {name for name in self._names if LOSSES[name].whole_batch}
+        if section.kwargs.get("bco_shift") != "batch":
+            per_batch.discard("bco_pair")
+        self.whole_batch = bool(per_batch)
+        has_reference = section.reference not in (None, "none")
+        self.needs_reference = has_reference and any(LOSSES[name].needs_reference for name in self._names)
+
+    def losses(self, sums: PairSums) -> Tensor:
+        """[pairs], the weighted sum of the named losses, without the SFT term."""
+        if not self._names:
+            return torch.zeros_like(sums.chosen)
+        logps = (sums.chosen, sums.rejected, sums.ref_chosen, sums.ref_rejected)
+        lengths = {"chosen_lengths": sums.chosen_lengths, "rejected_lengths": sums.rejected_lengths}
+        return combined_preference_loss(self._names, *logps, **lengths, **self._options)
+
+    def slopes(self, sums: PairSums) -> tuple[Tensor, Tensor]:
+        """The losses [pairs], and their sum's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
+        logps = torch.stack([sums.chosen, sums.rejected], 1).detach().requires_grad_()
+        with torch.enable_grad():
+            losses = self.losses(sums._replace(chosen=logps[:, 0], rejected=logps[:, 1]))
+            (slopes,) = torch.autograd.grad(losses.sum(), logps)
+        return losses.detach(), slopes.flatten()
+
+    def measure(self, sums: PairSums, losses: Tensor) -> dict[str, Tensor]:
+        """Sums over the pairs, from which the metrics are made."""
+        logps = (sums.chosen, sums.rejected, sums.ref_chosen, sums.ref_rejected)
+        rewards = preference_rewards(*logps, beta=self.beta)
+        return {
+            "pairs": torch.full((), len(losses), device=losses.device),
+            "loss": losses.sum(),
+            "rewards_chosen": rewards.chosen.sum(),
+            "rewards_rejected": rewards.rejected.sum(),
+            "rewards_margin": rewards.margin.sum(),
+            "accuracy": rewards.accuracy.sum(),
+            "chosen_nll": -sums.plain_chosen.sum(),
+            "chosen_tokens": sums.chosen_lengths.sum(),
+        }

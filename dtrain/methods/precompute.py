@@ -1,0 +1,97 @@
+"""The reference's sums for every pair of a set, computed once before the first step and kept beside the data's cache.
+
+A table is float64 [pairs, 2]: Σ weight · log p of the chosen and of the rejected completion. Its file is named by what
+it depends on beside the data: the reference's files, the dtype, the weights of tokens.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.batch import IGNORE, Batch, collate, document_ids, documents
+from dtrain.config.schema import Recipe
+from dtrain.data import Rows
+from dtrain.data.packing import pack
+from dtrain.losses.length import length_desensitised_weights
+from dtrain.policy import Policy
+
+WINDOW = 1024  # pairs scored between looks at how many rows they make
+
+
+def identity(recipe: Recipe, dtype: torch.dtype) -> str:
+    """A hash of what the reference is and what it is asked for."""
+    path = recipe.model.path if recipe.dpo.reference == "start" else recipe.dpo.reference
+    is_start = recipe.dpo.reference == "start"
+    start = [recipe.model.init, recipe.run.seed, recipe.checkpoint.init_from] if is_start else []
+    files = sorted(file for file in Path(path).iterdir() if file.suffix in (".safetensors", ".json"))
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    parts = [str(Path(path).resolve()), start, stats, str(dtype), recipe.dpo.ld_alpha]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def reference_table(
+    policy: Policy, rows: Rows, file: Path, *, ld_alpha: float | None, micro_rows: int, reference: Callable[[], None]
+) -> Tensor:
+    """The table of `rows`' pairs, from `file` or made now and written there; `reference()` gives the policy its
+    reference where that is needed. Collective."""
+    shape = (len(rows.samples), 2)
+    if _everywhere(file.is_file() and file.stat().st_size == 16 * shape[0]):
+        return torch.from_file(str(file), shared=False, size=2 * shape[0], dtype=torch.float64).view(shape)
+    if policy.reference is None:
+        reference()
+    table = torch.zeros(shape, dtype=torch.float64)
+    with policy.use_reference_model():
+        for start in range(0, shape[0], WINDOW):
+            _score(policy, rows, range(start, min(start + WINDOW, shape[0])), table, ld_alpha, micro_rows)
+    policy.sum_over_dp(table)  # each pair was scored by one rank
+    if policy.rank == 0:
+        partial = file.with_suffix(".part")
+        torch.from_file(str(partial), shared=True, size=table.numel(), dtype=torch.float64).copy_(table.flatten())
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.rename(file)
+    return table
+
+
+def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:
+    """A stream [n, S] whose sums by document are `sums` [documents]: each stands at its document's first label, where
+    every weight is 1."""
+    labelled = (batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)
+    owners = document_ids(batch).flatten()[labelled]
+    is_first = torch.ones_like(owners, dtype=torch.bool)
+    is_first[1:] = owners[1:] != owners[:-1]
+    stream = torch.zeros(batch["labels"].numel(), dtype=torch.float64)
+    stream[labelled[is_first]] = sums[owners[is_first]]
+    return stream.view(batch["labels"].shape)
+
+
+def _score(policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None, micro_rows: int) -> None:
+    """Fill this dp rank's share of the samples' places in `table`."""
+    if rows.packing:
+        lengths = rows.samples.lengths(torch.arange(samples.start, samples.stop)).tolist()
+        bins = [[samples[index] for index in members] for members in pack(lengths, rows.capacity)]
+    else:
+        bins = [[index] for index in samples]
+    mine = bins[policy.mesh.dp_rank :: policy.mesh.dp_size]
+    batch = collate([row for members in mine for row in rows.build(members)])
+    logprobs = policy.label_logprobs(batch, micro_rows).double()
+    ids = document_ids(batch)
+    if ld_alpha is not None:
+        logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)
+    sums = torch.zeros(documents(batch) + 1, dtype=torch.float64).index_add(0, (ids + 1).flatten(), logprobs.flatten())
+    order = torch.tensor([index for members in mine for index in members], dtype=torch.int64)
+    table[order] = sums[1:].view(-1, 2)
+
+
+def _everywhere(flag: bool) -> bool:
+    """Whether it holds on every rank."""
+    agreed = torch.tensor([int(flag)])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)

@@ -1,0 +1,126 @@
+"""Where a policy's weights and optimizer state lie: on its device to train, in host memory while others use the device.
+
+On a CPU everything lies where it is, and these functions only switch between training and evaluation.
+"""
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dtrain.parallel.fsdp import give_weights_back
+
+
+class Memory:
+    """The part of `Policy` that moves it. No collective; every rank moves its own shards."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    device: torch.device
+    offloaded: bool  # parallel.cpu_offload: the parameters live in host memory anyway
+
+    def prepare_for_training(self) -> None:
+        """Weights and optimizer state on the device, the model in training mode."""
+        self._onload()
+        if not self.offloaded:
+            self.move_optimizer_to_device(self.device)
+        self.model.train()
+
+    def prepare_for_lp_inference(self) -> None:
+        """Weights on the device, the model in evaluation mode; the optimizer's state stays where it is."""
+        self._onload()
+        self.model.eval()
+
+    def offload_before_refit(self) -> None:
+        """The optimizer's state to the host: the weights are about to be sent out."""
+        self.move_optimizer_to_device("cpu")
+        self._free()
+
+    def offload_after_refit(self) -> None:
+        """Weights and optimizer state to the host: the device is another's until `prepare_for_...`."""
+        self.move_to_cpu(self.model)
+        self.model.eval()
+        self.offload_before_refit()
+
+    def move_optimizer_to_device(self, device: str | torch.device) -> None:
+        """Every tensor of the optimizer's state."""
+        if self.optimizer is None:
+            return
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and (value.dim() or not _is_step(key)):
+                    state[key] = value.to(device)
+
+    def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
+        """`model`, its parameters and buffers on `device`; gathered weights are given back before."""
+        give_weights_back(model)
+        return self.move_buffer_to_device(model.to(device), device)
+
+    def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
+        """`model` with its buffers on `device`: FSDP does not move them."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+        return model
+
+    def move_to_cpu(self, model: nn.Module) -> nn.Module:
+        model = self.move_to_device(model, "cpu")
+        self._free()
+        return model
+
+    def move_to_cuda(self, model: nn.Module) -> nn.Module:
+        """`model` on this rank's device, whatever its kind."""
+        return self.move_to_device(model, self.device)
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """This rank's device: rank, name, and bytes in use, at their peak and in all; 0 where it is a CPU."""
+        info: dict[str, Any] = {"rank": self.rank, "device": str(self.device), "name": self.device.type}
+        if self.device.type != "cuda":
+            return info | {"memory_allocated": 0, "max_memory_allocated": 0, "memory_total": 0}
+        properties = torch.cuda.get_device_properties(self.device)
+        return info | {
+            "name": properties.name,
+            "memory_allocated": torch.cuda.memory_allocated(self.device),
+            "max_memory_allocated": torch.cuda.max_memory_allocated(self.device),
+            "memory_total": properties.total_memory,
+        }
+
+    def reset_peak_memory_stats(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def start_gpu_profiling(self) -> None:
+        """Begin the range that a profiler started with --capture-range=cudaProfilerApi records; nothing on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.profiler.start()
+
+    def stop_gpu_profiling(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.profiler.stop()
+
+    def _onload(self) -> None:
+        self.move_buffer_to_device(self.model, self.device)
+        if not self.offloaded:
+            self.move_to_device(self.model, self.device)
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _is_step(key: str) -> bool:
+    """Adam's count of steps is a scalar that torch keeps on the host for all but its fused kind."""
+    return key == "step"
+
+
+def get_cpu_state_dict(tensors: dict[str, Tensor], pin_memory: bool = False) -> dict[str, Tensor]:
+    """This rank's part of each tensor, copied to the host."""
+    copied = {}
+    for name, tensor in tensors.items():
+        local = tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+        copied[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin_memory).copy_(local)
+    return copied

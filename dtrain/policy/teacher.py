@@ -1,0 +1,64 @@
+"""A teacher: another model, frozen, on the policy's mesh, whose head a student's loss may read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dtrain.config.schema import Model
+from dtrain.errors import UserError
+from dtrain.losses import HeadInput
+from dtrain.models.config import read_config
+from dtrain.policy.build import build_model
+from dtrain.policy.policy import Policy
+from dtrain.policy.precision import Precision
+from dtrain.policy.score import Head
+
+Result = TypeVar("Result")
+
+
+class Teacher:
+    """The model at `path`, of any size, with the policy's vocabulary. Collective.
+
+    Its weights lie on the mesh as the policy's do (FSDP2, tensor and context parallel, the same plan), in the dtype of
+    computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and embedding and
+    head while the student's loss reads the head; nothing stays gathered after it.
+    Raises UserError where the model cannot be read, or is cut over tp in another way than the policy's.
+    """
+
+    def __init__(self, policy: Policy, path: str):
+        recipe, mesh = policy.recipe, policy.mesh
+        compute = policy.precision.compute
+        own = replace(
+            recipe,
+            model=Model(path=path),
+            train=replace(recipe.train, activation_checkpointing="none"),
+            parallel=replace(recipe.parallel, reshard_after_forward=True),
+        )
+        config = read_config(path)
+        precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
+        self.model = build_model(own, config, mesh, precision, policy.device).eval().requires_grad_(False)
+        self._head = Head.of(self.model, mesh)
+        cut_alike = (self._head.shard is None) == (Head.of(policy.model, mesh).shard is None)
+        if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
+            raise UserError(
+                f"distill.teacher={path}: its head holds {config.vocab_size} tokens and is "
+                f"{'whole' if self._head.shard is None else 'cut over tp'}, the student's holds "
+                f"{policy.model.config.vocab_size}{'' if cut_alike else ' and is not'}: take a teacher with the "
+                "student's vocabulary, and a parallel.custom_plan that fits both"
+            )
+
+    def at_head(self, inputs: Mapping[str, Tensor | None], fn: Callable[[HeadInput], Result]) -> Result:
+        """`fn(the teacher's HeadInput)` for the positions of a source's `inputs`, inside the teacher's forward, where
+        its head's weight is whole but for tp. `fn` runs in the caller's grad mode; the teacher gets no gradient."""
+        with_grad = torch.is_grad_enabled()
+
+        def at_head(hidden: Tensor, head_weight: Tensor) -> Result:
+            with torch.set_grad_enabled(with_grad):
+                return fn(HeadInput(hidden.flatten(0, 1), head_weight, self._head.softcap))
+
+        with torch.no_grad():
+            return self.model.with_head(at_head, **inputs)
+

@@ -1,0 +1,184 @@
+"""DPO's step: transformers' loss and gradient norm, and the same numbers at every split and on every mesh."""
+
+import pytest
+import torch
+
+from dtrain.batch import collate
+from dtrain.config import sizes
+from dtrain.config.preference import LOSSES
+from dtrain.methods.dpo import Dpo
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from tests.tiny import VOCAB, tiny_recipe, write_model
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+# (prompt, chosen, rejected) tokens of four pairs; lengths that no cut divides.
+PAIRS = [(3, 4, 2), (1, 1, 5), (6, 2, 7), (2, 5, 5)]
+
+
+def pairs_of(seed=0):
+    """[(ids, tokens of the prompt)] of every document: chosen, rejected, chosen, ..."""
+    draw = torch.Generator().manual_seed(seed)
+    documents = []
+    for prompt, chosen, rejected in PAIRS:
+        ids = torch.randint(0, VOCAB, (prompt,), generator=draw)
+        for length in (chosen, rejected):
+            documents.append((torch.cat([ids, torch.randint(0, VOCAB, (length,), generator=draw)]), prompt))
+    return documents
+
+
+def row_of(documents):
+    labels = []
+    for ids, prompt in documents:
+        shifted = torch.full_like(ids, -100)
+        shifted[prompt - 1 : -1] = ids[prompt:]
+        labels.append(shifted)
+    return {
+        "input_ids": torch.cat([ids for ids, _ in documents]),
+        "labels": torch.cat(labels),
+        "position_ids": torch.cat([torch.arange(len(ids)) for ids, _ in documents]),
+        "seq_ids": torch.cat([torch.full((len(ids),), number) for number, (ids, _) in enumerate(documents)]),
+    }
+
+
+def rows_of(dp_rank, dp_size, packing):
+    """This rank's rows: pairs i with i % dp_size == dp_rank, or packed rows of two pairs."""
+    documents = pairs_of()
+    if packing:
+        rows = [row_of(documents[:2]), row_of(documents[2:8])]
+        return rows[dp_rank::dp_size]
+    pairs = [documents[2 * index : 2 * index + 2] for index in range(len(PAIRS))]
+    return [row_of([document]) for pair in pairs[dp_rank::dp_size] for document in pair]
+
+
+def steps(rank, recipe, world_size, count=2):
+    """Loss, gradient norm and fields of some steps on the same pairs."""
+    derived = sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy.init_optimizer(8)
+    method = Dpo(recipe)
+    method.begin(policy, {})
+    found = []
+    for number in range(count):
+        rows = rows_of(mesh.dp_rank, mesh.dp_size, recipe.data.packing)
+        batch, loss = method.prepare(policy, collate(rows))
+        result = policy.train(batch, loss, mbs=method.micro_rows)
+        method.after_step(policy, number + 1)
+        fields = method.fields({name: value[0].item() for name, value in result["sums"].items()})
+        found += [result["global_loss"].item(), result["grad_norm"], *fields.values()]
+    return found
+
+
+def recipe_of(root, *overrides, family="qwen3"):
+    fixed = ("method=dpo", "train.global_batch=4", "train.micro_batch=4", "scheduler.warmup_steps=0")
+    plain = ("optimizer.name=sgd", "optimizer.lr=0.1", "data.packing=false")
+    return tiny_recipe(root, *fixed, *plain, *overrides, family=family)
+
+
+OPTIONS = {
+    "exo_pair": ("dpo.label_smoothing=0.01",),
+    "robust": ("dpo.label_smoothing=0.2",),
+    "aot": ("dpo.label_smoothing=0.1",),
+    "bco_pair": ("dpo.kwargs.bco_shift=batch",),
+}
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "mixed"])
+def test_a_step_is_the_same_however_the_pairs_are_split(tmp_path, loss):
+    """Four pairs at once, 2 + 2 in two micro-batches, on two ranks, one by one on those, and packed in uneven rows."""
+    named = (f"dpo.loss={loss}", *OPTIONS.get(loss, ()))
+    if loss == "mixed":
+        named = ("dpo.loss=[sigmoid,sft,aot_unpaired]", "dpo.loss_weights=[0.7,0.2,0.5]")
+    more = ("dpo.sft_weight=0.3", "dpo.beta=0.5", "dpo.ld_alpha=0.25", *named)
+    whole = run_world(steps, 1, recipe_of(tmp_path, *more), 1)[0]
+    assert all(value == value for value in whole)
+    for world_size, micro, packing in ((1, 2, False), (1, 1, True), (2, 2, False), (2, 1, False), (2, 1, True)):
+        shape = (f"train.micro_batch={micro}", f"data.packing={str(packing).lower()}")
+        split = run_world(steps, world_size, recipe_of(tmp_path, *more, *shape), world_size)[0]
+        assert split == pytest.approx(whole, rel=1e-9, abs=1e-12), (world_size, micro, packing)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("loss", ["sigmoid", "aot_unpaired"])
+@pytest.mark.parametrize(
+    "dp, cp, tp, more",
+    [
+        (1, 2, 1, ()),
+        (1, 2, 1, ("parallel.cp_rotate=ring",)),
+        (1, 1, 2, ()),
+        (1, 1, 2, ("parallel.sequence_parallel=false",)),
+        (2, 1, 2, ()),
+        (2, 2, 1, ()),
+        (1, 2, 2, ()),
+        (3, 1, 1, ()),
+    ],
+)
+def test_a_step_is_the_same_on_every_mesh(tmp_path, loss, dp, cp, tp, more, packing):
+    family = "gemma3" if cp > 1 else "qwen3"
+    fixed = (f"dpo.loss={loss}", "dpo.sft_weight=0.3", f"data.packing={str(packing).lower()}")
+    one = run_world(steps, 1, recipe_of(tmp_path, *fixed, family=family), 1)[0]
+    shape = (f"parallel.cp={cp}", f"parallel.tp={tp}", "train.micro_batch=2", f"train.global_batch={2 * dp}", *more)
+    mesh = run_world(steps, dp * cp * tp, recipe_of(tmp_path, *fixed, *shape, family=family), dp * cp * tp)[0]
+    assert mesh == pytest.approx(one, rel=1e-9, abs=1e-12)
+
+
+def by_hand(directory, other):
+    """Two steps of SGD on transformers' model: loss and clipped norm, beside a reference of its own."""
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (directory, other)
+    )
+
+    def logps(model):
+        sums = []
+        for ids, prompt in pairs_of():
+            logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            sums.append(logp[prompt - 1 : -1].gather(1, ids[prompt:, None]).sum())
+        return torch.stack(sums).view(-1, 2)
+
+    with torch.no_grad():
+        ref = logps(reference)
+    tokens = sum(chosen for _, chosen, _ in PAIRS)
+    found = []
+    for _ in range(2):
+        logp = logps(policy)
+        margins = (logp[:, 0] - ref[:, 0]) - (logp[:, 1] - ref[:, 1])
+        loss = -torch.nn.functional.logsigmoid(0.5 * margins).mean() - 0.3 * logp[:, 0].sum() / tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        rewards = 0.5 * (logp - ref).detach()
+        accuracy = (rewards[:, 0] > rewards[:, 1]).float().mean()
+        found += [loss.item(), norm.item(), *rewards.mean(0).tolist(), 0.5 * margins.mean().item(), accuracy.item()]
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_two_steps_equal_transformers(tmp_path, family):
+    torch.manual_seed(0)
+    directory = write_model(tmp_path / f"{family}-tied", family)
+    other = write_model(tmp_path / "other", family)
+    for place in (directory, other):
+        source = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(place))
+        source.save_pretrained(place)
+    more = ("model.init=pretrained", "train.dtype=float32", "optimizer.weight_decay=0", "scheduler.name=constant")
+    loss = ("dpo.beta=0.5", "dpo.sft_weight=0.3", f"dpo.reference={other}", "train.micro_batch=2")
+    found = run_world(steps, 1, recipe_of(tmp_path, *more, *loss, family=family), 1)[0]
+    assert found == pytest.approx(by_hand(directory, other), rel=1e-4, abs=1e-5)
+
+
+def test_the_reference_stays_and_moves_as_it_is_told(tmp_path):
+    """At the first step policy and reference are one; a reference that follows wholly is one with it again later."""
+    still = run_world(steps, 1, recipe_of(tmp_path), 1, 3)[0]
+    follows = run_world(steps, 1, recipe_of(tmp_path, "dpo.sync_every=1", "dpo.sync_mix=1.0"), 1, 3)[0]
+    log2 = torch.tensor(2.0, dtype=torch.float64).log().item()
+    assert still[0] == pytest.approx(log2, rel=1e-12) and still[6] < log2 - 1e-6 and still[12] < still[6]
+    assert follows[::6] == pytest.approx([log2] * 3, rel=1e-12)

@@ -1,0 +1,146 @@
+"""Weights out of a policy: a receiver in another process ends with the same bits; memory moves and comes back."""
+
+import hashlib
+import multiprocessing
+import socket
+import time
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+
+from dtrain.batch import collate
+from dtrain.config import sizes
+from dtrain.methods.sft import Sft
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.policy.weights import WeightReceiver, buckets
+from tests.policy.test_policy import rows
+from tests.tiny import tiny_recipe
+from tests.world import run_world
+
+
+def policy_of(rank, recipe, world_size):
+    derived = sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy.init_optimizer(4)
+    return policy
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def send(rank, recipe, world_size, port, dtype, bucket_bytes, at):
+    """Sends the weights after a step, and gives what they are."""
+    policy = policy_of(rank, recipe, world_size)
+    policy.train(collate(rows(4)), Sft(recipe).loss)
+    info = policy.prepare_refit_info(dtype)
+    if rank == 0:
+        torch.save(info, at.with_suffix(".part"))
+        at.with_suffix(".part").rename(at)
+    policy.init_collective("127.0.0.1", port, 2)
+    policy.broadcast_weights_for_collective(dtype, bucket_bytes)
+    names = dict(policy.model.named_parameters())
+    return {
+        name: (digest(tensor), str(tensor.dtype)) for name, tensor in policy.full_tensors(dtype) if name in names
+    }, len(info)
+
+
+def receive(at, port, bucket_bytes, pipe):
+    while not at.exists():
+        time.sleep(0.01)
+    info = torch.load(at)
+    receiver = WeightReceiver("127.0.0.1", port, 1, 2)
+    pipe.send({name: (digest(tensor), str(tensor.dtype)) for name, tensor in receiver.receive(info, bucket_bytes)})
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 28])
+@pytest.mark.parametrize("world_size, tp, dtype", [(1, 1, torch.bfloat16), (2, 2, None), (4, 2, torch.float32)])
+def test_the_receiver_has_the_same_bits(tmp_path, world_size, tp, dtype, bucket_bytes):
+    recipe = tiny_recipe(tmp_path, "train.global_batch=4", "train.dtype=float32", f"parallel.tp={tp}", family="llama")
+    port, at = free_port(), tmp_path / "info"
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=receive, args=(at, port, bucket_bytes, theirs))
+    process.start()
+    sent = run_world(send, world_size, recipe, world_size, port, dtype, bucket_bytes, at)
+    assert ours.poll(60)
+    got = ours.recv()
+    process.join()
+    expected, count = sent[0]
+    assert got == expected and len(got) == count
+    assert {kind for _, kind in got.values()} == {str(dtype or torch.float32)}
+    assert "lm_head.weight" not in got  # tied: sent once
+
+
+def test_buckets_hold_every_name_once_and_no_more_than_they_may():
+    info = {name: (torch.Size([size]), torch.float32) for name, size in zip("abcdef", [3, 2, 9, 1, 1, 4], strict=True)}
+    assert buckets(info, 20) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert buckets(info, 1) == [[name] for name in info]
+
+
+def share(rank, recipe, pipe):
+    policy = policy_of(rank, recipe, 1)
+    expected = {name: digest(tensor) for name, tensor in policy.full_tensors(torch.float32)}
+    for names in policy.prepare_weights_for_ipc(torch.float32, 5000):
+        pipe.send_bytes(bytes(ForkingPickler.dumps(policy.get_weights_ipc_handles(names))))
+        assert pipe.recv() == {name: expected[name] for name in names}
+    pipe.send_bytes(b"")
+    return True
+
+
+def rebuild(pipe):
+    while message := pipe.recv_bytes():
+        handles = ForkingPickler.loads(message)
+        pipe.send({name: digest(function(*arguments)) for name, (function, arguments) in handles.items()})
+
+
+def test_handles_open_in_another_process(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.dtype=float32")
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=rebuild, args=(theirs,))
+    process.start()
+    try:
+        assert run_world(share, 1, recipe, ours) == [True]
+    finally:
+        process.kill()
+        process.join()
+
+
+def moved(rank, recipe, world_size):
+    """Two steps, with everything moved away and back in between."""
+    found = []
+    for moves in (False, True):
+        policy = policy_of(rank, recipe, world_size)
+        batch = collate(rows(4 * world_size)[rank::world_size])
+        first = policy.train(batch, Sft(recipe).loss)
+        if moves:
+            policy.offload_before_refit()
+            policy.offload_after_refit()
+            policy.prepare_for_lp_inference()
+            assert not policy.model.training
+            policy.get_logprobs(batch)
+            policy.prepare_for_training()
+            assert policy.model.training
+        second = policy.train(batch, Sft(recipe).loss)
+        found.append([first["global_loss"].item(), second["global_loss"].item(), second["grad_norm"]])
+    assert policy.get_gpu_info()["device"] == "cpu"
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_offloaded_comes_back(tmp_path, world_size):
+    stayed, came_back = run_world(moved, world_size, tiny_recipe(tmp_path), world_size)[0]
+    assert stayed == came_back
