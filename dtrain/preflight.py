@@ -80,7 +80,7 @@ def _model(recipe: Recipe) -> list[str]:
         return [str(error)]
     problems = []
     if recipe.parallel.tp >= 1:  # check says so
-        problems += misfits(model.num_attention_heads, model.num_key_value_heads, model.vocab_size, recipe.parallel.tp)
+        problems += misfits(model, recipe.parallel.tp)
     if recipe.model.init == "pretrained":
         problems += _weights(directory)
     try:
@@ -155,7 +155,7 @@ def _teacher(recipe: Recipe, directory: Path) -> list[str]:
         return [f"{named}: {error}"]
     problems = _weights(directory)
     if recipe.parallel.tp >= 1:  # check says so
-        problems += misfits(model.num_attention_heads, model.num_key_value_heads, model.vocab_size, recipe.parallel.tp)
+        problems += misfits(model, recipe.parallel.tp)
     if model.vocab_size != student.vocab_size:
         problems.append(
             f"{named} has a vocab_size of {model.vocab_size}, and model.path of {student.vocab_size}: their "

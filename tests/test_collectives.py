@@ -1,5 +1,6 @@
 """Every collective of an optimizer step, counted, against the formulas of dtrain/parallel/README.md."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import config
+from dtrain.losses.hidden import tile_rows
 from dtrain.methods import METHODS
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -28,6 +30,9 @@ KINDS = {
     "send": "send",
     "recv_": "receive",
 }
+
+
+LENGTH = 16  # tokens of a row, all with a label
 
 
 class Counted(TorchDispatchMode):
@@ -53,9 +58,9 @@ def a_step(rank, recipe, world_size, eval_mode):
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
     rows = recipe.train.global_batch // sizes.dp
-    ids = torch.randint(60, (rows, 16), generator=torch.Generator().manual_seed(rank))
-    documents = (torch.arange(16) // 8).expand(rows, -1)
-    positions = (torch.arange(16) % 8).expand(rows, -1)
+    ids = torch.randint(60, (rows, LENGTH), generator=torch.Generator().manual_seed(rank))
+    documents = (torch.arange(LENGTH) // 8).expand(rows, -1)
+    positions = (torch.arange(LENGTH) % 8).expand(rows, -1)
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_ids": documents}
     loss = METHODS["sft"](recipe).loss
     for _ in range(2):
@@ -92,7 +97,9 @@ def expected(model, sizes, recipe, eval_mode):
         else:
             # Forward: what leaves the embedding and every block; backward: what entered every block, and the head.
             found["all-reduce"] += crossings
-        found["all-gather"] += micro  # the loss, one tile a micro-batch
+        columns = -(-model.vocab_size // tp)
+        tokens = recipe.train.micro_batch * LENGTH // cp
+        found["all-gather"] += micro * math.ceil(tokens / tile_rows(columns, "cpu"))  # the loss
         found["all-reduce"] += backward * partial_gradients(model, tp, recipe.parallel.sequence_parallel)
     if cp > 1:
         found["all-gather"] += micro  # positions and documents
@@ -185,4 +192,14 @@ def test_a_step_sends_what_the_table_says(tmp_path, mesh, model, eval_mode):
     if ranks == 1:
         table = {}
     for found in run_world(a_step, ranks, recipe, ranks, eval_mode):
+        assert found == table
+
+
+def test_a_large_vocabulary_sends_its_loss_in_tiles(tmp_path):
+    path = write_model(tmp_path / "model", "llama", vocab_size=2**16 + 1, hidden_size=8)
+    options = ["train.global_batch=36", "train.micro_batch=12", "parallel.tp=2"]
+    recipe = tiny_recipe(tmp_path, f"model.path={path}", *options)
+    table = expected(read_config(path), config.sizes(recipe, 2), recipe, False)
+    assert table["all-gather"] == 3 * (2 * (2 * 2 + 1) + 3)  # 192 tokens in tiles of 64
+    for found in run_world(a_step, 2, recipe, 2, False):
         assert found == table

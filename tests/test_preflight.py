@@ -89,6 +89,15 @@ def test_heads_that_tensor_parallel_cannot_share_out(tmp_path, tp, answer):
     assert answer in found and bool(answer) == ("tp may be" in found)
 
 
+@pytest.mark.parametrize(("inner", "tp", "fits"), [(9, 4, False), (10, 4, True), (20, 8, False), (22, 8, True)])
+def test_mlps_of_which_a_rank_would_hold_nothing(tmp_path, inner, tp, fits):
+    model = write_model(tmp_path / "narrow", num_attention_heads=8, intermediate_size=inner)
+    found = problems(tmp_path, f"model.path={model}", f"parallel.tp={tp}", f"launch.nproc={tp}")
+    allowed = "; tp may be 1, 2" if inner == 9 else "; tp may be 1, 2, 4"
+    said = f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs{allowed}"
+    assert (said in found) != fits and ("inner dimensions" in found) != fits
+
+
 def test_every_violation_of_a_mesh_comes_with_what_fits(tmp_path):
     model = write_model(
         tmp_path / "odd", num_attention_heads=12, num_key_value_heads=6, head_dim=16, vocab_size=9

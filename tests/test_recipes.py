@@ -137,6 +137,11 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = config.load("quickstart")
     assert preflight(recipe, recipe.launch.nproc) == []
+    (tmp_path / "build" / "arithmetic" / "pairs.jsonl").touch()
+    (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(parents=True)
+    assert recipe.checkpoint.keep_every == 300  # which the second quickstart starts from
+    preferences = config.load("quickstart-dpo")
+    assert preflight(preferences, preferences.launch.nproc) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

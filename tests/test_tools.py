@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -117,7 +119,28 @@ def test_bench_prints_what_a_recipe_does(tmp_path):
     assert refused.returncode != 0 and "model.path is missing" in refused.stderr
 
 
-@pytest.mark.parametrize("name", ["setup", "test", "quickstart"])
+def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic, tmp_path):
+    from dtrain import models
+
+    model = models.build(models.read_config(arithmetic / "model"))
+    models.init_weights(model, 0)
+    directory = tmp_path / "model"
+    shutil.copytree(arithmetic / "model", directory)
+    safetensors.torch.save_model(model, directory / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "pairs.jsonl"
+    for _ in range(2):  # the same bytes again
+        finished = run_tool("make_preferences.py", directory, arithmetic / "train.jsonl", out, "--pairs", 20)
+        assert "20 pairs" in finished.stdout
+        kept = out.read_bytes() if out.exists() else None
+    assert out.read_bytes() == kept
+    for line in out.read_text().splitlines():
+        row = json.loads(line)
+        a, b = map(int, row["prompt"][0]["content"].split(" + "))
+        assert row["chosen"] == [{"role": "assistant", "content": str(a + b)}]
+        assert row["rejected"][0]["role"] == "assistant" and row["rejected"][0]["content"] != str(a + b)
+
+
+@pytest.mark.parametrize("name", ["setup", "test", "quickstart", "quickstart-dpo"])
 def test_shell_tools_parse(name):
     subprocess.run(["bash", "-n", ROOT / "tools" / name], check=True)
     assert os.access(ROOT / "tools" / name, os.X_OK)

@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Tokens per second, time per step and peak memory of SFT, as JSON; alone or beside TRL's SFTTrainer.
+"""Tokens per second, time per step and peak memory of SFT or DPO, as JSON; alone or beside TRL's trainers.
 
     .venv/bin/python tools/bench_sft.py quickstart launch.nproc=2 --steps 50
     .venv/bin/python tools/bench_sft.py my.yaml launch.nproc=8 train.micro_batch=2
     .venv/bin/python tools/bench_sft.py --peer trl
+    .venv/bin/python tools/bench_sft.py --peer trl --method dpo
 
 With a recipe: runs it in a scratch directory without checkpoints, validation and export; the first --warmup steps do
 not count.
 
 With --peer: both sides train the same weights on the same rows in the same order (a Llama of 9 million parameters,
 vocabulary 8192, 4 rows of 512 tokens a step, float32, fused AdamW, no gradient checkpointing), one thread each, taking
-turns --rounds times, each in a process of its own; the losses must agree. The peer lives in an environment that is made
-once under --env. A ratio above 1 means that dtrain is faster; memory is the process's peak resident set.
+turns --rounds times, each in a process of its own; the losses must agree. For dpo the rows are two pairs, a prompt of
+128 tokens and completions of 384, against the model that they start from, which both sides score as they go. The peer
+lives in an environment that is made once under --env. A ratio above 1 means that dtrain is faster; memory is the
+process's peak resident set.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 PEERS = {"trl": ("bench_trl.py", ["trl==1.16.*"])}
 ROWS, LENGTH, VOCAB = 4, 512, 8192
+PROMPT = 128  # tokens of a pair's prompt
 LLAMA_9M = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -95,8 +99,9 @@ def make_environment(directory: Path, packages: list[str]) -> Path:
     return python
 
 
-def write_case(directory: Path, rows: int) -> None:
-    """The model with random weights, a word-level tokenizer and tokenized rows."""
+def write_case(directory: Path, rows: int, method: str) -> None:
+    """The model with random weights, a word-level tokenizer and the data: rows.jsonl of tokens, and for dpo text.jsonl,
+    the same pairs as words for the peer."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -108,19 +113,32 @@ def write_case(directory: Path, rows: int) -> None:
     init_weights(model, 0)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w2"))
+    words = Tokenizer(models.WordLevel({f"w{index:04}": index for index in range(VOCAB)}, unk_token="w0002"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(directory / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1", "pad_token": "w1"}
+    special = {"bos_token": "w0000", "eos_token": "w0001", "pad_token": "w0001"}  # no other word begins with these
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
     draw = random.Random(0)
-    with (directory / "rows.jsonl").open("w") as file:
-        for _ in range(rows):
-            ids = [draw.randrange(2, VOCAB) for _ in range(LENGTH)]
-            file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(2, VOCAB) for _ in range(count)]
+
+    with (directory / "rows.jsonl").open("w") as file, (directory / "text.jsonl").open("w") as words_file:
+        if method == "sft":
+            for _ in range(rows):
+                tokens = ids(LENGTH)
+                file.write(json.dumps({"input_ids": tokens, "labels": tokens}) + "\n")
+            return
+        for _ in range(rows // 2):
+            completions = ([*ids(LENGTH - PROMPT - 1), 1] for _ in range(2))  # each ends with EOS, as the peer wants it
+            pair = dict(zip(("prompt", "chosen", "rejected"), (ids(PROMPT), *completions), strict=True))
+            file.write(json.dumps({f"{name}_ids": tokens for name, tokens in pair.items()}) + "\n")
+            text = {name: " ".join(f"w{token:04}" for token in tokens) for name, tokens in pair.items()}
+            words_file.write(json.dumps({**text, "prompt": text["prompt"] + " "}) + "\n")
 
 
-def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) -> dict:
+def compare(peer: str, method: str, environment: Path, steps: int, warmup: int, rounds: int) -> dict:
     """Both sides in turn, `rounds` times."""
     script, packages = PEERS[peer]
     torch_version = subprocess.check_output(
@@ -131,15 +149,16 @@ def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) 
     sides: dict[str, list[dict]] = {"dtrain": [], peer: []}
     with tempfile.TemporaryDirectory() as scratch:
         case = Path(scratch)
-        write_case(case, ROWS * (steps + warmup))
+        write_case(case, ROWS * (steps + warmup), method)
+        batch = ROWS if method == "sft" else ROWS // 2
         recipe = [
             f"model.path={case}",
             f"data.train.path={case / 'rows.jsonl'}",
             f"data.max_length={LENGTH}",
             "data.packing=false",
             "data.shuffle=false",
-            f"train.global_batch={ROWS}",
-            f"train.micro_batch={ROWS}",
+            f"train.global_batch={batch}",
+            f"train.micro_batch={batch}",
             "train.dtype=float32",
             "train.activation_checkpointing=none",
             "optimizer.lr=1e-4",
@@ -149,8 +168,8 @@ def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) 
             "launch.nproc=1",
         ]
         for number in range(rounds):
-            sides["dtrain"].append(run_dtrain("sft", recipe, steps, warmup, environ))
-            sides[peer].append(_run_peer(python, script, case, steps, warmup, environ))
+            sides["dtrain"].append(run_dtrain(method, recipe, steps, warmup, environ))
+            sides[peer].append(_run_peer(python, script, method, case, steps, warmup, environ))
             speeds = {name: results[-1]["tokens_per_sec"] for name, results in sides.items()}
             print(f"round {number + 1} of {rounds}: tokens/s {speeds}", file=sys.stderr)
     ours, theirs = sides["dtrain"], sides[peer]
@@ -159,6 +178,7 @@ def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) 
     ratios = [a["tokens_per_sec"] / b["tokens_per_sec"] for a, b in zip(ours, theirs, strict=True)]
     return {
         "peer": peer,
+        "method": method,
         "speed_ratio": round(statistics.median(ratios), 3),
         "speed_ratios": [round(ratio, 3) for ratio in ratios],
         "memory_ratio": round(
@@ -169,8 +189,10 @@ def compare(peer: str, environment: Path, steps: int, warmup: int, rounds: int) 
     }
 
 
-def _run_peer(python: Path, script: str, case: Path, steps: int, warmup: int, environ: dict[str, str]) -> dict:
-    command = [str(python), str(TOOLS / script), str(case), str(ROWS), str(LENGTH), str(steps), str(warmup)]
+def _run_peer(
+    python: Path, script: str, method: str, case: Path, steps: int, warmup: int, environ: dict[str, str]
+) -> dict:
+    command = [str(python), str(TOOLS / script), method, str(case), str(ROWS), str(LENGTH), str(steps), str(warmup)]
     finished = subprocess.run(command, env=environ, capture_output=True, text=True)
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout}{finished.stderr}")
@@ -188,6 +210,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps that count (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--peer", choices=PEERS, help="compare with this library instead")
+    parser.add_argument("--method", choices=("sft", "dpo"), default="sft", help="what is compared (default sft)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side in a comparison (default 3)")
     parser.add_argument(
         "--env",
@@ -197,7 +220,7 @@ def main() -> None:
     )
     args = parser.parse_intermixed_args()
     if args.peer:
-        result = compare(args.peer, args.env, args.steps, args.warmup, args.rounds)
+        result = compare(args.peer, args.method, args.env, args.steps, args.warmup, args.rounds)
     elif args.recipe:
         run = run_dtrain(args.recipe, args.overrides, args.steps, args.warmup, dict(os.environ))
         result = {"recipe": args.recipe, **_without_losses(run)}

@@ -1,6 +1,6 @@
-"""The peer's side of `bench_sft.py --peer trl`: TRL's SFTTrainer, run in an environment of its own.
+"""The peer's side of `bench_sft.py --peer trl`: TRL's SFTTrainer or DPOTrainer, run in an environment of its own.
 
-    python bench_trl.py CASE ROWS LENGTH STEPS WARMUP
+    python bench_trl.py METHOD CASE ROWS LENGTH STEPS WARMUP
 
 prints one line of JSON. A step is timed from the end of the one before to its own end; nothing is logged in between.
 """
@@ -15,7 +15,7 @@ import time
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
 class Clock(TrainerCallback):
@@ -26,7 +26,7 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-class Recorded(SFTTrainer):
+class Recorded:
     """Keeps every step's loss, as it is computed anyway."""
 
     def training_step(self, *args, **kwargs):
@@ -35,19 +35,28 @@ class Recorded(SFTTrainer):
         return loss
 
 
+class RecordedSft(Recorded, SFTTrainer):
+    pass
+
+
+class RecordedDpo(Recorded, DPOTrainer):
+    pass
+
+
 def main() -> None:
-    case, rows, length, steps, warmup = sys.argv[1], *map(int, sys.argv[2:])
+    method, case, rows, length, steps, warmup = *sys.argv[1:3], *map(int, sys.argv[3:])
+    is_sft = method == "sft"
     torch.set_num_threads(1)
     clock = Clock()
     with tempfile.TemporaryDirectory() as out:
-        config = SFTConfig(
+        config = (SFTConfig if is_sft else DPOConfig)(
             output_dir=out,
             max_steps=warmup + steps,
-            per_device_train_batch_size=rows,
+            per_device_train_batch_size=rows if is_sft else rows // 2,
             gradient_accumulation_steps=1,
             gradient_checkpointing=False,
             max_length=length,
-            packing=False,
+            **({"packing": False} if is_sft else {"beta": 0.1, "loss_type": ["sigmoid"]}),
             learning_rate=1e-4,
             lr_scheduler_type="constant",
             optim="adamw_torch_fused",
@@ -66,10 +75,11 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = Recorded(
+        rows_file = f"{case}/{'rows' if is_sft else 'text'}.jsonl"
+        trainer = (RecordedSft if is_sft else RecordedDpo)(
             model=AutoModelForCausalLM.from_pretrained(case, dtype=torch.float32),
             args=config,
-            train_dataset=load_dataset("json", data_files=f"{case}/rows.jsonl", split="train", cache_dir=out),
+            train_dataset=load_dataset("json", data_files=rows_file, split="train", cache_dir=out),
             processing_class=AutoTokenizer.from_pretrained(case),
             callbacks=[clock],
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtrain.losses.head import product
-from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows
+from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows_of
 from dtrain.losses.scaling import Scaling
 from dtrain.losses.shard import Group, VocabShard, group_rank, group_size
 from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, part_stats
@@ -66,7 +66,7 @@ def kl_sum_from_hidden_states(
         raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
     with_grad = torch.is_grad_enabled() and (student.hidden.requires_grad or student.weight.requires_grad)
     scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
-    rows = rows_per_tile or tile_rows(len(student.weight), student.weight.device.type)
+    rows = rows_per_tile or tile_rows_of(student.weight, shard)
     teachers = teacher.hidden.detach(), teacher.weight.detach()
     arguments = (*teachers, index, scalings, forward_share, shard, rows, with_grad)
     return KlSums(*_KlSum.apply(student.hidden, student.weight, *arguments))

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain.losses.distillation import forward_kl, reverse_kl
 from dtrain.losses.head import product
 from dtrain.losses.head_kl import HeadInput, check_share
-from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows
+from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows, tile_rows_of
 from dtrain.losses.scaling import Scaling
 from dtrain.losses.shard import VocabShard, on_shard, pick, shard_sizes
 from dtrain.losses.softmax_stats import compute_dtype, merge_over, part_stats
@@ -33,7 +33,7 @@ def topk_logits_from_hidden_states(
     scaling, dtype = Scaling(1.0, softcap), compute_dtype(hidden.dtype)
     start, group = (0, None) if shard is None else (shard.start, shard.group)
     sizes = shard_sizes(len(weight), group, weight.device)
-    k, rows = min(k, sum(sizes)), rows_per_tile or tile_rows(len(weight), weight.device.type)
+    k, rows = min(k, sum(sizes)), rows_per_tile or tile_rows(max(sizes), weight.device.type)
     values = torch.empty(len(index), k, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(index), k, dtype=torch.int64, device=hidden.device)
     operand = as_operand(weight, dtype)
@@ -78,7 +78,7 @@ def topk_kl_sum_from_hidden_states(
     with_grad = torch.is_grad_enabled() and (student.hidden.requires_grad or student.weight.requires_grad)
     loss = _Loss(forward_share, temperature, zero_outside)
     scaling = Scaling(temperature, student.softcap)
-    rows = rows_per_tile or tile_rows(len(student.weight), student.weight.device.type)
+    rows = rows_per_tile or tile_rows_of(student.weight, shard)
     arguments = (teacher_logits, teacher_ids, index, scaling, loss, shard, rows, with_grad)
     return TopkKlSums(*_TopkKlSum.apply(student.hidden, student.weight, *arguments))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtrain.losses.head import add_product_, product
-from dtrain.losses.shard import VocabShard, on_shard, pick
+from dtrain.losses.shard import VocabShard, on_shard, pick, shard_sizes
 from dtrain.losses.softmax_stats import Stats, compute_dtype, merge_over
 
 # Elements of one tile of logits. A CPU core wants the tile near its cache, a GPU wants few large products.
@@ -19,6 +19,17 @@ _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 def tile_rows(vocab_size: int, device_type: str) -> int:
     """Tokens per tile of [rows, vocab_size] logits on a device."""
     return max(64, _TILE_ELEMENTS.get(device_type, 2**27) // vocab_size)
+
+
+def tile_rows_of(weight: Tensor, shard: VocabShard | None) -> int:
+    """Tokens per tile for this rank's weight [V/tp, D]: by the largest shard, so that all ranks send the same tiles.
+
+    Where `shard` does not say how large that is, one exchange of shard sizes on the host.
+    """
+    largest = len(weight) if shard is None else shard.largest
+    if largest is None:
+        largest = max(shard_sizes(len(weight), shard.group, weight.device))
+    return tile_rows(largest, weight.device.type)
 
 
 def weighted_logprob_sum(
@@ -44,9 +55,10 @@ def weighted_logprob_sum(
 
     shard: weight is this rank's part of the vocabulary, targets are global ids, the same on every rank of the group.
     The value is the whole sum on every rank, the gradients are the shard's own: hidden's has still to be summed over
-    the group. One all-gather of three numbers per row and tile. Without a shard no collective.
+    the group. One all-gather of three numbers per row and tile; `tile_rows_of`'s where rows_per_tile is None. Without a
+    shard no collective.
     """
-    rows_per_tile = rows_per_tile or tile_rows(weight.shape[0], weight.device.type)
+    rows_per_tile = rows_per_tile or tile_rows_of(weight, shard)
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     arguments = (hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad)
     return _WeightedLogprobSum.apply(*arguments)

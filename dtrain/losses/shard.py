@@ -18,10 +18,11 @@ Group = Any  # a torch ProcessGroup, or None
 @dataclass(frozen=True)
 class VocabShard:
     """This rank's rows [start, start + rows of its weight) of a vocabulary cut over `group`; shards may be uneven or
-    empty, but cover the vocabulary."""
+    empty, but cover the vocabulary. largest: the rows of the largest shard; None: the ranks ask one another."""
 
     start: int
     group: Group
+    largest: int | None = None
 
 
 def group_size(group: Group) -> int:

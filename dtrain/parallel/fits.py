@@ -1,32 +1,47 @@
-"""Which tp sizes a model's heads and vocabulary allow. Imports no torch, so that a recipe can be checked without it."""
+"""Which tp sizes a model's sizes allow. Imports no torch, so that a recipe can be checked without it."""
 
 import math
+from typing import Protocol
 
 
-def misfits(query_heads: int, key_heads: int, vocabulary: int, tp: int) -> list[str]:
+class Sizes(Protocol):
+    """What of a model's config.json tensor parallel shares out."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    intermediate_size: int
+
+
+def misfits(model: Sizes, tp: int) -> list[str]:
     """What keeps tensor parallel over `tp` ranks from sharing a model out, one line each; empty where nothing does.
 
-    Every rank computes whole query heads, and whole key heads or one that it shares, and holds some of the vocabulary.
+    Every rank computes whole query heads, and whole key heads or one that it shares, and holds some of the vocabulary
+    and of every MLP: FSDP2 cannot reduce the gradient of an empty shard.
     """
+    fitting = [size for size in range(1, model.num_attention_heads + 1) if not _problems(model, size)]
+    return [f"{problem}; tp may be {', '.join(map(str, fitting))}" for problem in _problems(model, tp)]
+
+
+def _problems(model: Sizes, tp: int) -> list[str]:
     problems = []
-    if query_heads % tp:
-        problems.append(f"parallel.tp={tp} does not divide the model's {query_heads} query heads")
-    if not _shares(key_heads, tp):
-        problems.append(f"parallel.tp={tp} and the model's {key_heads} KV heads: neither divides the other")
-    if _leaves_one_empty(vocabulary, tp):
-        problems.append(f"parallel.tp={tp} leaves a rank none of the model's {vocabulary} tokens")
-    fitting = [
-        size
-        for size in range(1, query_heads + 1)
-        if query_heads % size == 0 and _shares(key_heads, size) and not _leaves_one_empty(vocabulary, size)
-    ]
-    return [f"{problem}; tp may be {', '.join(map(str, fitting))}" for problem in problems]
+    if model.num_attention_heads % tp:
+        problems.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
+    if not _shares(model.num_key_value_heads, tp):
+        kv = model.num_key_value_heads
+        problems.append(f"parallel.tp={tp} and the model's {kv} KV heads: neither divides the other")
+    if _leaves_one_empty(model.vocab_size, tp):
+        problems.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
+    if _leaves_one_empty(model.intermediate_size, tp):
+        inner = model.intermediate_size
+        problems.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
+    return problems
 
 
 def _shares(key_heads: int, tp: int) -> bool:
     return key_heads % tp == 0 or tp % key_heads == 0
 
 
-def _leaves_one_empty(vocabulary: int, tp: int) -> bool:
-    """Whether the last of tp shards of ceil(V / tp) rows begins beyond the end."""
-    return math.ceil(vocabulary / tp) * (tp - 1) >= vocabulary
+def _leaves_one_empty(length: int, tp: int) -> bool:
+    """Whether the last of tp shards of ceil(length / tp) rows begins beyond the end."""
+    return math.ceil(length / tp) * (tp - 1) >= length

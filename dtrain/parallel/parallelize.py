@@ -36,7 +36,7 @@ def _parallelize_llama(
     Gradients are summed over dp_mesh, never averaged. Collective where FSDP2's is. The families differ in their tables
     alone.
 
-    Raises ValueError for a model without a plan, and for heads or a vocabulary that tp cannot share out.
+    Raises ValueError for a model without a plan, and for sizes that tp cannot share out.
     """
     return _parallelize(model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing)
 
@@ -97,11 +97,7 @@ def _parallelize(
     if getattr(model, "plan", None) is None:
         raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
     if tp_mesh is not None and tp_mesh.size() > 1:
-        config = model.config
-        problems = misfits(
-            config.num_attention_heads, config.num_key_value_heads, config.vocab_size, tp_mesh.size()
-        )
-        if problems:
+        if problems := misfits(model.config, tp_mesh.size()):
             raise ValueError("\n".join(problems))
         try:
             apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)

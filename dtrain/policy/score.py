@@ -127,7 +127,8 @@ class Head:
     def of(cls, model: nn.Module, mesh: Mesh) -> "Head":
         # A plan of the user's own may leave the head whole.
         start = getattr(model.lm_head, "vocab_start", None)
-        shard = None if start is None else VocabShard(start, mesh.tp.get_group())
+        largest = -(-model.config.vocab_size // mesh.tp.size())
+        shard = None if start is None else VocabShard(start, mesh.tp.get_group(), largest)
         return cls(model.config.final_logit_softcapping, shard, mesh.cp)
 
 

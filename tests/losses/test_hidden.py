@@ -1,9 +1,14 @@
 """`weighted_logprob_sum` against a dense float64 computation: value, both gradients, and what must stay untouched."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtrain.losses import weighted_logprob_sum
+from dtrain.losses.shard import VocabShard
+from tests.world import run_world
 
 
 def dense(hidden, weight, targets, token_weights, index, softcap):
@@ -107,3 +112,28 @@ def test_used_twice_in_one_graph_sums_gradients():
     _, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights * 3, index, None)
     assert relative_error(hidden.grad, hidden_grad) < 1e-12
     assert relative_error(weight.grad, weight_grad) < 1e-12
+
+
+def by_tiles_of_its_own_choice(rank, bounds, tokens, told):
+    """Relative errors of value, hidden's and weight's gradients of a vocabulary cut at `bounds`."""
+    hidden, weight, targets, token_weights, _ = inputs(torch.float64, tokens, 2, bounds[-1], tokens)
+    index = torch.arange(tokens)
+    part = slice(bounds[rank], bounds[rank + 1])
+    mine = weight[part].detach().clone().requires_grad_()
+    largest = max(end - start for start, end in pairwise(bounds))
+    shard = VocabShard(bounds[rank], dist.group.WORLD, largest if told else None)
+    total = weighted_logprob_sum(hidden, mine, targets, token_weights, index, shard=shard)
+    total.backward()
+    dist.all_reduce(hidden.grad)
+    value, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, None)
+    pairs = [(total.detach(), value), (hidden.grad, hidden_grad), (mine.grad, weight_grad[part])]
+    return [relative_error(found, right) for found, right in pairs if right.numel()]
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("bounds", [(0, 44, 88, 131), (0, 300, 300, 301)])
+def test_uneven_shards_take_the_same_tiles(bounds, told):
+    """By its own rows, 44 or 43, a rank would send tiles of 47662 or 48770 tokens; of none, it would have no size."""
+    tokens = 50_000 if bounds[1] == 44 else 8_000
+    for errors in run_world(by_tiles_of_its_own_choice, 3, bounds, tokens, told):
+        assert max(errors) <= 1e-11
