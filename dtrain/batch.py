@@ -80,25 +80,6 @@ def trim(batch: Batch) -> Batch:
     return {name: tensor[:, :length] for name, tensor in batch.items()}
 
 
-def micro_batches(batch: Batch, size: int, count: int) -> list[Batch]:
-    """`batch` cut into `count` micro-batches of up to `size` rows, each trimmed to its own longest row.
-
-    Rows that run out leave micro-batches of padding, so that every rank runs the same number of collectives.
-    """
-    total = rows_in(batch)
-    if total > size * count:
-        raise ValueError(f"{total} rows do not fit into {count} micro-batches of {size}")
-    pieces = []
-    for index in range(count):
-        low, high = min(index * size, total), min((index + 1) * size, total)
-        pieces.append(
-            trim({name: tensor[low:high] for name, tensor in batch.items()})
-            if high > low
-            else padding_rows(batch, 1)
-        )
-    return pieces
-
-
 def document_ids(batch: Batch) -> Tensor:
     """[B, S]: which document of the whole batch each position is of, counted row by row; −1 on padding."""
     seq_ids = batch["seq_ids"]
@@ -118,6 +99,43 @@ def next_tokens(batch: Batch) -> Tensor:
     same = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_DOCUMENT)
     labels[:, :-1] = torch.where(same, ids[:, 1:], IGNORE)
     return labels
+
+
+def complete(batch: Mapping[str, Tensor]) -> Batch:
+    """A caller's batch in full, on the host: what is missing of seq_ids, position_ids and labels is made, masks enter
+    the labels and go.
+
+    input_ids [n, S] alone is required. seq_ids: from input_lengths [n] or attention_mask [n, S] (padding on the right),
+    else no padding. labels: every token after a document's first. token_mask [n, S] says which tokens are trained (the
+    token itself, not the place before it), sample_mask [n] which rows. Other streams pass as they are. Raises
+    ValueError for padding that is not on the right.
+    """
+    known = dict(batch)
+    lengths, mask = known.pop("input_lengths", None), known.pop("attention_mask", None)
+    ids = known["input_ids"]
+    places = torch.arange(ids.shape[1])
+    if "seq_ids" not in known:
+        if lengths is None and mask is not None:
+            lengths = mask.long().sum(1)
+            if not torch.equal(mask.bool(), places < lengths[:, None]):
+                raise ValueError("attention_mask: padding must be on the right of every row")
+        real = places < (ids.shape[1] if lengths is None else lengths[:, None])
+        known["seq_ids"] = torch.where(real, 0, PADDING_DOCUMENT).expand(ids.shape).contiguous()
+    if "position_ids" not in known:
+        seq_ids = known["seq_ids"]
+        begins = torch.ones_like(seq_ids, dtype=torch.bool)
+        begins[:, 1:] = seq_ids[:, 1:] != seq_ids[:, :-1]
+        known["position_ids"] = places - torch.where(begins, places, 0).cummax(1).values
+    if "labels" not in known:
+        known["labels"] = next_tokens(known)
+    token_mask, sample_mask = known.pop("token_mask", None), known.pop("sample_mask", None)
+    if token_mask is not None:
+        kept = torch.zeros_like(token_mask, dtype=torch.bool)
+        kept[:, :-1] = token_mask[:, 1:].bool()
+        known["labels"] = known["labels"].masked_fill(~kept, IGNORE)
+    if sample_mask is not None:
+        known["labels"] = known["labels"].masked_fill(~sample_mask.bool()[:, None], IGNORE)
+    return known
 
 
 def trained_tokens(batch: Batch) -> int:

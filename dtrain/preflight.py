@@ -163,7 +163,7 @@ def _teacher(recipe: Recipe, directory: Path) -> list[str]:
         )
     differing = [token for token, number in ours.items() if tokens.get(token, number) != number]
     if differing:
-        token = differing[0]
+        token = min(differing, key=ours.__getitem__)
         problems.append(
             f"{named} numbers {len(differing)} tokens otherwise than model.path: {token!r} is {tokens[token]} there "
             f"and {ours[token]} here; take models of one tokenizer"

@@ -1,9 +1,9 @@
-"""The batch contract: padding, cutting, trimming, and micro-batches of nothing but padding."""
+"""The batch contract: padding, trimming, what a caller may leave out, and which document is which."""
 
 import pytest
 import torch
 
-from dtrain.batch import IGNORE, collate, micro_batches, real_tokens, rows_in, trained_tokens, trim
+from dtrain.batch import IGNORE, collate, complete, document_ids, documents, real_tokens, trained_tokens, trim
 
 
 def row(length, start=10):
@@ -24,24 +24,36 @@ def test_collate_pads_each_stream_with_its_own_value():
     assert trained_tokens(batch) == real_tokens(batch) == 8
 
 
-def test_micro_batches_are_trimmed_and_ranks_without_rows_get_padding():
-    batch = collate([row(2), row(3), row(7)])
-    pieces = micro_batches(batch, size=2, count=3)
-    assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(2, 3), (1, 7), (1, 1)]
-    assert trained_tokens(pieces[2]) == real_tokens(pieces[2]) == 0
-    assert sum(map(trained_tokens, pieces)) == trained_tokens(batch)
+def test_what_a_callers_batch_lacks_is_made():
+    ids = torch.arange(10, 22).view(2, 6)
+    full = complete({"input_ids": ids, "input_lengths": torch.tensor([4, 6])})
+    assert full["seq_ids"].tolist() == [[0, 0, 0, 0, -1, -1], [0] * 6]
+    assert full["labels"].tolist() == [[11, 12, 13, *[IGNORE] * 3], [17, 18, 19, 20, 21, IGNORE]]
+    assert full["position_ids"][:, :4].tolist() == [[0, 1, 2, 3]] * 2
+    masked = complete({"input_ids": ids, "attention_mask": (full["seq_ids"] == 0).long()})
+    assert masked.keys() == full.keys() and all(torch.equal(masked[name], full[name]) for name in full)
+    packed = complete({"input_ids": ids[:1], "seq_ids": torch.tensor([[0, 0, 0, 1, 1, -1]])})
+    assert packed["position_ids"][0, :5].tolist() == [0, 1, 2, 0, 1]
+    assert packed["labels"].tolist() == [[11, 12, IGNORE, 14, IGNORE, IGNORE]]
+    assert complete(full).keys() == full.keys()
+    with pytest.raises(ValueError, match="padding must be on the right"):
+        complete({"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]] * 2)})
 
 
-def test_no_rows_at_all_is_a_batch():
-    batch = collate([])
-    assert rows_in(batch) == 0 and trained_tokens(batch) == 0
-    (piece,) = micro_batches(batch, size=4, count=1)
-    assert piece["labels"].tolist() == [[IGNORE]] and piece["seq_ids"].tolist() == [[-1]]
+def test_masks_enter_the_labels_where_the_token_is_predicted():
+    ids = torch.arange(10, 22).view(2, 6)
+    tokens = torch.tensor([[1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]])
+    full = complete({"input_ids": ids, "token_mask": tokens, "reward": torch.ones(2)})
+    assert full["labels"].tolist() == [[IGNORE, 12, 13, *[IGNORE] * 3], [*[IGNORE] * 4, 21, IGNORE]]
+    assert full.keys() == {"input_ids", "seq_ids", "position_ids", "labels", "reward"}
+    rows = complete({"input_ids": ids, "token_mask": tokens, "sample_mask": torch.tensor([1.0, 0.0])})
+    assert rows["labels"][1].tolist() == [IGNORE] * 6 and rows["labels"][0].tolist() == full["labels"][0].tolist()
 
 
-def test_rows_that_do_not_fit_are_an_error():
-    with pytest.raises(ValueError, match="5 rows do not fit into 2 micro-batches of 2"):
-        micro_batches(collate([row(2)] * 5), size=2, count=2)
+def test_documents_are_counted_through_the_batch():
+    batch = collate([{**row(4), "seq_ids": torch.tensor([0, 0, 1, 1])}, row(2), {**row(3), "seq_ids": torch.arange(3)}])
+    assert document_ids(batch).tolist() == [[0, 0, 1, 1], [2, 2, -1, -1], [3, 4, 5, -1]]
+    assert documents(batch) == 6 and documents(collate([])) == 0 and document_ids(collate([])).shape == (0, 1)
 
 
 def test_trim_keeps_one_column():

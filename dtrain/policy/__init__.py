@@ -1,5 +1,8 @@
 """A model on a mesh with its optimizer."""
 
+from dtrain.policy.batching import DynamicShapes, Fixed, Packed
+from dtrain.policy.memory import get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.policy import Policy
+from dtrain.policy.weights import WeightReceiver
 
-__all__ = ["Policy"]
+__all__ = ["DynamicShapes", "Fixed", "Packed", "Policy", "WeightReceiver", "get_cpu_state_dict", "unshard_fsdp2_model"]

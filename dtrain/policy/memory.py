@@ -4,14 +4,17 @@ On a CPU everything lies where it is, and these functions only switch between tr
 """
 
 import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.placement import local_tensor
 
 
 class Memory:
@@ -117,10 +120,24 @@ def _is_step(key: str) -> bool:
     return key == "step"
 
 
-def get_cpu_state_dict(tensors: dict[str, Tensor], pin_memory: bool = False) -> dict[str, Tensor]:
-    """This rank's part of each tensor, copied to the host."""
+@torch.no_grad()
+def get_cpu_state_dict(tensors: Iterable[tuple[str, Tensor]], pin_memory: bool = False) -> dict[str, Tensor]:
+    """This rank's part of each (name, tensor), copied to the host; scalars as they are. No collective."""
     copied = {}
-    for name, tensor in tensors.items():
-        local = tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    for name, tensor in tensors:
+        local = local_tensor(tensor.detach())
         copied[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin_memory).copy_(local)
     return copied
+
+
+@contextmanager
+def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+    """Inside, every FSDP unit of `model` holds its weights gathered, all at once; after, its shards, whatever happens.
+    One all-gather per unit. A model without FSDP stays as it is."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for unit in units:
+            unit.unshard()
+        yield
+    finally:
+        give_weights_back(model)

@@ -1,6 +1,6 @@
 """Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
 
-The path of a batch: host rows of this dp rank → `batch.micro_batches` → counts over all ranks → `score.forward_loss`
+The path of a batch: host rows of this dp rank → `batching.assemble` → counts over all ranks → `score.Scorer.loss`
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 
-from dtrain.batch import Batch, documents, micro_batches, next_tokens, real_tokens, rows_in, trained_tokens
+from dtrain.batch import Batch, complete, documents, next_tokens, real_tokens, rows_in, trained_tokens
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.checkpoint.model_files import copy_companions
+from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer, training_tensors
 from dtrain.config.schema import Recipe
@@ -26,6 +27,7 @@ from dtrain.optim import build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
+from dtrain.policy.batching import Batching, Fixed, assemble, row_lengths, scatter
 from dtrain.policy.build import build_model
 from dtrain.policy.memory import Memory
 from dtrain.policy.precision import choose_precision
@@ -65,12 +67,19 @@ class Policy(Memory, WeightsOut):
         )
 
     def train(
-        self, batch: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self,
+        batch: Batch,
+        loss_fn: Loss,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | Batching | None = None,
     ) -> dict[str, Any]:
-        """Train on `batch`, this dp rank's rows [n, S] on the host; n may differ between ranks and be 0 on some.
+        """Train on `batch`, this dp rank's rows [n, S] on the host, as `batch.complete` takes them; n may differ
+        between ranks and be 0 on some.
 
         gbs: rows of one optimizer step over all dp ranks (default: the whole batch is one step); mbs: rows of a
-        micro-batch (default: the recipe's). Ranks with fewer rows take part with micro-batches of padding.
+        micro-batch (default: the recipe's), or another way to make them (`batching`). Ranks with fewer rows take part
+        with micro-batches of padding.
         loss_fn(source, micro_batch, global_seqs, global_tokens) -> (loss, metrics): the sum of its losses over all
         micro-batches and dp and cp ranks is the step's loss, so it divides by the global counts itself; its metrics are
         scalars that are summed likewise.
@@ -79,20 +88,20 @@ class Policy(Memory, WeightsOut):
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
         (trained tokens, documents, non-padding tokens, over all ranks), `grad_norm` (of the last step, before
         clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
-        Per step: one all-reduce of the counts on the host before the backward, one of loss and metrics after.
+        Per step: one all-reduce of the counts on the host before the backward, one of loss and metrics after; one
+        more before where the rows of a micro-batch vary.
         """
         if not eval_mode and self._updater is None:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
-        mbs = mbs or self.recipe.train.micro_batch
-        most_rows = self._summed(torch.tensor([rows_in(batch)]), self.mesh.dp, dist.ReduceOp.MAX).item()
+        batch, batching = complete(batch), self._batching(mbs)
+        most_rows = self._most(rows_in(batch))
         per_step = -(-gbs // self.mesh.dp_size) if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             rows = {name: tensor[start : start + per_step] for name, tensor in batch.items()}
-            passes = max(1, -(-min(per_step, most_rows - start) // mbs))
-            batches = micro_batches(rows, mbs, passes)
+            batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start))
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
             if eval_mode:
@@ -117,25 +126,29 @@ class Policy(Memory, WeightsOut):
             "all_mb_metrics": {name: [one[name] for one in metrics] for name in names},
         }
 
-    def get_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+    def get_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
         """{"logprobs": [n, S]} on the CPU: at position i the log-probability of token i given those before it in its
         document, 0 at the first and on padding, whatever is trained. `batch` as for `train`.
 
         The same on every cp and tp rank; max(float32, the dtype of computation). Collective.
         """
+        batch = complete(batch)
         values = self.label_logprobs({**batch, "labels": next_tokens(batch)}, micro_batch_size)
         return {"logprobs": values.roll(1, 1)}  # the last position has no label
 
-    def label_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
+    def label_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> Tensor:
         """log p(labels) where there are labels, else 0: [n, S] on the CPU, in the labels' places. `batch` as for
         `train`; what has no label costs no product of the head. Collective."""
         return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows)])[0]
 
-    def get_topk_logits(self, batch: Batch, k: int, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+    def get_topk_logits(
+        self, batch: Batch, k: int, micro_batch_size: int | Batching | None = None
+    ) -> dict[str, Tensor]:
         """{"topk_logits", "topk_indices"}, both [n, S, k] on the CPU: at every position the k largest logits (after the
         model's softcap), descending, and their token ids, equal ones by ascending id; 0 on padding. `batch` as for
         `train`; its labels play no part. k > V means V. The same on every cp and tp rank. Collective.
         """
+        batch = complete(batch)
         logits, ids = self._scored(batch, micro_batch_size, lambda rows: self.scorer.topk_logits(rows, k))
         return {"topk_logits": logits, "topk_indices": ids}
 
@@ -155,7 +168,9 @@ class Policy(Memory, WeightsOut):
         with self.reference.in_place():
             yield
 
-    def get_reference_policy_logprobs(self, batch: Batch, micro_batch_size: int | None = None) -> dict[str, Tensor]:
+    def get_reference_policy_logprobs(
+        self, batch: Batch, micro_batch_size: int | Batching | None = None
+    ) -> dict[str, Tensor]:
         """`get_logprobs` of the reference: {"reference_logprobs": [n, S]}."""
         with self.use_reference_model():
             return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
@@ -190,13 +205,46 @@ class Policy(Memory, WeightsOut):
         """
         restore_optimizer(self.model, self.optimizer, state["optimizer"], keep=keep)
         store.load(step, self.tensors() | dict(beside), verified=verified)
-        self.scheduler.load_state_dict(state["scheduler"])
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+        self._load_scalars(state)
 
     def load_weights(self, store: CheckpointStore, step: int) -> None:
         """Fill the model alone from a checkpoint of whatever mesh. Collective. UserError where it does not fit."""
         store.load(step, training_tensors(self.model), only=True)
+
+    def save_checkpoint(
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+    ) -> None:
+        """The weights under `weights_path`, and where they are asked for the optimizer's state (with its schedule and
+        loss scale) and the tokenizer's files, each in a directory that holds no other save. Collective.
+
+        Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
+        """
+        CheckpointStore(weights_path).save(0, training_tensors(self.model), {})
+        if optimizer_path is not None:
+            CheckpointStore(optimizer_path).save(0, self._optimizer_tensors(), self.state())
+        if tokenizer_path is not None:
+            target = Path(tokenizer_path)
+            Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
+            Ranks().first(lambda: copy_companions(Path(self.recipe.model.path), target))
+
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
+        """What `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
+        self.load_weights(CheckpointStore(weights_path), 0)
+        if optimizer_path is None:
+            return
+        store = CheckpointStore(optimizer_path)
+        state = store.read_state(0)
+        restore_optimizer(self.model, self.optimizer, state["optimizer"])
+        store.load(0, self._optimizer_tensors())
+        self._load_scalars(state)
+
+    def return_state_dict(self) -> dict[str, Any]:
+        """The model's state dict, DTensors where it is sharded. No collective."""
+        give_weights_back(self.model)
+        return self.model.state_dict()
 
     def export(self, out: Path, source: Path) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
@@ -211,24 +259,38 @@ class Policy(Memory, WeightsOut):
         path = self.recipe.data.chat_template
         return Path(path).read_text() if path else None
 
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors().items() if name.startswith("optim.")}
+
+    def _load_scalars(self, state: Mapping[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
     def _scored(
-        self, batch: Batch, micro_batch_size: int | None, score: Callable[[Batch], Sequence[Tensor]]
+        self, batch: Batch, micro_batch_size: int | Batching | None, score: Callable[[Batch], Sequence[Tensor]]
     ) -> list[Tensor]:
         """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU."""
-        mbs = micro_batch_size or self.recipe.train.micro_batch
-        count, length = batch["labels"].shape
-        most_rows = self._summed(torch.tensor([count]), self.mesh.dp, dist.ReduceOp.MAX).item()
-        passes = max(1, -(-most_rows // mbs))
+        batching = self._batching(micro_batch_size)
+        batches, plan = self._micro_batches(batch, batching, self._most(rows_in(batch)))
         self.model.eval()
-        found = [[one.cpu() for one in score(rows)] for rows in micro_batches(batch, mbs, passes)]
+        found = [[one.cpu() for one in score(rows)] for rows in batches]
         give_weights_back(self.model)
+        return [scatter(parts, batch, plan, batching.packs) for parts in zip(*found, strict=True)]
 
-        def whole(parts: Sequence[Tensor]) -> Tensor:
-            # Each was trimmed to its longest row; what a rank without rows scored was padding.
-            padded = [pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1])) for part in parts]
-            return torch.cat(padded)[:count]
+    def _batching(self, mbs: int | Batching | None) -> Batching:
+        return Fixed(mbs or self.recipe.train.micro_batch) if mbs is None or isinstance(mbs, int) else mbs
 
-        return [whole(parts) for parts in zip(*found, strict=True)]
+    def _micro_batches(self, rows: Batch, batching: Batching, most_rows: int) -> tuple[list[Batch], list[list[int]]]:
+        """The micro-batches of a step, as many on every rank, and which of the rows each holds. most_rows: of all
+        ranks."""
+        plan = batching.plan(row_lengths(rows))
+        passes = -(-most_rows // batching.rows) if isinstance(batching, Fixed) else self._most(len(plan))
+        return assemble(rows, plan, max(1, passes), batching.packs), plan
+
+    def _most(self, value: int) -> int:
+        """The largest of the dp ranks' values."""
+        return int(self._summed(torch.tensor([value]), self.mesh.dp, dist.ReduceOp.MAX))
 
     def _backward(self, batches, loss_fn, count):
         # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.

@@ -11,12 +11,13 @@ import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
+from dtrain.errors import UserError
 from dtrain.methods.sft import Sft
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy import Policy
-from dtrain.policy.weights import WeightReceiver, buckets
+from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
+from dtrain.policy.weights import buckets
 from tests.policy.test_policy import rows
 from tests.tiny import tiny_recipe
 from tests.world import run_world
@@ -144,3 +145,26 @@ def moved(rank, recipe, world_size):
 def test_what_was_offloaded_comes_back(tmp_path, world_size):
     stayed, came_back = run_world(moved, world_size, tiny_recipe(tmp_path), world_size)[0]
     assert stayed == came_back
+
+
+def saved_and_loaded(rank, recipe, world_size, at):
+    policy = policy_of(rank, recipe, world_size)
+    batch = collate(rows(4 * world_size)[rank::world_size])
+    policy.train(batch, Sft(recipe).loss)
+    policy.save_checkpoint(at / "weights", at / "optimizer", at / "tokenizer")
+    with unshard_fsdp2_model(policy.model):
+        whole = get_cpu_state_dict(policy.model.named_parameters())
+    assert all(policy.prepare_refit_info()[name][0] == tensor.shape for name, tensor in whole.items())
+    other = policy_of(rank, recipe, world_size)
+    other.load_checkpoint(at / "weights", at / "optimizer")
+    assert other.return_state_dict().keys() == policy.return_state_dict().keys()
+    with pytest.raises(UserError, match="already"):
+        policy.save_checkpoint(at / "weights")
+    return [one.train(batch, Sft(recipe).loss)["global_loss"].item() for one in (policy, policy, other, other)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_saved_is_loaded_and_goes_on(tmp_path, world_size):
+    for losses in run_world(saved_and_loaded, world_size, tiny_recipe(tmp_path), world_size, tmp_path):
+        assert losses[:2] == losses[2:]
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
