@@ -1,7 +1,5 @@
 """`python -m dtrain` is the `dtrain` command."""
 
-import sys
+from dtrain.cli import command
 
-from dtrain.cli import main
-
-sys.exit(main())
+command()

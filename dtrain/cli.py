@@ -43,6 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def command() -> None:
+    """`main` as a program. Where torch was loaded the process ends without the interpreter's teardown: a process
+    group's thread that is still alive then aborts, now and then, a run that is done."""
+    status = main()
+    if "torch" in sys.modules:
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
