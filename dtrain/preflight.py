@@ -29,50 +29,58 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
-    """`recipe` with the directory in the hub's cache for `model.path`, where that is an id (`Qwen/Qwen3-0.6B`).
+    """`recipe` with the directory in the hub's cache for each model that is named by an id (`Qwen/Qwen3-0.6B`).
 
     A model that is not in the cache is downloaded with `fetch`, and stays an id without. Raises UserError where the hub
     does not give it.
     """
-    name, weights = recipe.model.path, recipe.model.init == "pretrained"
-    if not name or not is_id(name):
-        return recipe
-    path = cached(name, weights=weights)
-    if path is None and fetch:
-        path = download(name, weights=weights)
-    return recipe if path is None else replace(recipe, model=replace(recipe.model, path=str(path)))
+    for key, name, weights in _ids(recipe):
+        path = cached(name, weights=weights)
+        if path is None and fetch:
+            path = download(name, weights=weights)
+        if path is not None:
+            section, field = key.split(".")
+            recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: str(path)})})
+    return recipe
 
 
 def not_here(recipe: Recipe) -> list[str]:
-    """The problem that `with_local_model` can mend by fetching, if there is one."""
-    name = recipe.model.path
-    if not name or not is_id(name):
-        return []
+    """The problems that `with_local_model` can mend by fetching."""
     return [
-        f"model.path={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's "
-        f"cache: `dtrain download {name}` fetches it"
+        f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
+        f"`dtrain download {name}` fetches it"
+        for key, name, _ in _ids(recipe)
     ]
+
+
+def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
+    """Key and id of every model that the recipe names by one, and whether its weights are wanted."""
+    named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
+    if recipe.method == "dpo" and recipe.dpo.reference not in ("start", "none"):
+        named.append(("dpo.reference", recipe.dpo.reference, True))
+    if recipe.method == "distill":
+        named.append(("distill.teacher", recipe.distill.teacher, True))
+    return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
 
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen."""
-    problems = check(recipe, world_size)
-    if recipe.model.path:
+    absent = {key for key, _, _ in _ids(recipe)}
+    problems = check(recipe, world_size) + not_here(recipe)
+    if recipe.model.path and "model.path" not in absent:
         problems += _model(recipe)
     problems += _data(recipe.data.train, "data.train")
     if recipe.data.val is not None:
         problems += _data(recipe.data.val, "data.val")
     problems += _checkpoint(recipe)
-    if recipe.method == "dpo" and recipe.model.path:
+    if recipe.method == "dpo" and recipe.model.path and not absent:
         problems += _reference(recipe)
-    if recipe.method == "distill" and recipe.model.path and recipe.distill.teacher:  # check says so where it is missing
+    if recipe.method == "distill" and recipe.model.path and recipe.distill.teacher and not absent:
         problems += _teacher(recipe, Path(recipe.distill.teacher))
     return problems
 
 
 def _model(recipe: Recipe) -> list[str]:
-    if absent := not_here(recipe):
-        return absent
     directory = Path(recipe.model.path)
     try:
         model = read_config(directory)
@@ -82,7 +90,7 @@ def _model(recipe: Recipe) -> list[str]:
     if recipe.parallel.tp >= 1:  # check says so
         problems += misfits(model, recipe.parallel.tp)
     if recipe.model.init == "pretrained":
-        problems += _weights(directory)
+        problems += _weights(directory, ", or model.init=scratch to start from random ones")
     try:
         tokenizer = Tokenizer.from_directory(directory)
         choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
@@ -96,7 +104,7 @@ def _model(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _weights(directory: Path) -> list[str]:
+def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():
         return []
@@ -104,7 +112,7 @@ def _weights(directory: Path) -> list[str]:
         bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
         return [
             f"{directory} has neither model.safetensors nor {index.name}{bins}: "
-            "set model.path to a directory with weights, or model.init=scratch to start from random ones"
+            f"set {key} to a directory with weights{otherwise}"
         ]
     try:
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -124,7 +132,7 @@ def _reference(recipe: Recipe) -> list[str]:
     if not Path(path).is_dir():
         return [
             f"dpo.reference={path}: there is no such directory; give start (the weights that training starts from), "
-            "none, or a model's directory"
+            "none, a model's directory, or its id on the hub"
         ]
     try:
         ours, theirs = read_config(recipe.model.path), read_config(path)
@@ -136,24 +144,25 @@ def _reference(recipe: Recipe) -> list[str]:
     if differing:
         pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
         return [f"dpo.reference={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
-    return _weights(Path(path))
+    return _weights(Path(path), key="dpo.reference")
 
 
 def _teacher(recipe: Recipe, directory: Path) -> list[str]:
     """A teacher is read, and fits the mesh and the student's vocabulary, token by token."""
     named = f"distill.teacher={directory}"
     if not directory.is_dir():
-        return [
-            f"{named}: there is no such directory; one of the hub is fetched by `dtrain download OWNER/NAME`, which "
-            "says where it lies"
-        ]
+        return [f"{named}: there is no such directory; give a model's directory, or its id on the hub"]
+    if not (directory / "config.json").is_file():
+        export = directory / "export"
+        hint = f"set distill.teacher={export}" if export.is_dir() else "give a model's directory"
+        return [f"{named} has no config.json, so it is no model; {hint}"]
     try:
         model = read_config(directory)
         student = read_config(recipe.model.path)
         tokens, ours = (Tokenizer.from_directory(path).vocabulary for path in (directory, recipe.model.path))
     except UserError as error:
         return [f"{named}: {error}"]
-    problems = _weights(directory)
+    problems = _weights(directory, key="distill.teacher")
     if recipe.parallel.tp >= 1:  # check says so
         problems += misfits(model, recipe.parallel.tp)
     if model.vocab_size != student.vocab_size:

@@ -25,7 +25,7 @@ from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
-from dtrain.config.schema import BEST, Recipe
+from dtrain.config.schema import BEST, SCHEDULES, Recipe
 from dtrain.errors import Stopped, UserError
 from dtrain.methods import METHODS
 from dtrain.models.config import read_config
@@ -72,14 +72,15 @@ class Trainer:
         model_config = read_config(recipe.model.path)
         self.method = METHODS[recipe.method](recipe)
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
-        self.total_steps = recipe.train.steps or -(-self.rows.total_rows() // recipe.train.global_batch)
         sizes = self.sizes
         mesh = build_mesh(
             runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp
         )
         self.policy = Policy(recipe, model_config, mesh, runtime)
-        self.policy.init_optimizer(self.total_steps)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
+        self.start = resume.find_start(recipe, self.run, self.store, self.ranks, self.metrics.say)
+        self.total_steps = recipe.train.steps or self._last_step_of_epochs()
+        self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best, min))
         background = keep.async_save and keep.every is not None
@@ -89,11 +90,11 @@ class Trainer:
         self._report_choices()
 
     def resume(self) -> Start:
-        """Where the run starts: the state of the checkpoint that `checkpoint.resume` picks, loaded, or the beginning.
+        """Where the run starts: the checkpoint that `checkpoint.resume` picked, loaded, or the beginning.
 
         Prints the differences from the saved recipe; refused ones are a UserError.
         """
-        start = resume.find_start(self.recipe, self.run, self.store, self.ranks, self.metrics.say)
+        start = self.start
         if self.recipe.checkpoint.init_from is not None and (start.state is None or self.method.needs_start):
             path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
             self.metrics.say(f"weights of {path}")
@@ -209,6 +210,13 @@ class Trainer:
             pairs=self.method.pairs,
         )
 
+    def _last_step_of_epochs(self) -> int:
+        """The step that `train.epochs` ends with: those of the start, then whole batches and a last one that may be
+        short. Where the start was saved with other epochs or another global_batch, its rows are not step × batch."""
+        cursor = data.Cursor(*self.start.cursor)
+        left = max(0, self.rows.total_rows() - self.rows.rows_before(cursor))
+        return self.start.step + -(-left // self.recipe.train.global_batch)
+
     def _log(self, step: int, epoch: float, result: dict, began: float, fetched: float) -> None:
         """Write the step's row. Times are those at which the step began, and had its batch."""
         step_time = time.perf_counter() - began
@@ -260,11 +268,23 @@ class Trainer:
     def _report_choices(self) -> None:
         say, sizes, policy = self.metrics.say, self.sizes, self.policy
         parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-        say(f"model: {self.recipe.model.path}, {parameters / 1e6:.1f} M parameters, init {self.recipe.model.init}")
+        size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters:,}"
+        say(f"model: {self.recipe.model.path}, {size} parameters, init {self.recipe.model.init}")
         say(
             f"global batch {self.recipe.train.global_batch} = micro batch {self.recipe.train.micro_batch} × "
             f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} steps"
         )
         say(f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})")
+        schedule, longest = self.recipe.scheduler, policy.model.config.max_position_embeddings
+        if not isinstance(schedule, list) and schedule.name in SCHEDULES and schedule.warmup_steps >= self.total_steps:
+            say(
+                f"note: scheduler.warmup_steps={schedule.warmup_steps} and the run has {self.total_steps} steps: the "
+                "learning rate never reaches optimizer.lr; fewer warm-up steps would let it"
+            )
+        if self.recipe.data.max_length > longest:
+            say(
+                f"note: data.max_length={self.recipe.data.max_length} is more than the {longest} positions that the "
+                "model was made for (max_position_embeddings of its config.json)"
+            )
         for line in self.metrics.choices:
             say(line)

@@ -22,6 +22,8 @@ def test_a_sound_recipe_has_no_problem(tmp_path):
     ("overrides", "answer"),
     [
         (["model.path=Qwen/Qwen3-0.6B"], "`dtrain download Qwen/Qwen3-0.6B` fetches it"),
+        (["method=dpo", "dpo.reference=Qwen/Qwen3-0.6B"], "dpo.reference=Qwen/Qwen3-0.6B is no directory here"),
+        (["method=distill", "distill.teacher=Qwen/Qwen3-8B"], "`dtrain download Qwen/Qwen3-8B` fetches it"),
         (["model.path=/no/such/place"], "there is no directory '/no/such/place'"),
         (["model.init=pretrained"], "has neither model.safetensors nor model.safetensors.index.json"),
         (["data.train.path=nowhere.jsonl"], "data.train.path: there is no file nowhere.jsonl"),

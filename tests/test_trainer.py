@@ -78,6 +78,32 @@ def test_three_ranks_with_uneven_shards_and_a_short_last_batch(tmp_path):
     assert_same(three, one, rtol=1e-9)
 
 
+@pytest.mark.parametrize("change", ["train.epochs=3", "train.global_batch=4"])
+def test_epochs_of_a_changed_recipe_end_with_their_last_row_saved(tmp_path, change):
+    write_rows(tmp_path / "rows.jsonl", count=10)
+    shape = ("train.steps=null", "data.packing=false", "checkpoint.every=3")
+    recipe = tiny_recipe(tmp_path, *shape, "train.epochs=2")  # 20 rows, 8 a step
+    if change == "train.epochs=3":  # the short batch of the second epoch is done: 8 + 8 + 4, then 8 + 2
+        run(recipe)
+        batches = [8, 8, 4, 8, 2]
+    else:
+        with pytest.raises(Stopped):
+            interrupt(recipe, 1, 1)
+        batches = [8, 4, 4, 4]
+    changed = run(tiny_recipe(tmp_path, *shape, "train.epochs=2", change))
+    done = [sum(batches[: step + 1]) / 10 for step in range(len(batches))]
+    assert [row["epoch"] for row in metrics(changed) if "loss" in row] == pytest.approx(done)
+    assert max(CheckpointStore(Path(changed.run.dir) / "run" / "checkpoints").steps()) == len(batches)
+
+
+def test_a_warmup_that_never_ends_and_rows_beyond_the_models_positions_are_said(tmp_path, capfd):
+    run(tiny_recipe(tmp_path, "train.steps=2", "data.max_length=256"))  # warm-up 2, positions 128
+    told = "".join(capfd.readouterr())
+    assert "scheduler.warmup_steps=2 and the run has 2 steps" in told and "more than the 128 positions" in told
+    run(tiny_recipe(tmp_path, "train.steps=3", name="other"))
+    assert "note:" not in "".join(capfd.readouterr())
+
+
 def test_float32_stays_within_the_promise(tmp_path):
     one = run(tiny_recipe(tmp_path, "train.dtype=float32", name="one"))
     two = run(tiny_recipe(tmp_path, "train.dtype=float32", name="two"), 2)

@@ -205,7 +205,15 @@ def _dpo(recipe: Recipe) -> list[str]:
         options=section.kwargs,
     )
     if section.sync_every is not None and section.precompute:
-        found.append("dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set one to null")
+        found.append(
+            "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "
+            "or dpo.precompute=false"
+        )
+    if recipe.data.loss_on != "assistant":
+        found.append(
+            f"data.loss_on={recipe.data.loss_on} plays no part under method=dpo: what follows the prompt is trained; "
+            "leave it out"
+        )
     for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
         if value is not None and not has_reference:
             found.append(f"dpo.{key}={_shown(value)} needs a reference, and dpo.reference is none: set it to start")
@@ -224,7 +232,7 @@ def _names(recipe: Recipe) -> list[str]:
     for key, name, known in named:
         if name in known or "." in name:
             continue
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ", nor an import path such as package.module.Class"
         problems.append(f"{key}={name} is none of {', '.join(known)}{hint}")
     return problems
@@ -335,4 +343,4 @@ def _either(options: Sequence[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

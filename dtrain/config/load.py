@@ -159,7 +159,9 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, DictConfig))
     except yaml.YAMLError as error:
-        problems.append(f"{override}: the value is not YAML ({getattr(error, 'problem', None) or error})")
+        problem = getattr(error, "problem", None) or error
+        quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""
+        problems.append(f"{override}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{override}: {_first_line(error)}")
 
@@ -241,7 +243,7 @@ def _set(node: DictConfig, key: str, hint: Any, value: Any, dotted: str) -> list
             node[key] = "none" if value is None and "none" in choices else _converted(value, kinds)
     except (OmegaConfBaseException, FutureWarning):
         if choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
+            near = difflib.get_close_matches(words.VALUES.get(str(value), str(value).lower()), choices, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
         return [f"{dotted}={_shown(value)} must be {_needed(kinds)}"]

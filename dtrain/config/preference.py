@@ -51,6 +51,9 @@ LOSSES: Mapping[str, Ability] = MappingProxyType(
     }
 )
 
+KWARGS = frozenset({"simpo_gamma", "discopop_tau", "f_alpha_divergence_coef", "bco_shift"})
+"""Options without a key of their own in the schema: they stand in `dpo.kwargs`."""
+
 # What an option may be, and that in words.
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
@@ -91,13 +94,14 @@ def problems(
     given = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
     read = frozenset({"beta"}).union(*(loss.options for loss in losses.values()))
     for key, value in given.items():
+        within = "kwargs." if key in options else ""
         is_off = (key, value) in (("label_smoothing", 0), ("f_divergence", "reverse_kl"))
         if key in RANGES and not RANGES[key][0](value):
-            found.append(f"dpo.{key}={value}: {RANGES[key][1]}")
+            found.append(f"dpo.{within}{key}={value} must be {RANGES[key][1]}")
         elif key not in read and not is_off and losses:
             near = difflib.get_close_matches(key, read, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            found.append(f"dpo.{key} is not read by {' + '.join(losses)}{hint}")
+            hint = f"; did you mean dpo.{'kwargs.' if near[0] in KWARGS else ''}{near[0]}?" if near else ""
+            found.append(f"dpo.{within}{key} is not read by {' + '.join(losses)}{hint}")
     if f_divergence in DIVERGENCES and f_divergence != "reverse_kl":
         without = [name for name, loss in losses.items() if "f_divergence" not in loss.options]
         if without and "f_divergence" in read:
@@ -105,7 +109,7 @@ def problems(
         if not has_reference:
             found.append(f"dpo.f_divergence={f_divergence} needs a reference to diverge from; dpo.reference is none")
     if "f_alpha_divergence_coef" in options and f_divergence != "alpha_divergence":
-        found.append("dpo.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
+        found.append("dpo.kwargs.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
     if "exo_pair" in names and label_smoothing == 0:
         found.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
     return found

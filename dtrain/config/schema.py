@@ -175,7 +175,8 @@ class Scheduler:
     name: str = "cosine"
     """constant | cosine | linear | wsd, or the import path of a torch LRScheduler."""
     warmup_steps: int = 50
-    """Step s of these, from 0, uses lr·s ÷ warmup_steps."""
+    """Step s of these, from 0, uses lr·s ÷ warmup_steps. An import path's class is made without it: its own arguments
+    stand in `kwargs`."""
     min_lr_ratio: float = 0.1
     """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -262,7 +263,7 @@ class Dpo:
     sync_mix: float = 0.6
     """How far it then moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More options of the losses, such as `{gamma: 0.5}` for simpo."""
+    """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ OURS = {
     "max_steps": "train.steps",
     "num_steps": "train.steps",
     "max_train_steps": "train.steps",
+    "max_steps_per_epoch": "train.steps, in place of train.epochs",
     "per_device_train_batch_size": "train.micro_batch",
     "micro_batch_size": "train.micro_batch",
     "batch_size": "train.global_batch (all ranks, one optimizer step) and train.micro_batch (one rank, at once)",
@@ -93,6 +94,20 @@ OURS = {
     "dataloader_num_workers": "data.num_workers",
     "dataset_num_proc": "data.num_workers",
     "chat_template_kwargs": "data.template_kwargs",
+    # preferences, as TRL calls them
+    "loss_type": "dpo.loss",
+    "rpo_alpha": "dpo.sft_weight",
+    "simpo_gamma": "dpo.kwargs, {simpo_gamma: 0.5}",
+    "discopop_tau": "dpo.kwargs, {discopop_tau: 0.05}",
+    "f_divergence_type": "dpo.f_divergence",
+    "ref_model": "dpo.reference, start | none | a model's directory",
+    "reference_free": "dpo.reference=none",
+    "precompute_ref_log_probs": "dpo.precompute",
+    "sync_ref_model": "dpo.sync_every, steps between moves of the reference, or null",
+    "ref_model_sync_steps": "dpo.sync_every",
+    "ref_model_mixup_alpha": "dpo.sync_mix",
+    "max_prompt_length": "data.max_length, of prompt and completion together",
+    "teacher_model_name_or_path": "distill.teacher, a local directory",
     # meshes, as torchtitan, NeMo and Megatron call them
     "tensor_parallel_size": "parallel.tp",
     "tensor_parallel_degree": "parallel.tp",
@@ -109,6 +124,9 @@ OURS = {
     "fsdp_config": "parallel.dp_shard: parameters are sharded by FSDP2 always",
 }
 """Their word → our key, or our key and how it counts."""
+
+VALUES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""Their word for a value → ours."""
 
 NOT_YET = {
     "lora": "LoRA adapters",

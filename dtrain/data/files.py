@@ -83,7 +83,10 @@ def kind_of(file: Path, key: str = "data.train.path") -> str:
     ending = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     kind = KINDS.get(ending)
     if kind is None or (kind == "parquet" and suffixes[-1] == ".gz"):
-        raise UserError(f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}")
+        raise UserError(
+            f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}, all but the last also as .gz; "
+            'plain text goes into a .jsonl, a line for each: {"text": "..."}'
+        )
     return kind
 
 
@@ -112,7 +115,7 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
     """A row of a chunk as a dict. Raises UserError with file, line and column of what is wrong."""
     if isinstance(row, bytes):
         try:
-            row = json.loads(row.decode("utf-8-sig" if line == 1 else "utf-8"))
+            row = json.loads(row.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n"))  # else column 1
         except json.JSONDecodeError as problem:
             raise UserError(
                 f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "

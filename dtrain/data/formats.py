@@ -221,7 +221,7 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
         raise UserError(
             f"{key}.role is {role!r}, which is no known role"
             + (f"; did you mean {near!r}?" if near else "")
-            + f" Known are {', '.join(ROLES)}"
+            + f"; known are {', '.join(ROLES)}"
         )
     train = _train_flag(message, key)
     if "tool_calls" in message:

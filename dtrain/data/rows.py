@@ -78,6 +78,10 @@ class Rows:
         """How many placements all epochs have together; None where they do not end."""
         return None if self.epochs is None else sum(self.rows_in_epoch(epoch) for epoch in range(self.epochs))
 
+    def rows_before(self, cursor: Cursor) -> int:
+        """How many placements stand before `cursor`."""
+        return sum(self.rows_in_epoch(epoch) for epoch in range(cursor.epoch)) + cursor.row
+
     def tokens_in_epoch(self, epoch: int) -> int:
         """How many tokens `epoch` has, padding not counted."""
         return sum(int(self._lengths(epoch, window)[1].sum()) for window in range(self._windows(epoch)))

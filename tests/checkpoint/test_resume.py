@@ -149,7 +149,8 @@ def test_a_run_keeps_the_last_every_nth_and_the_best(tmp_path, async_save):
 class Counting(Sft):
     """Keeps a table of which ranks hold a piece each, a whole tensor, and a number, and lets them enter its loss."""
 
-    def __init__(self):
+    def __init__(self, recipe):
+        super().__init__(recipe)
         self.calls, self.average, self.table = 0, torch.zeros(2, dtype=torch.float64), None
 
     def loss(self, source, batch, global_seqs, global_tokens):

@@ -174,6 +174,9 @@ def test_all_mistakes_come_at_once():
         ("warmup_ratio", "scheduler.warmup_steps"),
         ("resume_from_checkpoint", "checkpoint.resume"),
         ("torch_dtype", "train.dtype"),
+        ("max_steps_per_epoch", "train.steps"),
+        ("loss_type", "dpo.loss"),
+        ("precompute_ref_log_probs", "dpo.precompute"),
         ("lora", "not have this yet"),
         ("peft", "not have this yet"),
         ("load_in_4bit", "not have this yet"),
@@ -183,6 +186,14 @@ def test_all_mistakes_come_at_once():
 def test_words_of_other_tools_are_answered(section, word, key):
     answer = "\n".join(problems({}, f"{section}{word}=1"))
     assert f"{section}{word}: " in answer and key in answer
+
+
+def test_words_for_a_value_and_text_that_is_no_yaml():
+    assert "did you mean float16?" in problems({}, "train.dtype=fp16")[0]
+    assert "did you mean bfloat16?" in problems({}, "train.dtype=bf16")[0]
+    [problem] = problems({}, "data.train.path=*.jsonl")
+    assert problem.endswith("""quote it for YAML: 'data.train.path="*.jsonl"'""")
+    assert config.load({}, ['data.train.path="*.jsonl"']).data.train.path == "*.jsonl"
 
 
 def test_our_keys_in_the_answers_exist_and_theirs_do_not():

@@ -64,6 +64,9 @@ def test_bad_line_names_file_and_line(tmp_path):
     file.write_text('{"a": 1}\n{"a": 2,}\n')
     with pytest.raises(UserError, match=r"x\.jsonl:2: this line is not JSON: .*column 9"):
         read(file)
+    file.write_text('{"a": 1}\n{"a": [2\n')
+    with pytest.raises(UserError, match=r"x\.jsonl:2: this line is not JSON: .*column 9"):
+        read(file)
     file.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
     with pytest.raises(UserError, match=r"x\.jsonl:2: this line is not UTF-8"):
         read(file)
