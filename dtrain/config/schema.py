@@ -215,7 +215,7 @@ class Checkpoint:
     """Training goes on while a save is written, and stalls only for a copy of model and optimizer in host memory. The
     last save, and that of a run that was told to stop, are waited for."""
     export: Literal["final", "every", "none"] = "final"
-    """When a Hugging Face directory is written: at the end, with every save, or never (also null)."""
+    """When `export/`, a Hugging Face directory, is written: at the end, anew with every save, or never (also null)."""
     init_from: str | None = None
     """A run's directory (its newest checkpoint) or a `step-N` whose weights, and nothing else, replace `model.path`'s
     when this run starts. Later, it resumes from its own checkpoints."""
