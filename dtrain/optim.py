@@ -26,21 +26,25 @@ from dtrain.errors import UserError
 class NamedOptimizer:
     """`reads`: the fields of the recipe's section that go to the class beside lr and weight_decay.
 
-    fused: whether to ask for torch's fused kernel, where the parameters allow it. sharded: whether it steps DTensors.
+    fused: whether to ask for torch's fused kernel, where the parameters allow it.
     """
 
     cls: type[Optimizer]
     reads: tuple[str, ...] = ()
     fused: bool = False
-    sharded: bool = True
 
 
 OPTIMIZERS = {
     "adamw": NamedOptimizer(torch.optim.AdamW, ("betas", "eps"), fused=True),
     "adam": NamedOptimizer(torch.optim.Adam, ("betas", "eps"), fused=True),
     "sgd": NamedOptimizer(torch.optim.SGD),  # its fused kernel does not know DTensors
-    "adafactor": NamedOptimizer(torch.optim.Adafactor, sharded=False),
+    "adafactor": NamedOptimizer(torch.optim.Adafactor),
 }
+
+
+# torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
+_WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+_SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
 
 
 def parameter_groups(
@@ -72,11 +76,12 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
     fields = {"betas": tuple(section.betas), "eps": section.eps}
     named = OPTIMIZERS.get(section.name)
     cls = _import(section.name, "optimizer.name", OPTIMIZERS) if named is None else named.cls
-    unsharded = [other.cls for other in OPTIMIZERS.values() if not other.sharded]
-    if cls in unsharded and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+    if cls in _SPARSE_GRADIENTS_ONLY:
+        raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
+    if cls in _WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
         raise UserError(
-            f"optimizer.name={section.name} cannot step sharded parameters: torch's class takes norms in place, "
-            "which DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
+            f"optimizer.name={section.name} cannot step sharded parameters: torch's class changes them by operations "
+            "that DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
         )
     if named is not None:
         settings = {field: fields[field] for field in named.reads}
