@@ -257,7 +257,8 @@ class Dpo:
     """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
     precompute: bool = False
     """The reference scores the whole data before the first step, once, into the data's cache; then it needs no memory
-    and no time. Worth it where the run sees each pair more than once."""
+    and no time. Worth it where the run sees each pair more than once. Its sums are rounded as other batches round them,
+    so `accuracy` is a toss-up in the first step, where policy and reference are one."""
     sync_every: int | None = None
     """Steps after which the reference moves towards the policy. null: it stands still."""
     sync_mix: float = 0.6
