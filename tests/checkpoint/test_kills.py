@@ -111,7 +111,7 @@ def seconds_of_a_save(directory):
 def killed_savers(directory, draw, count):
     store = CheckpointStore(directory, Ranks(alone=True))
     longest = 4 * seconds_of_a_save(directory / "clock")
-    newest = 0
+    newest = left = 0
     for _ in range(count):
         child = os.fork()
         if child == 0:
@@ -125,7 +125,9 @@ def killed_savers(directory, draw, count):
         steps = store.published()
         assert steps == store.steps() and max(steps, default=0) >= newest
         newest = max(steps, default=0)
-        assert sum(step % 50 != 0 for step in steps) <= 3
+        # A kill between a save's publication and its pruning leaves one more, until a pruning comes to its end.
+        before, left = left, sum(step % 50 != 0 for step in steps)
+        assert left <= max(3, before + 1)
         for step in steps[-2:]:
             tensors = {"a": torch.zeros(2000), "b": torch.zeros(1000)}
             assert store.load(step, tensors) == {"step": step}
