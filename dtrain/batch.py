@@ -92,6 +92,12 @@ def documents(batch: Batch) -> int:
     return int((batch["seq_ids"].amax(1) + 1).sum()) if rows_in(batch) else 0
 
 
+def sum_by_document(values: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Σ of values [.., B, S] over each of `count` documents, [.., count]; ids [B, S] are the batch's `document_ids`."""
+    sums = values.new_zeros(*values.shape[:-2], count + 1)  # the first: padding
+    return sums.index_add(-1, (ids + 1).flatten(), values.flatten(-2))[..., 1:]
+
+
 def next_tokens(batch: Batch) -> Tensor:
     """[B, S]: labels under which every token of a document but its first is one, trained or not."""
     ids, seq_ids = batch["input_ids"], batch["seq_ids"]

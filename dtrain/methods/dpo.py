@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in
+from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.length import length_desensitised_weights
@@ -84,7 +84,9 @@ class Dpo(Method):
         if policy.reference is not None:
             with policy.use_reference_model():
                 batch["reference_logprobs"] = policy.label_logprobs(batch, self.micro_rows)
-        chosen_tokens = policy.sum_over_dp(_labels_of_chosen(batch).sum()).clamp(min=1)
+        chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, nor counted
+        if self.objective.sft_weight:
+            chosen_tokens = policy.sum_over_dp(_labels_of_chosen(batch).sum()).clamp(min=1)
         if not self.objective.whole_batch:
             return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device))
         return self._weighted(policy, batch, chosen_tokens)
@@ -113,13 +115,12 @@ class Dpo(Method):
         logprobs = policy.label_logprobs(batch, self.micro_rows)
         streams = PairSums.streams(batch, logprobs)  # [4, n, S]
         count, ids = documents(batch), document_ids(batch)
-        local = streams.new_zeros(len(streams), count + 1).index_add(1, (ids + 1).flatten(), streams.flatten(1))
-        gathered, first = policy.gather_over_dp(local[:, 1:].t())  # [documents of all ranks, 4]
+        local = sum_by_document(streams, ids, count)
+        gathered, first = policy.gather_over_dp(local.t())  # [documents of all ranks, 4]
         sums = PairSums.of(gathered.t())
         losses, slopes = self.objective.slopes(sums)  # [pairs], [2 · pairs]
-        pairs = max(len(losses), 1)
-        total = losses.sum() / pairs - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens
-        mine = torch.cat([slopes.new_zeros(1), slopes[first : first + count]]) / pairs
+        total = losses.sum() / max(len(losses), 1) - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens
+        mine = torch.cat([slopes.new_zeros(1), slopes[first : first + count]])
         weights = batch.get("token_weights", 1.0) * mine[ids + 1]
         sft = self.objective.sft_weight * _labels_of_chosen(batch) / chosen_tokens
         measured = self.objective.measure(sums, losses)

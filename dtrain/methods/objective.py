@@ -9,7 +9,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE, Batch
 from dtrain.config.preference import LOSSES, SFT
 from dtrain.config.schema import Dpo as Section
-from dtrain.losses.preference import combined_preference_loss, preference_rewards
+from dtrain.losses.preference import combined_preference_loss, preference_rewards, preference_weights
 
 
 class PairSums(NamedTuple):
@@ -76,22 +76,20 @@ class Objective:
         """[pairs], the weighted sum of the named losses, without the SFT term."""
         if not self._names:
             return torch.zeros_like(sums.chosen)
-        logps = (sums.chosen, sums.rejected, sums.ref_chosen, sums.ref_rejected)
-        lengths = {"chosen_lengths": sums.chosen_lengths, "rejected_lengths": sums.rejected_lengths}
-        return combined_preference_loss(self._names, *logps, **lengths, **self._options)
+        return combined_preference_loss(self._names, *sums[:4], **self._named(sums))
 
     def slopes(self, sums: PairSums) -> tuple[Tensor, Tensor]:
-        """The losses [pairs], and their sum's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
-        logps = torch.stack([sums.chosen, sums.rejected], 1).detach().requires_grad_()
-        with torch.enable_grad():
-            losses = self.losses(sums._replace(chosen=logps[:, 0], rejected=logps[:, 1]))
-            (slopes,) = torch.autograd.grad(losses.sum(), logps)
-        return losses.detach(), slopes.flatten()
+        """The losses [pairs], and their mean's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
+        found = preference_weights(self._names, *sums[:4], **self._named(sums))
+        return found.losses, torch.stack([found.chosen, found.rejected], 1).flatten()
+
+    def _named(self, sums: PairSums) -> dict[str, Any]:
+        lengths = {"chosen_lengths": sums.chosen_lengths, "rejected_lengths": sums.rejected_lengths}
+        return lengths | self._options
 
     def measure(self, sums: PairSums, losses: Tensor) -> dict[str, Tensor]:
         """Sums over the pairs, from which the metrics are made."""
-        logps = (sums.chosen, sums.rejected, sums.ref_chosen, sums.ref_rejected)
-        rewards = preference_rewards(*logps, beta=self.beta)
+        rewards = preference_rewards(*sums[:4], beta=self.beta)
         return {
             "pairs": torch.full((), len(losses), device=losses.device),
             "loss": losses.sum(),

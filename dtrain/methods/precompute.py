@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.batch import IGNORE, Batch, collate, document_ids, documents
+from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
 from dtrain.config.schema import Recipe
 from dtrain.data import Rows
 from dtrain.data.packing import pack
@@ -84,9 +84,9 @@ def _score(policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: 
     ids = document_ids(batch)
     if ld_alpha is not None:
         logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)
-    sums = torch.zeros(documents(batch) + 1, dtype=torch.float64).index_add(0, (ids + 1).flatten(), logprobs.flatten())
+    sums = sum_by_document(logprobs, ids, documents(batch))
     order = torch.tensor([index for members in mine for index in members], dtype=torch.int64)
-    table[order] = sums[1:].view(-1, 2)
+    table[order] = sums.view(-1, 2)
 
 
 def _everywhere(flag: bool) -> bool:

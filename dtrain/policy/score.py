@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, documents
+from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, documents, sum_by_document
 from dtrain.losses import (
     HeadInput,
     HeadLogprobs,
@@ -101,9 +101,7 @@ class LogprobSource:
         The documents are counted row by row, as in `batch.document_ids`. Under cp one all-reduce, which the derivative
         passes by: the losses that the cp ranks go on with must be the same.
         """
-        slots = (self._batch["document_ids"] + 1).flatten()  # 0: padding
-        sums = values.new_zeros(*values.shape[:-2], self.documents + 1).index_add(-1, slots, values.flatten(-2))
-        sums = sums[..., 1:]
+        sums = sum_by_document(values, self._batch["document_ids"], self.documents)
         return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
