@@ -149,14 +149,9 @@ class ChunkedDistributedLogprob:
         inference_only: bool = False,
     ) -> Tensor:
         """As `DistributedLogprob.apply`; extra memory O(chunk_size · V/tp), chunk_size in sequence positions."""
-        check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
-        return logprob_at(
-            vocab_parallel_logits,
-            target.unsqueeze(-1),
-            vocab_start_index,
-            tp_group,
-            chunk_size=chunk_size,
-            inference_only=inference_only,
+        bounds = (vocab_start_index, vocab_end_index)
+        return ChunkedDistributedGatherLogprob.apply(
+            vocab_parallel_logits, target.unsqueeze(-1), *bounds, chunk_size, tp_group, inference_only
         ).squeeze(-1)
 
 
