@@ -32,7 +32,10 @@ STREAMS = {
     "seq_ids": Stream(PADDING_DOCUMENT, torch.int64),
     "document_ids": Stream(PADDING_DOCUMENT, torch.int64),  # seq_ids counted through the whole batch
     "token_weights": Stream(0.0, torch.float64),
-    "reference_logprobs": Stream(0.0, torch.float64),  # of labels, where these stand
+    "reference_logprobs": Stream(0.0, torch.float64),  # of labels, where these stand; so are those that follow
+    "old_logprobs": Stream(0.0, torch.float64),  # by the weights that an update starts from
+    "sampling_logprobs": Stream(0.0, torch.float64),  # by the engine that drew the labels
+    "advantages": Stream(0.0, torch.float64),
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
 

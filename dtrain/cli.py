@@ -76,6 +76,19 @@ def _parser() -> argparse.ArgumentParser:
     preview = add("preview", _preview, "show rows as the model sees them, lengths, packing, tokens", recipe=True)
     printed = "how many samples to print (default: 3)"
     preview.add_argument("--samples", type=_at_least(0), default=3, metavar="N", help=printed)
+    plan = add("plan", _plan, "show what each rank would hold and send: no GPU and no weights needed", recipe=True)
+    plan.add_argument("--world-size", type=_at_least(1), metavar="N", help=processes)
+    plan.add_argument("--gpu", choices=("a100", "h100", "h200", "b200"), default="h100", help="default: h100")
+    plan.add_argument("--search", action="store_true", help="list the ten best meshes and micro-batches for N ranks")
+    budgeted = "for tensors on a GPU (default: 92%% of its memory)"
+    plan.add_argument("--memory", type=_positive, metavar="GIB", help=budgeted)
+    plan.add_argument("--step-time", type=_positive, metavar="S", help="say the MFU that steps of S seconds mean")
+    plan.add_argument("--gpus-per-node", type=_at_least(1), metavar="N", help="default: 8")
+    inside = "of a GPU to the others of its node, each way (default: the GPU's NVLink)"
+    plan.add_argument("--link-inside", type=_positive, metavar="GB/S", help=inside)
+    between = "of a GPU's network card, each way (default: 50, a100: 25)"
+    plan.add_argument("--link-between", type=_positive, metavar="GB/S", help=between)
+    plan.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, and nothing else")
     add("ls", _ls, "list the recipes that ship with dtrain")
     copy = add("cp", _cp, "copy a shipped recipe, to edit it")
     copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
@@ -89,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     download.add_argument("model", metavar="OWNER/NAME", help="such as Qwen/Qwen3-0.6B; model.path takes it as it is")
     generate = add("generate", _generate, "complete prompts with a model")
     generate.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
-    generate.add_argument("--prompt", action="append", required=True, help="what the user says; may be repeated")
+    said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
+    generate.add_argument("--prompt", action="append", help=said)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
@@ -98,6 +112,21 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="default: 0")
     generate.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    serve = add("serve", _serve, "answer completions over HTTP, as OpenAI's API has them")
+    serve.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine only)")
+    serve.add_argument("--port", type=_at_least(0), default=8000, help="default: 8000; 0 takes a free one")
+    serve.add_argument("--name", help="what clients call the model (default: DIR as it is typed)")
+    serve.add_argument("--max-length", type=_at_least(1), metavar="N", help="tokens of prompt and completion together")
+    serve.add_argument("--max-rows", type=_at_least(1), metavar="N", help="completions decoded together")
+    serve.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="positions of keys and values in memory")
+    serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with the key that clients must send")
+    watched = "a directory whose newest whole step-N is read as it appears"
+    serve.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
+    graced = "seconds to finish what is under way when asked to end (default: 30)"
+    serve.add_argument("--grace", type=_at_least(0), default=30, metavar="S", help=graced)
+    serve.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
+    serve.add_argument("--device", default="auto", help="auto, cpu or cuda")
     add("env", _env, "print versions and devices, for bug reports")
     return parser
 
@@ -111,6 +140,17 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _positive(text: str) -> float:
+    """An argument's type: a finite number above 0. argparse tells of others."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return value
 
 
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
@@ -152,6 +192,25 @@ def _preview(arguments: argparse.Namespace) -> int:
 
     recipe = load(arguments.recipe, arguments.overrides)
     preview(recipe, samples=arguments.samples, color=sys.stdout.isatty())
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from dtrain.plan.command import Options, run
+    from dtrain.preflight import load
+
+    options = Options(
+        world_size=arguments.world_size,
+        gpu=arguments.gpu,
+        memory=arguments.memory,
+        gpus_per_node=arguments.gpus_per_node,
+        link_inside=arguments.link_inside,
+        link_between=arguments.link_between,
+        step_time=arguments.step_time,
+        search=arguments.search,
+        as_json=arguments.json,
+    )
+    run(load(arguments.recipe, arguments.overrides), options, lambda text: print(text, flush=True))
     return 0
 
 
@@ -208,9 +267,12 @@ def _download(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from dtrain.rollout.generate import generate_text
 
+    is_piped = arguments.prompt is None
+    if is_piped and sys.stdin.isatty():
+        raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
     texts = generate_text(
         arguments.directory,
-        arguments.prompt,
+        sys.stdin.read().splitlines() if is_piped else arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -221,7 +283,28 @@ def _generate(arguments: argparse.Namespace) -> int:
         device=arguments.device,
     )
     for text in texts:
-        print(text, flush=True)
+        print(text.replace("\n", "\\n") if is_piped else text, flush=True)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from dtrain.rollout.serve.start import serve_directory
+
+    serve_directory(
+        arguments.directory,
+        host=arguments.host,
+        port=arguments.port,
+        name=arguments.name,
+        max_length=arguments.max_length,
+        max_rows=arguments.max_rows,
+        max_tokens=arguments.max_tokens,
+        api_key_file=arguments.api_key_file,
+        watch=arguments.watch,
+        grace=arguments.grace,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        say=lambda line: print(line, flush=True),
+    )
     return 0
 
 

@@ -27,7 +27,7 @@ from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import BEST, SCHEDULES, Recipe
 from dtrain.errors import Stopped, UserError
-from dtrain.methods import METHODS
+from dtrain.methods import METHODS, Run
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
@@ -60,7 +60,7 @@ class Trainer:
     """One run on one rank: its data, its policy and its directory. `loop` is the run."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime, stack: ExitStack):
-        self.recipe, self.runtime = recipe, runtime
+        self.recipe, self.runtime, self._stack = recipe, runtime, stack
         self.ranks = Ranks()
         self.run = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
         self.ranks.first(lambda: self.run.hold(tell=print) and None)  # a lock is no value to broadcast
@@ -73,9 +73,7 @@ class Trainer:
         self.method = METHODS[recipe.method](recipe)
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
         sizes = self.sizes
-        mesh = build_mesh(
-            runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp
-        )
+        mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self.policy = Policy(recipe, model_config, mesh, runtime)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         self.start = resume.find_start(recipe, self.run, self.store, self.ranks, self.metrics.say)
@@ -98,11 +96,10 @@ class Trainer:
         if self.recipe.checkpoint.init_from is not None and (start.state is None or self.method.needs_start):
             path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
             self.metrics.say(f"weights of {path}")
-        self.method.begin(self.policy, {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {}))
+        splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
+        self.method.begin(self.policy, splits, Run(self.metrics, self.run.path, self._stack))
         if start.state is not None:
-            changed = resume.restore(
-                self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks
-            )
+            changed = resume.restore(self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks)
             self.metrics.say(f"resumed from {start.path}")
             for line in changed:
                 self.metrics.say(f"  changed since then: {line}")
@@ -115,14 +112,7 @@ class Trainer:
     def loop(self, start: Start) -> None:
         """Train from `start` to the last step, saving and validating on the way; the export at the end."""
         recipe, every = self.recipe, self.recipe.checkpoint.every
-        batches = data.Batches(
-            self.rows,
-            global_batch=recipe.train.global_batch,
-            dp_rank=self.policy.mesh.dp_rank,
-            dp_size=self.policy.mesh.dp_size,
-            cursor=data.Cursor(*start.cursor),
-            num_workers=recipe.data.num_workers,
-        )
+        batches = self.method.batches(self.policy, self.rows, data.Cursor(*start.cursor))
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
         if signum := self._agreed_signal():
@@ -150,26 +140,17 @@ class Trainer:
             self.export()
 
     def validate(self, step: int) -> None:
-        """The method's loss over all of `data.val`: summed over all batches and ranks, and divided once."""
+        """The method's measures over all of `data.val`."""
         if self.val_rows is None:
             return
-        sums: dict[str, float] = {}
-        for batch in data.Batches(
-            self.val_rows,
-            global_batch=self.recipe.train.global_batch,
-            dp_rank=self.policy.mesh.dp_rank,
-            dp_size=self.policy.mesh.dp_size,
-        ):
-            for name, value in self._step(batch, "val")["sums"].items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        fields = self.method.val_fields(sums)
+        fields = self.method.validate(self.policy, self.val_rows)
         self._measured |= fields
         self.metrics.val_row(step, **fields)
 
-    def _step(self, batch: data.GlobalBatch, split: str = "train") -> dict[str, Any]:
-        """One optimizer step on a batch of the training set, or the evaluation of one of the other."""
-        rows, loss = self.method.prepare(self.policy, self.method.batch(batch, split))
-        return self.policy.train(rows, loss, eval_mode=split != "train", mbs=self.method.micro_rows)
+    def _step(self, batch: data.GlobalBatch) -> dict[str, Any]:
+        """One optimizer step."""
+        rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
+        return self.policy.train(rows, loss, mbs=self.method.micro_rows)
 
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
@@ -207,15 +188,15 @@ class Trainer:
             cache_dir=Path(recipe.run.dir) / ".cache",
             say=self.metrics.say,
             progress=is_main,
-            pairs=self.method.pairs,
+            kind=self.method.kind,
+            prompts=self.method.prompts,
         )
 
     def _last_step_of_epochs(self) -> int:
-        """The step that `train.epochs` ends with: those of the start, then whole batches and a last one that may be
-        short. Where the start was saved with other epochs or another global_batch, its rows are not step × batch."""
-        cursor = data.Cursor(*self.start.cursor)
-        left = max(0, self.rows.total_rows() - self.rows.rows_before(cursor))
-        return self.start.step + -(-left // self.recipe.train.global_batch)
+        """The step that `train.epochs` ends with: those of the start and what is left. Where the start was saved with
+        other epochs or another global_batch, its rows are not step × batch."""
+        saved = self.start.state["method"] if self.start.state else {}
+        return self.start.step + self.method.steps_left(self.rows, data.Cursor(*self.start.cursor), saved)
 
     def _log(self, step: int, epoch: float, result: dict, began: float, fetched: float) -> None:
         """Write the step's row. Times are those at which the step began, and had its batch."""

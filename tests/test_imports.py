@@ -43,7 +43,8 @@ TORCH_FREE = """
     dtrain dtrain.errors dtrain.config dtrain.cli dtrain.launch dtrain.preflight dtrain.models.config
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
     dtrain.data.preferences dtrain.data.pairs
-    dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout
+    dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
+    dtrain.rollout.rewards.worker
 """.split()
 
 

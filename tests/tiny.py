@@ -99,3 +99,30 @@ def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool =
         "metrics": {"tensorboard": False},
     }
     return config.load(recipe, overrides)
+
+
+def write_prompts(path: Path, count: int = 24, longest: int = 6, seed: int = 0) -> Path:
+    """Tokenized prompts of random lengths, each with a column `wanted`: a token id."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            ids = [draw.randrange(2, VOCAB) for _ in range(draw.randint(1, longest))]
+            file.write(json.dumps({"prompt_ids": ids, "wanted": draw.randrange(2, VOCAB)}) + "\n")
+    return path
+
+
+def tiny_grpo(root: Path, *overrides: str, family: str = "qwen3", name: str = "run") -> Recipe:
+    """A GRPO recipe over a tiny model from scratch and 24 tokenized prompts, float64: rollouts of 4 prompts × 4
+    completions, 8 of them a step."""
+    prompts = root / "prompts.jsonl"
+    if not prompts.exists():
+        write_prompts(prompts)
+    section = [
+        "method=grpo",
+        f"data.train.path={prompts}",
+        "grpo.prompts_per_step=4",
+        "grpo.group_size=4",
+        "grpo.rewards=[{fn: tests.methods.judges.even}]",
+        "grpo.sampling.max_new_tokens=6",
+    ]
+    return tiny_recipe(root, *section, *overrides, family=family, name=name)

@@ -11,12 +11,9 @@ from typing import Any
 
 from dtrain.config.load import keys
 from dtrain.config.preference import problems as preference_problems
+from dtrain.config.rollouts import RANGES as ROLLOUT_RANGES
+from dtrain.config.rollouts import problems as rollout_problems
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
-
-# What a later version brings: (key, what it may be until then, what to say). A feature that arrives deletes its row.
-NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("method", lambda v: v != "grpo", "reinforcement learning is not in this version yet; it has sft, dpo and distill"),
-)
 
 # (key, what its value must satisfy, and that in words). None is not looked at: the schema says where it is allowed.
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -53,6 +50,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
+    *ROLLOUT_RANGES,
 )
 
 
@@ -85,17 +83,13 @@ class Sizes:
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is none."""
-    problems = [
-        f"{key}={_shown(value)}: {sentence}"
-        for key, allowed, sentence in NOT_YET
-        if not allowed(value := _get(recipe, key))
-    ]
     wrong = [(key, f"{key}={_shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
-    problems += [text for _, text in wrong]
+    problems = [text for _, text in wrong]
     problems += _required(recipe)
     problems += _names(recipe)
     problems += _formats(recipe)
     problems += _dpo(recipe) if recipe.method == "dpo" else []
+    problems += rollout_problems(recipe) if recipe.method == "grpo" else []
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
     problems += _best(recipe)
@@ -177,7 +171,7 @@ def _source(source: DataSource, key: str) -> list[str]:
 
 
 def _formats(recipe: Recipe) -> list[str]:
-    """Preferences are for dpo, and dpo is for preferences."""
+    """Preferences are for dpo, and dpo is for preferences; prompts are for grpo."""
     problems = []
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
         if split is None:
@@ -185,7 +179,14 @@ def _formats(recipe: Recipe) -> list[str]:
         named = [(f"data.{name}.format", split.format)]
         named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
         for key, format in named:
-            if recipe.method == "dpo" and format not in ("auto", "preference", "tokenized"):
+            if recipe.method == "grpo" and format in ("preference", "text"):
+                problems.append(
+                    f"{key}={format}: method=grpo draws its own answers to prompts; give it messages, question or "
+                    "prompt_completion"
+                )
+            elif format == "question" and recipe.method != "grpo":
+                problems.append(f"{key}=question: a question has no answer to train on; method=grpo draws its own")
+            elif recipe.method == "dpo" and format not in ("auto", "preference", "tokenized"):
                 problems.append(f"{key}={format}: method=dpo trains on pairs; set it to preference, or method=sft")
             elif recipe.method != "dpo" and format == "preference":
                 problems.append(f"{key}=preference: method={recipe.method} does not train on pairs; set method=dpo")
@@ -279,6 +280,9 @@ def _best(recipe: Recipe) -> list[str]:
     best, every, validate = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.validate_every
     if best is None or best == "loss":
         return []
+    if (best == "val_reward_mean") != (recipe.method == "grpo") and best in BEST:
+        measured = [name for name in BEST if (name != "val_loss" if recipe.method == "grpo" else "reward" not in name)]
+        return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
     if best not in BEST:
         return [f"checkpoint.keep_best={best} is none of {', '.join(BEST)}, nor null"]
     if every is not None and (validate is None or every % validate):

@@ -8,7 +8,9 @@ sections follow it in the order in which a recipe is usually written. The text u
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
+Format = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question", "text", "tokenized", "preference"
+]
 
 
 @dataclass
@@ -206,8 +208,8 @@ class Checkpoint:
     keep_every: int | None = None
     """The saves at steps that this divides stay too. null: none for that reason."""
     keep_best: str | None = None
-    """val_loss: the save with the lowest stays too; `every` is then a multiple of `train.validate_every`. loss: that of
-    the step's own batch. null: none for that reason."""
+    """val_loss, or val_reward_mean under grpo: the save with the best stays too; `every` is then a multiple of
+    `train.validate_every`. loss: that of the step's own batch. null: none for that reason."""
     resume: str | None = "auto"
     """auto: the run's newest whole save, where there is one; saves that were damaged since are named, left out, and
     kept aside as damaged-step-N. null: start over, in a directory without metrics only. Or a `step-N` directory."""
@@ -269,7 +271,7 @@ class Dpo:
 
 @dataclass
 class Sampling:
-    """`grpo.sampling`: how completions are drawn."""
+    """`grpo.sampling`: how completions are drawn. Training computes with the same distribution."""
 
     temperature: float = 1.0
     """Divides the logits before anything else."""
@@ -279,6 +281,8 @@ class Sampling:
     """Keep the likeliest tokens of this much probability."""
     max_new_tokens: int = 512
     """Tokens of the longest completion."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, beside the model's end-of-sequence tokens."""
 
 
 @dataclass
@@ -286,14 +290,41 @@ class Reward:
     """One of `grpo.rewards`."""
 
     fn: str | None = None
-    """Required. A reward's name, or an import path."""
+    """Required. A reward's name (dtrain/config/rewards.py lists them), or an import path of
+    `fn(prompts, completions, completion_ids, **columns) -> list of numbers or None`, async or not."""
     weight: float = 1.0
     """Its weight in the sum."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its options, such as `{pattern: "yes|no"}` for regex."""
+
+
+@dataclass
+class Server:
+    """`grpo.server`: read with `grpo.engine=http`."""
+
+    urls: list[str] = field(default_factory=list)
+    """Required. Where the servers listen, such as `http://localhost:8000`."""
+    kind: Literal["auto", "dtrain", "vllm", "sglang"] = "auto"
+    """What they are. auto asks the first one."""
+    model: str | None = None
+    """The name that the servers know the model by. null: the one that they say."""
+    timeout: float = 600.0
+    """Seconds that a completion, or an update of the weights, may take."""
+    retries: int = 3
+    """How often a request is sent again where the connection or the server failed."""
+    concurrency: int = 64
+    """Requests on their way at once, over all servers."""
+    weights: Literal["directory", "broadcast"] = "directory"
+    """How updated weights travel: as safetensors in `weights_dir`, which the servers can read, or over a process group
+    of their own."""
+    weights_dir: str | None = None
+    """A directory that the servers see under the same path. null: `weights` in the run's directory."""
 
 
 @dataclass
 class Grpo:
-    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions."""
+    """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
+    train.global_batch of them, and each pass over a rollout takes every completion once."""
 
     prompts_per_step: int = 16
     """Prompts of a rollout."""
@@ -302,19 +333,64 @@ class Grpo:
     updates_per_rollout: int = 1
     """Passes over a rollout."""
     loss: str = "dapo"
-    """The policy loss's name."""
+    """The policy loss's name (dtrain/config/policy_losses.py lists them)."""
     beta: float = 0.0
-    """Weight of the divergence from the reference."""
+    """Weight of the divergence from the reference. 0: no reference is kept."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
     """How far below and above 1 the ratio may go."""
-    advantage: str = "group"
-    """How rewards become advantages."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss, such as `{delta: 2.0}`."""
+    reference: str = "start"
+    """What `beta` pulls towards. start: the weights that training starts from; or the path of a model of the same
+    shapes."""
+    sync_every: int | None = None
+    """Steps after which the reference moves towards the policy. null: it stands still."""
+    sync_mix: float = 0.6
+    """How far it then moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
+    """What is subtracted from a reward: the mean of its group, of the group's others, of the rollout, or nothing."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What it is then divided by: the standard deviation of its group, of the rollout, or nothing."""
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
-    """What a completion earns."""
+    """What a completion earns: the weighted sum of these."""
+    reward_timeout: float = 60.0
+    """Seconds that one reward may take over a rollout; after that its values are unknown."""
+    mask_truncated: bool = False
+    """Completions that max_new_tokens ended train nothing (they still count where a loss divides by sequences)."""
+    overlong_cache: int | None = None
+    """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
+    the reward falls by up to 1. null: off."""
+    dynamic_sampling: Literal["none", "drop", "refill"] = "none"
+    """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates; refill: other prompts
+    are drawn in their place, too."""
+    max_refills: int = 3
+    """How many times a rollout is refilled; after that it goes on with the groups that there are."""
     sampling: Sampling = field(default_factory=Sampling)
     """How completions are drawn."""
+    system_prompt: str | None = None
+    """The system message of conversations that have none."""
+    environment: str | None = None
+    """Import path of a maker of environments (dtrain/rollout/environment.py): completions in several turns. null: one
+    completion answers a prompt."""
+    max_turns: int = 8
+    """Completions of the longest episode in an environment."""
     engine: Literal["native", "http"] = "native"
-    """What draws them: this process, or a server."""
+    """What draws them: the training processes themselves, or servers."""
+    server: Server = field(default_factory=Server)
+    """The servers of `engine: http`."""
+    max_off_policy_steps: int = 0
+    """How many optimizer steps old the weights may be that a completion was drawn with, when its updates begin. 0:
+    training waits for each rollout. More needs engine=http: the next rollout is drawn while this one is trained on."""
+    unshard: bool | str = "auto"
+    """auto | true | false: whether a rank holds the whole weights (its tensor-parallel part of them) while it
+    generates, gathered once, or gathers each layer for each token. auto: where memory allows."""
+    offload: bool = False
+    """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
+    max_mismatch: float | None = 0.1
+    """The first rollout ends the run where trainer and engine disagree by more than this on the sampled tokens'
+    log-probabilities (mean of the absolute difference). null: never."""
+    show: int = 2
+    """Completions of each rollout that the terminal shows; samples.jsonl has all."""
 
 
 @dataclass
@@ -362,5 +438,5 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 """`optimizer.name` without a dot. `dtrain.optim` holds what they mean."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 """`scheduler.name` without a dot. `dtrain.optim` holds what they mean."""
-BEST = {"val_loss": min, "loss": min}
+BEST = {"val_loss": min, "loss": min, "val_reward_mean": max}
 """`checkpoint.keep_best`: the fields of the metrics by which a save can be the best, and which of two values is."""

@@ -1,9 +1,9 @@
 """Files to batches: rows of data files become token ids and masks, are cached, packed into rows, and dealt to ranks.
 
 The way of a sample: files.py → formats.py → template.py, replies.py → sample.py → (pool.py) cache.py → order.py,
-packing.py → rows.py → loader.py; of a pair, preferences.py and pairs.py instead of formats.py and sample.py. The
-trainer calls `open_rows` and `Batches`; nothing here knows a recipe but preview.py. What is named here is loaded when
-it is first asked for, so that what needs no torch loads none.
+packing.py → rows.py → loader.py; of a pair, preferences.py and pairs.py instead of formats.py and sample.py; of a
+prompt, prompts.py. The trainer calls `open_rows` and `Batches`; nothing here knows a recipe but preview.py. What is
+named here is loaded when it is first asked for, so that what needs no torch loads none.
 """
 
 import importlib
@@ -14,6 +14,8 @@ _HOMES = {
     "choose_template": "template",
     "Encoder": "sample",
     "PairEncoder": "pairs",
+    "PromptEncoder": "prompts",
+    "PromptOptions": "prompts",
     "Source": "cache",
     "Samples": "cache",
     "open_cache": "cache",

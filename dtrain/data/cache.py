@@ -8,6 +8,8 @@ chosen and rejected; n counts documents:
     trained.bin   uint8   1 where the token is a target
     offsets.bin   int64   n + 1 offsets of the documents into both
     origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
+    columns.bin   uint8   of prompts alone: each row's prompt and columns as JSON, one behind the other
+    column_offsets.bin    int64, n + 1 offsets of them
     left_out.txt          every row that is no sample, and why
     meta.json             counts, fingerprint, sizes; written last
 
@@ -51,6 +53,7 @@ ARRAYS = {
     "offsets.bin": torch.int64,
     "origins.bin": torch.int64,
 }
+COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ class Samples:
     def __init__(self, directory: Path, weights: Sequence[float]):
         self.directory, self.weights = directory, tuple(weights)
         self.meta: dict[str, Any] = json.loads((directory / "meta.json").read_text())
-        self._tokens, self._trained, self._offsets, origins = (
+        self._tokens, self._trained, self._offsets, origins, *columns = (
             torch.from_file(
                 str(directory / name), shared=False, size=self.meta["sizes"][name] // kind.itemsize, dtype=kind
             )
-            for name, kind in ARRAYS.items()
+            for name, kind in {**ARRAYS, **COLUMNS}.items()
+            if name in self.meta["sizes"]
         )
+        self._columns = columns or None
         self._origins = origins.view(-1, 3)
         self.documents_per_sample: int = self.meta["documents_per_sample"]
         first, shares = 0, []
@@ -89,6 +94,11 @@ class Samples:
         self.shares = tuple(shares)
         parts = json.dumps([self.meta["fingerprint"], self.weights, self.documents_per_sample])
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+    @property
+    def noun(self) -> str:
+        """What a sample is, in the plural."""
+        return "prompts" if self._columns else "pairs" if self.documents_per_sample == 2 else "samples"
 
     def __len__(self) -> int:
         return self.meta["samples"]
@@ -109,6 +119,12 @@ class Samples:
     def full_lengths(self, start: int, stop: int) -> Tensor:
         """Tokens of each document of the samples [start, stop) before truncation."""
         return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Of prompts: {"prompt": as the data has it, "columns": the row's others}."""
+        content, offsets = self._columns
+        start, end = offsets[index : index + 2].tolist()
+        return json.loads(bytes(content[start:end].tolist()))
 
     def origin(self, index: int) -> tuple[str, int]:
         """File and line of a sample."""
@@ -194,15 +210,18 @@ def _lock(file: Path) -> Iterator[None]:
 class _Writer:
     """Samples to the files of a cache, counted on the way."""
 
-    def __init__(self, directory: Path, stack: ExitStack, documents: int):
-        self.documents = documents
-        self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in ARRAYS}
+    def __init__(self, directory: Path, stack: ExitStack, encoder: RowEncoder):
+        self.documents = encoder.documents
+        names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ())]
+        self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
         self.hash = hashlib.blake2b(digest_size=16)
-        self.offset = self.samples = 0
+        self.offset = self.samples = self.column_offset = 0
         self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
         self.named: list[list[Any]] = []
-        self._write("offsets.bin", array("q", [0]).tobytes())
+        for name in ("offsets.bin", "column_offsets.bin"):
+            if name in self.streams:
+                self._write(name, array("q", [0]).tobytes())
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
         lengths = array("q", chunk.lengths).tobytes()
@@ -223,6 +242,8 @@ class _Writer:
         )
         self._write("offsets.bin", offsets.tobytes())
         self._write("origins.bin", origins.tobytes())
+        if "columns.bin" in self.streams:
+            self._add_columns(chunk.columns)
         self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
         self.counts["trained_tokens"] += chunk.trained.count(1)
@@ -231,6 +252,15 @@ class _Writer:
             self.list.write(f"{file}:{line}: {reason}\n")
             if len(self.named) < NAMED:
                 self.named.append([file, line, reason])
+
+    def _add_columns(self, columns: Sequence[bytes]) -> None:
+        offsets = array("q")
+        for content in columns:
+            self.hash.update(content)
+            self._write("columns.bin", content)
+            self.column_offset += len(content)
+            offsets.append(self.column_offset)
+        self._write("column_offsets.bin", offsets.tobytes())
 
     def _write(self, name: str, data: bytes | bytearray) -> None:
         self.streams[name].write(data)
@@ -249,7 +279,7 @@ def _build(
     workers = num_workers or _cores()
     per_source = [0] * len(sources)
     with ExitStack() as stack:
-        writer = _Writer(directory, stack, encoder.documents)
+        writer = _Writer(directory, stack, encoder)
         encode = _inline(encoder)
         if size > SMALL and workers > 1:
             encode = stack.enter_context(Pool(encoder, workers)).encode
@@ -290,7 +320,7 @@ def _build(
         **writer.counts,
         "left_out": writer.named,
         "max_length": encoder.max_length,
-        "sizes": {name: (directory / name).stat().st_size for name in ARRAYS},
+        "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 

@@ -1,7 +1,7 @@
 """What every kind of encoder shares: chunks of rows to samples, the recipe's limits, and how plain strings are framed.
 
 A sample is one document, or the two of a pair; how a row becomes its documents is the encoder's own (sample.py,
-pairs.py). Torch is not imported.
+pairs.py, prompts.py). Torch is not imported.
 """
 
 from array import array
@@ -20,11 +20,13 @@ LONG = "longer than data.max_length"
 
 
 class Document(NamedTuple):
-    """Token ids, a byte for each that says whether it is trained, and how many there were before truncation."""
+    """Token ids, a byte for each that says whether it is trained, and how many there were before truncation; the row's
+    columns as JSON where the encoder keeps them."""
 
     ids: Sequence[int]
     trained: bytearray
     full: int
+    columns: bytes = b""
 
 
 @dataclass
@@ -34,6 +36,7 @@ class EncodedChunk:
     tokens    int32, the ids of all documents      trained   one byte a token, 1 = a target
     lengths   tokens of each document              lines     the line that each comes from
     full      its length before truncation         left_out  (line, reason) of the rows that are no sample
+    columns   each document's, as JSON, where they are kept
     """
 
     rows: int = 0
@@ -44,6 +47,7 @@ class EncodedChunk:
     lines: list[int] = field(default_factory=list)
     full: list[int] = field(default_factory=list)
     left_out: list[tuple[int, str]] = field(default_factory=list)
+    columns: list[bytes] = field(default_factory=list)
 
     def add(self, line: int, document: Document) -> None:
         self.tokens.extend(document.ids)
@@ -51,12 +55,14 @@ class EncodedChunk:
         self.lengths.append(len(document.ids))
         self.lines.append(line)
         self.full.append(document.full)
+        self.columns.append(document.columns)
 
 
 class RowEncoder:
     """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits."""
 
     documents = 1  # of a sample
+    keeps_columns = False  # whether the cache holds what the rewards read
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_length: int, too_long: str):
         if too_long not in TOO_LONG:

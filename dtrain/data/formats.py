@@ -2,7 +2,7 @@
 
 The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Completion`
 (prompt and completion as strings), `Text`, and `Tokens` (used as they are). What a pair of a chosen and a rejected
-completion says is in preferences.py. Torch is not imported.
+completion says is in preferences.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
@@ -31,6 +31,17 @@ PAIR_FORMATS = {
     "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids"),
     "preference": ("chosen", "rejected"),
 }
+# The same for methods that train on what the model answers to prompts.
+PROMPT_FORMATS = {
+    "tokenized": ("prompt_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt",),
+    "question": ("question",),
+    "alpaca": ("instruction",),
+}
+# What a method trains on -> its formats.
+KINDS = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS}
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -81,33 +92,32 @@ class Tokens:
     trained: list[bool]
 
 
-def formats_of(pairs: bool) -> dict[str, tuple[str, ...]]:
-    """The formats that a method knows, with their keys; `pairs`: it trains on a chosen and a rejected completion."""
-    return PAIR_FORMATS if pairs else FORMATS
-
-
-def detect(row: Mapping[str, Any], pairs: bool = False) -> str | None:
-    """The name of the row's format, or None. Keys whose value is null count as absent (parquet fills them in)."""
-    for name, keys in formats_of(pairs).items():
+def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
+    """The name of the row's format among those of `kind`, or None. Keys whose value is null count as absent (parquet
+    fills them in)."""
+    for name, keys in KINDS[kind].items():
         if all(row.get(key) is not None for key in keys):
             return name
     return None
 
 
-def describe_unknown(row: Mapping[str, Any], pairs: bool = False) -> str:
+def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
     """Why `detect` found nothing."""
-    other = detect(row, not pairs)
-    if other is not None:
-        return refuse_single(other) if pairs else refuse_preference()
-    if pairs:
+    if kind == "examples" and detect(row, "pairs") is not None:
+        return refuse_preference()
+    single = detect(row, "examples")
+    if kind == "pairs" and single is not None:
+        return refuse_single(single)
+    if kind == "pairs":
         known = (
             f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
         )
     else:
-        known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in FORMATS.items() if name != "preference")
+        known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KINDS[kind].items() if name != "preference")
     return (
         f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
         f"{known}. Rename the columns of the file"
+        + (", or set method=grpo, which trains on prompts" if kind == "examples" and detect(row, "prompts") else "")
     )
 
 
@@ -127,12 +137,12 @@ def refuse_single(name: str) -> str:
     )
 
 
-def require_keys(row: Mapping[str, Any], name: str, pairs: bool = False) -> None:
+def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> None:
     """Raises UserError for a row that is not of format `name`."""
-    missing = [key for key in formats_of(pairs)[name] if row.get(key) is None]
+    missing = [key for key in KINDS[kind][name] if row.get(key) is None]
     if missing:
-        other = detect(row, pairs)
-        looks = f"it looks like format {other}" if other else describe_unknown(row, pairs)
+        other = detect(row, kind)
+        looks = f"it looks like format {other}" if other else describe_unknown(row, kind)
         raise UserError(
             f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
             "Rows of different formats belong into different files, each one of data.train.sources"

@@ -52,7 +52,7 @@ class TokenPair:
 
 def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
     """`row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
-    require_keys(row, name, pairs=True)
+    require_keys(row, name, "pairs")
     if name == "tokenized":
         return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
     prompt, chosen, rejected = row.get("prompt"), _value(row["chosen"]), _value(row["rejected"])

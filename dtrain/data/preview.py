@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dtrain.batch import IGNORE
 from dtrain.data.cache import Samples
+from dtrain.data.prompts import PromptOptions
 from dtrain.data.rows import Row, Rows
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
 
+KINDS = {"dpo": "pairs", "grpo": "prompts"}
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
 BUCKETS, BAR = 12, 40
@@ -38,30 +40,38 @@ def preview(recipe: Any, samples: int = 3, color: bool | None = None, out: TextI
     cache_dir = Path(recipe.run.dir) / ".cache"
     rows = open_rows(
         recipe.data,
-        pairs=recipe.method == "dpo",
+        kind=KINDS.get(recipe.method, "examples"),
+        prompts=_prompt_options(recipe) if recipe.method == "grpo" else None,
         tokenizer=tokenizer,
         seed=recipe.run.seed,
         cache_dir=cache_dir,
         say=say,
     )
-    pairs = rows.samples.documents_per_sample == 2
-    unit = "pair" if pairs and not rows.packing else "row"
-    mark = "green" if color else "in [[ ]]"
+    noun = rows.samples.noun
+    unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
+    mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
     for number, placement in enumerate(islice(rows.placements(), samples), start=1):
         places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
         more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
-        say(f"\n--- {unit} {number}, trained tokens {mark}: {places}{more}")
+        say(f"\n--- {unit} {number}{mark}: {places}{more}")
         texts = (text for row in rows.build(placement.samples) for text in documents(row, tokenizer, color))
         for document, text in enumerate(texts):
-            if pairs:
+            if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
             say(text)
+        if noun == "prompts":
+            for name, value in rows.samples.row(placement.samples[0])["columns"].items():
+                say(f"- {name}: {value}")
     say()
     for line in histogram(rows.samples):
         say(line)
     say()
     for line in packing(rows):
         say(line)
+
+
+def _prompt_options(recipe: Any) -> PromptOptions:
+    return PromptOptions.within(recipe.data.max_length, recipe.grpo.sampling.max_new_tokens, recipe.grpo.system_prompt)
 
 
 def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:
@@ -104,8 +114,8 @@ def histogram(samples: Samples) -> list[str]:
 def packing(rows: Rows) -> list[str]:
     """How many rows and tokens an epoch has, and how full packed rows are."""
     count, tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
-    noun = "pairs" if rows.samples.documents_per_sample == 2 else "samples"
-    unit = "pairs" if noun == "pairs" and not rows.packing else "rows"
+    noun = rows.samples.noun
+    unit = "rows" if rows.packing or noun == "samples" else noun
     lines = [f"an epoch: {count:,} {unit}, {tokens:,} tokens"]
     if rows.packing:
         full = 100 * tokens / (count * rows.capacity)

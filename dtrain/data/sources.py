@@ -10,14 +10,14 @@ from dtrain.data.files import first_row, resolve
 from dtrain.data.formats import (
     CHAT_FORMATS,
     FORMATS,
-    PAIR_FORMATS,
+    KINDS,
     describe_unknown,
     detect,
-    formats_of,
     refuse_preference,
     refuse_single,
 )
 from dtrain.data.pairs import PairEncoder
+from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.rows import Rows
 from dtrain.data.sample import Encoder
 from dtrain.data.template import ChatTemplate, choose_template
@@ -31,7 +31,8 @@ def open_rows(
     section: Any,
     *,
     split: str = "train",
-    pairs: bool = False,
+    kind: str = "examples",
+    prompts: PromptOptions | None = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     epochs: int | None = None,
@@ -43,19 +44,27 @@ def open_rows(
 
     section     the recipe's `data` (its field names, as attributes)
     split       "train", or "val": unshuffled, one epoch, each weight taken as 1
-    pairs       whether the method trains on preferences: a sample is then a chosen and a rejected document
+    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document) or prompts
+    prompts     how prompts are made, where the method trains on these
     cache_dir   where section.cache_dir says nothing
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
     samples = open_samples(
-        section, split=split, pairs=pairs, tokenizer=tokenizer, cache_dir=cache_dir, say=say, progress=progress
+        section,
+        split=split,
+        kind=kind,
+        prompts=prompts,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        say=say,
+        progress=progress,
     )
     train = split == "train"
     return Rows(
         samples,
         max_length=section.max_length,
-        packing=section.packing,
+        packing=section.packing and kind != "prompts",  # what is packed are the completions, once there are some
         shuffle=section.shuffle and train,
         seed=seed,
         epochs=epochs if train else 1,
@@ -66,7 +75,8 @@ def open_samples(
     section: Any,
     *,
     split: str = "train",
-    pairs: bool = False,
+    kind: str = "examples",
+    prompts: PromptOptions | None = None,
     tokenizer: Tokenizer,
     cache_dir: str | Path | None = None,
     say: Say = print,
@@ -74,10 +84,10 @@ def open_samples(
 ) -> Samples:
     """The samples of one split; see `open_rows`."""
     key = f"data.{split}"
-    sources = find_sources(getattr(section, split), key, say, pairs)
+    sources = find_sources(getattr(section, split), key, say, kind)
     if split != "train":
         sources = [Source(source.files, source.format) for source in sources]
-    encoder = make_encoder(section, tokenizer, sources, say, pairs)
+    encoder = make_encoder(section, tokenizer, sources, say, kind, prompts)
     samples = open_cache(
         sources,
         encoder,
@@ -91,7 +101,7 @@ def open_samples(
     return samples
 
 
-def find_sources(split: Any, key: str, say: Say = print, pairs: bool = False) -> list[Source]:
+def find_sources(split: Any, key: str, say: Say = print, kind: str = "examples") -> list[Source]:
     """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
     given = _given(split, key)
     sources = []
@@ -101,20 +111,26 @@ def find_sources(split: Any, key: str, say: Say = print, pairs: bool = False) ->
             raise UserError(f"{where.removesuffix('.path')}.weight is {weight!r}; it must be a number, 0 or above")
         named = f"{files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
         if name in (None, "auto"):
-            name = _detected(files, pairs)
+            name = _detected(files, kind)
             say(f"{key}: {named}: format {name} (detected)")
-        elif name not in FORMATS:
-            raise UserError(f"{where.removesuffix('path')}format is {name!r}; known are auto, {', '.join(FORMATS)}")
-        if name == "preference" and not pairs:
+        elif name not in {**FORMATS, **KINDS[kind]}:
+            known = ", ".join(dict.fromkeys([*FORMATS, *KINDS[kind]]))
+            raise UserError(f"{where.removesuffix('path')}format is {name!r}; known are auto, {known}")
+        if name == "preference" and kind != "pairs":
             raise UserError(f"{files[0]}: {refuse_preference()}")
-        if name not in formats_of(pairs):
-            raise UserError(f"{files[0]}: {refuse_single(name)}")
+        if name not in KINDS[kind]:
+            raise UserError(f"{files[0]}: {refuse_single(name) if kind == 'pairs' else _no_prompt(name)}")
         sources.append(Source(files, name, float(weight)))
     return sources
 
 
 def make_encoder(
-    section: Any, tokenizer: Tokenizer, sources: Sequence[Source], say: Say = print, pairs: bool = False
+    section: Any,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    say: Say = print,
+    kind: str = "examples",
+    prompts: PromptOptions | None = None,
 ) -> RowEncoder:
     """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
     formats = {source.format for source in sources}
@@ -122,18 +138,19 @@ def make_encoder(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
     limits = {"max_length": section.max_length, "too_long": section.too_long}
-    encoder = (
-        PairEncoder(tokenizer, template, **limits)
-        if pairs
-        else Encoder(tokenizer, template, loss_on=section.loss_on, **limits)
-    )
-    if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference"}:
+    if kind == "pairs":
+        encoder = PairEncoder(tokenizer, template, **limits)
+    elif kind == "prompts":
+        encoder = PromptEncoder(tokenizer, template, options=prompts or PromptOptions(section.max_length), **limits)
+    else:
+        encoder = Encoder(tokenizer, template, loss_on=section.loss_on, **limits)
+    if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
         say(f"chat template: {template.origin}")
         for note in _template_notes(template, encoder):
             say(note)
-    if pairs:
+    if kind != "examples":
         if "tokenized" in formats:
-            say(f"tokenized rows are used as they are: nothing is added to {', '.join(PAIR_FORMATS['tokenized'])}")
+            say(f"tokenized rows are used as they are: nothing is added to {', '.join(KINDS[kind]['tokenized'])}")
         return encoder
     if "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
@@ -145,11 +162,9 @@ def make_encoder(
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
     """What a cache holds and what is missing from it, in sentences."""
     meta = samples.meta
-    noun = "pairs" if samples.documents_per_sample == 2 else "samples"
-    lines = [
-        f"{label}: {meta['samples']:,} {noun} of {meta['rows']:,} rows, {meta['tokens']:,} tokens, "
-        f"{meta['trained_tokens']:,} of them trained"
-    ]
+    noun = samples.noun
+    trained = "" if samples.noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
+    lines = [f"{label}: {meta['samples']:,} {noun} of {meta['rows']:,} rows, {meta['tokens']:,} tokens{trained}"]
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
         lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
@@ -165,6 +180,13 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
         lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
     return lines
+
+
+def _no_prompt(name: str) -> str:
+    return (
+        f"rows of format {name} hold no prompt to answer; method=grpo needs messages, prompt, question, instruction or "
+        "prompt_ids"
+    )
 
 
 def _given(split: Any, key: str) -> list[tuple[Any, str | None, float, str]]:
@@ -193,15 +215,15 @@ def _weight(source: Any) -> float:
     return 1.0 if weight is None else weight
 
 
-def _detected(files: Sequence[Path], pairs: bool) -> str:
+def _detected(files: Sequence[Path], kind: str) -> str:
     """The format of the first row that there is; the encoder holds all others to it."""
     for file in files:
         first = first_row(file)
         if first is not None:
             line, row = first
-            name = detect(row, pairs)
+            name = detect(row, kind)
             if name is None:
-                raise UserError(f"{file}:{line}: {describe_unknown(row, pairs)}")
+                raise UserError(f"{file}:{line}: {describe_unknown(row, kind)}")
             return name
     raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
 

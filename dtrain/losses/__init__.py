@@ -4,9 +4,17 @@ from those to a loss. Knows no recipe.
 `shard` and `softmax_stats` are underneath; `logprob`, `entropy`, `softmax`, `topk`, `sampling` read logits; `head` and
 `hidden` read hidden states; `next_token`, `packed`, `sequence_first`, `context`, `distillation` are what users call.
 From sums of log-probabilities to a loss of pairs: `divergence` and `pair_losses` underneath, `preference` for users;
-`length` weighs tokens.
+`length` weighs tokens. From rewards and log-probabilities to a policy loss: `advantages`; `sequences`, `policy_kl`,
+`policy_correction` and `policy_losses` underneath, `policy_core` for the trainer, `policy` for users.
 """
 
+from dtrain.losses.advantages import (
+    advantages,
+    decoupled_advantages,
+    soft_overlong_penalty,
+    without_truncated,
+    zero_variance_groups,
+)
 from dtrain.losses.context import (
     AllGatherCPTensor,
     _get_tokens_on_this_cp_rank,
@@ -22,6 +30,7 @@ from dtrain.losses.distillation import (
 from dtrain.losses.entropy import ChunkedDistributedEntropy, DistributedCrossEntropy
 from dtrain.losses.filtering import TrainingSamplingParams, apply_top_k_top_p, need_top_k_or_top_p_filtering
 from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
+from dtrain.losses.head_filtered import filtered_logprobs_from_hidden_states
 from dtrain.losses.head_kl import HeadInput, KlSums, kl_sum_from_hidden_states
 from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.losses.hidden import weighted_logprob_sum
@@ -34,6 +43,8 @@ from dtrain.losses.next_token import (
     get_next_token_logprobs_from_logits,
 )
 from dtrain.losses.packed import from_parallel_logits_to_logprobs_packed_sequences
+from dtrain.losses.policy import policy_loss, top_entropy_threshold
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
 from dtrain.losses.preference import (
     combined_preference_loss,
     preference_loss,
@@ -51,6 +62,7 @@ from dtrain.losses.sequence_first import (
     ChunkedDistributedHiddenStatesToLogprobs,
     from_parallel_hidden_states_to_logprobs,
 )
+from dtrain.losses.sequences import Documents, Rows
 from dtrain.losses.shard import VocabShard, group_all_reduce_sum, group_all_reduce_sum_with_grad
 from dtrain.losses.softmax import (
     _compute_distributed_log_softmax,
@@ -71,26 +83,33 @@ __all__ = [
     "ChunkedDistributedHiddenStatesToLogprobs",
     "ChunkedDistributedLogprob",
     "ChunkedDistributedLogprobWithSampling",
+    "Counts",
     "DistributedCrossEntropy",
     "DistributedLogprob",
     "DistributedLogprobWithSampling",
+    "Documents",
     "HeadInput",
     "HeadLogprobs",
     "KlSums",
+    "PolicySpec",
+    "Rows",
     "TopkKlSums",
     "TrainingSamplingParams",
     "VocabShard",
     "_compute_distributed_log_softmax",
     "_compute_distributed_softmax",
     "_get_tokens_on_this_cp_rank",
+    "advantages",
     "all_to_all_sq2vp",
     "all_to_all_vp2sq",
     "allgather_cp_sharded_tensor",
     "apply_top_k_top_p",
     "combined_preference_loss",
     "cp_shift_next",
+    "decoupled_advantages",
     "distributed_vocab_topk",
     "dtensor_from_parallel_logits_to_logprobs",
+    "filtered_logprobs_from_hidden_states",
     "forward_kl",
     "from_parallel_hidden_states_to_logprobs",
     "from_parallel_logits_to_logprobs",
@@ -104,12 +123,17 @@ __all__ = [
     "kl_sum_from_hidden_states",
     "length_desensitised_weights",
     "logprobs_from_hidden_states",
+    "means",
     "mixed_kl",
     "need_top_k_or_top_p_filtering",
+    "policy_loss",
+    "policy_terms",
     "preference_loss",
     "preference_rewards",
     "preference_weights",
     "reverse_kl",
+    "soft_overlong_penalty",
+    "top_entropy_threshold",
     "topk_kl_sum_from_hidden_states",
     "topk_logits_from_hidden_states",
     "running_mean",
@@ -117,4 +141,6 @@ __all__ = [
     "vocab_parallel_gather_columns",
     "vocab_parallel_log_softmax",
     "weighted_logprob_sum",
+    "without_truncated",
+    "zero_variance_groups",
 ]

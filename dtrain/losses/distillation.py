@@ -112,4 +112,3 @@ def _expected(of: Tensor, first: Tensor, second: Tensor) -> Tensor:
     nowhere = p == 0
     difference = torch.where(nowhere, 0, first) - torch.where(nowhere, 0, second)
     return (p * difference).sum(-1)
-

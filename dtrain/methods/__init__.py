@@ -2,7 +2,10 @@
 
 from dtrain.methods.distill import Distill
 from dtrain.methods.dpo import Dpo
-from dtrain.methods.method import Method
+from dtrain.methods.grpo import Grpo
+from dtrain.methods.method import Method, Run
 from dtrain.methods.sft import Sft
 
-METHODS: dict[str, type[Method]] = {"sft": Sft, "dpo": Dpo, "distill": Distill}
+METHODS: dict[str, type[Method]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo, "distill": Distill}
+
+__all__ = ["METHODS", "Method", "Run"]

@@ -15,7 +15,7 @@ from dtrain.losses import (
     topk_kl_sum_from_hidden_states,
     topk_logits_from_hidden_states,
 )
-from dtrain.methods.method import Method
+from dtrain.methods.method import Method, Run
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
@@ -39,7 +39,7 @@ class Distill(Method):
         self._options = {"forward_share": shares[section.kl], "temperature": section.temperature}
         self._factor = section.temperature**2
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows]) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         self.teacher = Teacher(policy, self.recipe.distill.teacher)
 
     def loss(

@@ -15,7 +15,7 @@ from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.length import length_desensitised_weights
-from dtrain.methods.method import Method
+from dtrain.methods.method import Method, Run
 from dtrain.methods.objective import Objective, PairSums
 from dtrain.methods.precompute import at_first_labels, identity, reference_table
 from dtrain.policy import Policy
@@ -31,7 +31,7 @@ class Dpo(Method):
     count, each over the global batch.
     """
 
-    pairs = True
+    kind = "pairs"
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
@@ -40,7 +40,7 @@ class Dpo(Method):
         self._reference: Mapping[str, Tensor] = {}
         self._tables: Mapping[str, Tensor] = {}
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows]) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Keeps the reference: the weights as they are, or those of another model of the same shapes; with
         `dpo.precompute` only what it says of the data."""
         if not self.objective.needs_reference:

@@ -1,21 +1,34 @@
 """What every method can do; a method's own file says how it differs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dtrain.batch import Batch, collate
 from dtrain.config.schema import Recipe
-from dtrain.data import GlobalBatch, Rows
-from dtrain.policy import Policy
+from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
+from dtrain.metrics import Metrics
+from dtrain.policy import Batching, Policy
 from dtrain.policy.score import LogprobSource, Loss
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a method may use of the run: its metrics, its directory, and a stack that closes what the method opens."""
+
+    metrics: Metrics
+    path: Path
+    stack: ExitStack
 
 
 class Method:
     """The base of the methods: from rows to a batch, from a batch to a loss, from a loss's sums to what is logged.
 
-    A step goes batch → prepare → Policy.train with the loss that prepare gives → fields.
+    A step goes batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
 
     What a method keeps from step to step and a resumed run needs goes through three functions; one that keeps nothing
     leaves them as they are.
@@ -28,21 +41,45 @@ class Method:
                  the ranks may ask for other pieces of them than were saved.
     """
 
-    pairs = False  # whether a sample of the data is a pair of documents, chosen and rejected
+    kind = "examples"  # what a sample of the data is: examples, pairs or prompts
     needs_start = False  # whether `begin` wants the weights that training starts from, on a resume too
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
     @property
-    def micro_rows(self) -> int:
-        """Rows of a batch that make one micro-batch: a pair that is not packed is two rows."""
-        per_sample = 2 if self.pairs and not self.recipe.data.packing else 1
+    def prompts(self) -> PromptOptions | None:
+        """How the data's prompts are made, where it is prompts."""
+        return None
+
+    @property
+    def micro_rows(self) -> int | Batching:
+        """Rows of a batch that make one micro-batch, or how else they are made: a pair that is not packed is two."""
+        per_sample = 2 if self.kind == "pairs" and not self.recipe.data.packing else 1
         return self.recipe.train.micro_batch * per_sample
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows]) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a
         resume. splits: the rows of `train`, and of `val` where there are some. Collective."""
+
+    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
+        """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
+        saved: what `state` gave at the start, empty for a fresh one."""
+        left = max(0, rows.total_rows() - rows.rows_before(cursor))
+        return -(-left // self.recipe.train.global_batch)
+
+    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
+        """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
+        return iter(
+            Batches(
+                rows,
+                global_batch=self.recipe.train.global_batch,
+                dp_rank=policy.mesh.dp_rank,
+                dp_size=policy.mesh.dp_size,
+                cursor=cursor,
+                num_workers=self.recipe.data.num_workers,
+            )
+        )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """A dp rank's rows of the data as a batch [n, S] on the host."""
@@ -65,6 +102,20 @@ class Method:
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """A training row's fields of metrics.jsonl, beside `loss`, from the sums over the global batch."""
         return {}
+
+    def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
+        """A validation row's fields: the loss over all of `rows`, summed over all batches and ranks, divided once."""
+        sums: dict[str, float] = {}
+        for part in Batches(
+            rows,
+            global_batch=self.recipe.train.global_batch,
+            dp_rank=policy.mesh.dp_rank,
+            dp_size=policy.mesh.dp_size,
+        ):
+            batch, loss = self.prepare(policy, self.batch(part, "val"))
+            for name, value in policy.train(batch, loss, eval_mode=True, mbs=self.micro_rows)["sums"].items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        return self.val_fields(sums)
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """A validation row's fields, `val_loss` among them, from the sums over the whole validation set."""

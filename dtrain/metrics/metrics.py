@@ -2,9 +2,9 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from dtrain.errors import UserError
 from dtrain.metrics.progress import Progress
@@ -36,8 +36,16 @@ class Metrics:
     last. `choices` holds one line per automatic choice, with its reason.
     """
 
-    def __init__(self, sinks: list[Sink], progress: Progress | None, every: int, choices: list[str]):
+    def __init__(
+        self,
+        sinks: list[Sink],
+        progress: Progress | None,
+        every: int,
+        choices: list[str],
+        samples: Sink | None = None,
+    ):
         self._sinks = list(sinks)
+        self._samples = samples
         self._total_steps = None
         self._progress = progress
         self._every = every
@@ -46,6 +54,8 @@ class Metrics:
     def resume_at(self, step: int) -> None:
         """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
         self._to_sinks(lambda sink: sink.resume_at(step))
+        if self._samples is not None:
+            self._samples.resume_at(step)
 
     def start(self, step: int, total_steps: int) -> None:
         """Show progress from `step` (done so far) to `total_steps`."""
@@ -73,6 +83,12 @@ class Metrics:
         row = {"step": step, **row}
         self._to_sinks(lambda sink: sink.write(row))
 
+    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Completions that step `step` is the first to train on, to samples.jsonl, a line each."""
+        if self._samples is not None:
+            for row in rows:
+                self._samples.write({"step": step, **row})
+
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
         if self._progress is not None:
@@ -84,6 +100,8 @@ class Metrics:
             self._progress.close()
         self._to_sinks(lambda sink: sink.close())
         self._sinks = []
+        if self._samples is not None:
+            self._samples.close()
 
     def _to_sinks(self, act: Callable[[Sink], None], views: bool = True) -> None:
         for sink in list(self._sinks):
@@ -139,7 +157,8 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     if section.wandb:
         sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
-    return Metrics(sinks, Progress(stream if stream is not None else sys.stderr), section.every, choices)
+    progress = Progress(stream if stream is not None else sys.stderr)
+    return Metrics(sinks, progress, section.every, choices, JsonlSink(run_dir / "samples.jsonl"))
 
 
 def _installed(package: str) -> bool:

@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Sink(Protocol):
@@ -29,7 +29,8 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity."""
+    """One JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity. Text stays
+    as it is, in UTF-8."""
 
     is_view = False
     failures = (OSError,)
@@ -42,11 +43,11 @@ class JsonlSink:
     def resume_at(self, step: int) -> None:
         cut_jsonl(self._path, step)
 
-    def write(self, row: Mapping[str, int | float]) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

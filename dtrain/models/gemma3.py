@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.attention.cache import KVCache
+from dtrain.attention.decode import Cached
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import rms_norm
 from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Rotary
@@ -45,7 +45,7 @@ class Gemma3Layer(nn.Module):
         self.pre_feedforward_layernorm = Gemma3RMSNorm(size, eps)
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: KVCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

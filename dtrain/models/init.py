@@ -63,13 +63,16 @@ def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key:
 
 def _normal(index: Tensor, key: int) -> Tensor:
     """Standard normals [..] float64 of flat indices [..] int64: the inverse distribution function of a uniform."""
+    return torch.erfinv(uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))
+
+
+def uniform(index: Tensor, key: int | Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), float64, never 0 or 1: of each index [..] int64 in the sequence that `key` names."""
     bits = index * _GAMMA + key
     bits = (bits ^ _shift(bits, 30)) * _MIX_1
     bits = (bits ^ _shift(bits, 27)) * _MIX_2
     bits = bits ^ _shift(bits, 31)
-    # 53 bits and a half: never 0 or 1, where the inverse is infinite.
-    uniform = (_shift(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
-    return torch.erfinv(uniform.mul_(2).sub_(1)).mul_(math.sqrt(2))
+    return (_shift(bits, 11).to(torch.float64) + 0.5) * 2.0**-53  # 53 bits and a half
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:

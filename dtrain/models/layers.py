@@ -1,8 +1,9 @@
 """The decoder that all families share, and the parts they choose from. Module names are Hugging Face's.
 
 A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
-`layer(hidden, rotary, mask, cache)`. Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head
-size, F MLP size, V vocabulary; heads and F are counted from the projections' outputs, which may be one rank's share.
+`layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. Letters: B rows, S
+tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and F are counted from
+the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.cache import KVCache
+from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.mask import Visibility
 from dtrain.models.config import SLIDING, ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm
 from dtrain.models.rope import rotate, tables
 from dtrain.parallel.local import LocalParameters
+from dtrain.parallel.tensor import gather_vocabulary
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -90,7 +92,7 @@ class Attention(nn.Module):
         self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: KVCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
         heads = (-1, self.head_dim)
         q = self.q_proj(hidden).unflatten(-1, heads)  # [B, S, H, hd]
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
@@ -99,7 +101,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
-            k, v = cache.update(self.index, k, v)  # [B, K, kv, hd]
+            return self.o_proj(cache.attend(self.index, q, k, v, self.scale).flatten(2))
         return self.o_proj(self.kernel(q, k, v, mask, self.scale).flatten(2))
 
 
@@ -128,7 +130,7 @@ class PreNormLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: KVCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -155,31 +157,30 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cached | None = None,
     ) -> Tensor:
         config, device = self.config, input_ids.device
         hidden = self._embed(input_ids)  # [B, S, D]
-        if cache is not None:
-            position_ids = cache.begin(input_ids, position_ids)
         length = input_ids.shape[1]
+        if cache is not None:
+            position_ids = cache.positions
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         kernel = self.layers[0].self_attn.kernel
         by_position = seq_ids is not None or kernel.abilities.context_parallel
-        keys = kernel.keys(positions, seq_ids) if by_position else None
+        keys = kernel.keys(positions, seq_ids) if by_position and cache is None else None
         rotary, masks = {}, {}
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
             if rope not in rotary:
                 rotary[rope] = tables(rope, config.head_dim, positions, hidden.dtype)
-            window = config.sliding_window if kind == SLIDING else None
-            if cache is not None and position_ids is not None:
-                slots = torch.arange(cache.filled, device=device)[None]  # [1, K]
-                visibility = Visibility(length, cache.filled, window, positions, slots)
-            elif keys is not None:
-                visibility = Visibility(length, keys[0].shape[1], window, positions, keys[0], seq_ids, keys[1])
-            else:
-                visibility = Visibility(length, length, window)
-            masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
+            masks[kind] = None
+            if cache is None:
+                window = config.sliding_window if kind == SLIDING else None
+                if keys is None:
+                    visibility = Visibility(length, length, window)
+                else:
+                    visibility = Visibility(length, keys[0].shape[1], window, positions, keys[0], seq_ids, keys[1])
+                masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
         for layer, kind in zip(self.layers, config.layer_types, strict=True):
             hidden = layer(hidden, rotary[config.ropes[kind]], masks[kind], cache)
         return self.norm(hidden)
@@ -224,13 +225,13 @@ class CausalLM(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cached | None = None,
     ) -> Tensor:
         """input_ids [B, S] int64 -> logits [B, S, V] in the weights' dtype.
 
         Without seq_ids every row is one document, padding (if any) at its right: plain causal attention.
         seq_ids [B, S]: packed rows, the document of each token (-1 on padding), with position_ids [B, S] that restart.
-        cache: keys of the tokens before; then position_ids [B, S] say where these tokens stand in their rows.
+        cache: holds the keys of the tokens before, and says where these stand; position_ids and seq_ids are not read.
         No collective of its own.
         """
         return self.logits(self.model(input_ids, position_ids, seq_ids, cache))
@@ -240,7 +241,7 @@ class CausalLM(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cached | None = None,
     ) -> Tensor:
         """[B, S, D] after the final norm; arguments as in `forward`."""
         return self.model(input_ids, position_ids, seq_ids, cache)
@@ -250,6 +251,17 @@ class CausalLM(nn.Module):
         logits = self.lm_head(hidden)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def next_logits(self, input_ids: Tensor, cache: Cached) -> Tensor:
+        """[B, V] in the weights' dtype, whole on every tp rank: what follows the tokens [B, S] that are read with
+        `cache`, of each row the one that `cache.last` names.
+
+        Under FSDP a registered forward method. Collectives: the layers', and under tp one all-gather of the logits.
+        """
+        hidden = self.model(input_ids, cache=cache)  # [B, S, D]
+        if cache.last is not None:
+            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
+        return gather_vocabulary(self.logits(hidden[:, 0]))
 
     def with_head(
         self,

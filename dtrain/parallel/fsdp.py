@@ -1,5 +1,7 @@
 """FSDP2 over a decoder: which modules form one unit, in which dtypes, and the sum (never the mean) of gradients."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -52,8 +54,10 @@ def shard_with_policies(
     for layer in layers:
         reshard = layer is not layers[-1] if reshard_after_forward == "default" else reshard_after_forward
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+        layer.reshards_after_forward = reshard
     reshard = reshard_after_forward is True
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+    model.reshards_after_forward = reshard
     for unit, following in pairwise([model, *layers]):
         unit.set_modules_to_forward_prefetch([following])
     for module in model.modules():
@@ -61,8 +65,27 @@ def shard_with_policies(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
-    for name in ("with_head", "hidden_states"):
+    for name in ("with_head", "hidden_states", "next_logits"):
         register_fsdp_forward_method(model, name)
+
+
+@contextmanager
+def weights_gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, every unit of `model` keeps its weights gathered, all at once, through any number of forwards, which then
+    send nothing for them; after, it holds shards and gathers as it was built to, whatever happens.
+
+    For forwards without a backward. One all-gather per unit at the beginning. Nothing where there is no FSDP.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
+        give_weights_back(model)
 
 
 def give_weights_back(model: nn.Module) -> None:

@@ -9,7 +9,8 @@ and two reduce-scatters (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtrain.parallel.collectives import enter_region, gather_along, leave_region, scatter_sum_along
+from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
 from dtrain.parallel.local import LocalView
 from dtrain.parallel.placement import chunk_bounds
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorParallel:
     """Where a style is applied: the one-dimensional tp mesh, whether the sequence is cut, and the model's key heads."""
 
     mesh: DeviceMesh
-    sequence: bool
+    sequence: bool  # switched off for a while by `whole_sequences`
     key_heads: int
 
     @property
@@ -154,6 +155,31 @@ STYLES: dict[str, Style] = {
 }
 
 
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Inside, sequence parallel cuts nothing in `model`: a forward is that of tensor parallel alone, which decodes one
+    token at a time. No backward: the gradients of the norms would be wrong. After, as before, whatever happens."""
+    cutting = {id(tp): tp for module in model.modules() if (tp := getattr(module, "tp", None)) and tp.sequence}
+    try:
+        for tp in cutting.values():
+            tp.sequence = False
+        yield
+    finally:
+        for tp in cutting.values():
+            tp.sequence = True
+
+
+def gather_vocabulary(logits: Tensor) -> Tensor:
+    """[B, V] whole on every tp rank, from a head's DTensor sharded on V; a plain tensor as it is. One all-gather."""
+    if not isinstance(logits, DTensor):
+        return logits
+    size, vocabulary = logits.device_mesh.size(), logits.shape[1]
+    local = logits.to_local()
+    # Every rank holds ceil(V / tp) columns but the last ones, whose padding lies beyond V once all are joined.
+    padded = F.pad(local, (0, -(-vocabulary // size) - local.shape[1]))
+    return all_gather(padded, 1, logits.device_mesh.get_group())[:, :vocabulary]
+
+
 class _Block:
     def forward(self, hidden: Tensor, *rest: Any) -> Tensor:
         return super().forward(self.tp.enter(hidden), *rest)
@@ -180,7 +206,7 @@ class _Decoder:
         if not tp.sequence:
             return enter_region(super().forward(input_ids, position_ids, seq_ids, cache), tp.group)
         if cache is not None:
-            raise ValueError("a cache does not go with sequence parallel; build the model with sequence_parallel=False")
+            raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
         # Context parallel cuts the padded sequence in two again.
         missing = -length % math.lcm(2, tp.size)
         if missing:

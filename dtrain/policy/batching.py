@@ -110,4 +110,3 @@ def _joined(batch: Batch) -> Batch:
 def _padding(batch: Batch) -> Batch:
     empty = padding_rows({name: tensor for name, tensor in batch.items() if tensor.dim() > 1}, 1)
     return empty | {name: torch.zeros(1, dtype=t.dtype) for name, t in batch.items() if t.dim() == 1}
-

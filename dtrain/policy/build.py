@@ -31,13 +31,26 @@ def build_model(
 ) -> nn.Module:
     """The recipe's model, sharded over `mesh`, its parameters in `precision.master` on `device`.
 
-    One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
     Collective: every rank of the mesh calls it.
     """
+    model = lay_out(recipe, config, mesh, precision, device)
+    model.to_empty(device="cpu" if _offloads(recipe, device) else device)
+    if recipe.model.init == "scratch":
+        models.init_weights(model, recipe.run.seed)
+    else:
+        read_weights(model, recipe.model.path)
+    return model
+
+
+def lay_out(
+    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+) -> nn.Module:
+    """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
+
+    One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies. No collective.
+    """
     parallel = recipe.parallel
-    offload = parallel.cpu_offload and device.type != "cpu"  # on a CPU they are there already
-    sharded = mesh.size > 1 or precision.is_mixed or offload
-    model = models.build(config, dtype=precision.master, device="meta" if sharded else device)
+    model = models.build(config, dtype=precision.master, device="meta")
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
@@ -48,18 +61,17 @@ def build_model(
     if recipe.train.compile:
         for layer in model.model.layers:
             layer.compile()
-    if sharded:
+    if mesh.size > 1 or precision.is_mixed or _offloads(recipe, device):
         shard_model(
             model,
             mesh.fsdp,
             compute_dtype=precision.compute,
             reduce_dtype=precision.reduce,
             reshard_after_forward=parallel.reshard_after_forward,
-            cpu_offload=offload,
+            cpu_offload=_offloads(recipe, device),
         )
-        model.to_empty(device="cpu" if offload else device)
-    if recipe.model.init == "scratch":
-        models.init_weights(model, recipe.run.seed)
-    else:
-        read_weights(model, recipe.model.path)
     return model
+
+
+def _offloads(recipe: Recipe, device: torch.device) -> bool:
+    return recipe.parallel.cpu_offload and device.type != "cpu"  # on a CPU they are there already

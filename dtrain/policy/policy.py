@@ -22,6 +22,7 @@ from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer, training_tensors
 from dtrain.config.schema import Recipe
+from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
 from dtrain.optim import build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back
@@ -136,10 +137,23 @@ class Policy(Memory, WeightsOut):
         values = self.label_logprobs({**batch, "labels": next_tokens(batch)}, micro_batch_size)
         return {"logprobs": values.roll(1, 1)}  # the last position has no label
 
-    def label_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> Tensor:
+    def label_logprobs(
+        self,
+        batch: Batch,
+        micro_batch_size: int | Batching | None = None,
+        sampling: TrainingSamplingParams | None = None,
+    ) -> Tensor:
         """log p(labels) where there are labels, else 0: [n, S] on the CPU, in the labels' places. `batch` as for
-        `train`; what has no label costs no product of the head. Collective."""
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows)])[0]
+        `train`; what has no label costs no product of the head. sampling: of the distribution after this temperature
+        and these filters, −inf where they leave a label out. Collective."""
+        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows, sampling)])[0]
+
+    def label_entropies(
+        self, batch: Batch, micro_batch_size: int | Batching | None, sampling: TrainingSamplingParams
+    ) -> Tensor:
+        """Entropies of the distributions that labels were drawn from (before top-k and top-p), else 0: [n, S] on the
+        CPU, in the labels' places. `batch` as for `train`. Collective."""
+        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.entropies(rows, sampling)])[0]
 
     def get_topk_logits(
         self, batch: Batch, k: int, micro_batch_size: int | Batching | None = None

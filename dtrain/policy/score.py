@@ -13,11 +13,15 @@ from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, document
 from dtrain.losses import (
     HeadInput,
     HeadLogprobs,
+    TrainingSamplingParams,
     VocabShard,
+    filtered_logprobs_from_hidden_states,
     logprobs_from_hidden_states,
+    need_top_k_or_top_p_filtering,
     topk_logits_from_hidden_states,
     weighted_logprob_sum,
 )
+from dtrain.losses.sequences import Documents
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context import gather_tokens, make_cp_batch_and_ctx
 from dtrain.parallel.mesh import Mesh
@@ -95,6 +99,26 @@ class LogprobSource:
             index=self._batch["label_index"],
         )
 
+    def sampled_logprobs(self, sampling: TrainingSamplingParams, *, entropy: bool = False) -> HeadLogprobs:
+        """As `logprobs`, of the distribution that labels were drawn from: −inf where top-k or top-p leave a label out.
+        The entropy is that of all tokens."""
+        filters = need_top_k_or_top_p_filtering(sampling)
+        found = None
+        if entropy or not filters:
+            found = self.logprobs(temperature=sampling.temperature, entropy=entropy)
+        if not filters:
+            return found
+        logprobs = filtered_logprobs_from_hidden_states(
+            self._hidden,
+            self._head_weight,
+            self._batch["labels"],
+            sampling,
+            softcap=self._softcap,
+            shard=self._shard,
+            index=self._batch["label_index"],
+        )
+        return HeadLogprobs(logprobs, None if found is None else found.entropy)
+
     def by_document(self, values: Tensor) -> Tensor:
         """Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], whole on every cp rank.
 
@@ -103,6 +127,11 @@ class LogprobSource:
         """
         sums = sum_by_document(values, self._batch["document_ids"], self.documents)
         return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
+
+    def sequences(self, mask: Tensor) -> Documents:
+        """The documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count. Under cp
+        one all-reduce."""
+        return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
         """A value that every cp rank computes alike from `by_document`, as this rank's share of it: what is summed over
@@ -148,11 +177,21 @@ class Scorer:
         return self._at_head(batch, lambda source, local: loss_fn(source, local, global_seqs, global_tokens))
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, batch: Batch, sampling: TrainingSamplingParams | None = None) -> Tensor:
         """log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device, the same
-        on every cp and tp rank, in the order of the batch. Under cp one all-gather."""
+        on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. Under cp one all-gather."""
+        sampling = sampling or TrainingSamplingParams()
+        return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
+
+    @torch.no_grad()
+    def entropies(self, batch: Batch, sampling: TrainingSamplingParams) -> Tensor:
+        """As `logprobs`: the entropy where there is a label."""
+        return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
+
+    def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor]) -> Tensor:
+        """`fn`'s values [B, S/cp] as [B, S] on every rank."""
         length, cp = batch["input_ids"].shape[1], self.mesh.cp  # context parallel cuts the batch's own tensors
-        local = self._at_head(batch, lambda source, _: source.logprobs(temperature=temperature).logprobs)
+        local = self._at_head(batch, lambda source, _: fn(source))
         return local if cp.size() == 1 else gather_tokens(local, cp, length)
 
     @torch.no_grad()

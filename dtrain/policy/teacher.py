@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.config.schema import Model
 from dtrain.errors import UserError
@@ -26,9 +26,10 @@ class Teacher:
     computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and embedding and
     head while the student's loss reads the head; nothing stays gathered after it.
     Raises UserError where the model cannot be read, or is cut over tp in another way than the policy's.
+    build: what makes the model, with `build_model`'s arguments.
     """
 
-    def __init__(self, policy: Policy, path: str):
+    def __init__(self, policy: Policy, path: str, build: Callable[..., nn.Module] = build_model):
         recipe, mesh = policy.recipe, policy.mesh
         compute = policy.precision.compute
         own = replace(
@@ -39,7 +40,7 @@ class Teacher:
         )
         config = read_config(path)
         precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
-        self.model = build_model(own, config, mesh, precision, policy.device).eval().requires_grad_(False)
+        self.model = build(own, config, mesh, precision, policy.device).eval().requires_grad_(False)
         self._head = Head.of(self.model, mesh)
         cut_alike = (self._head.shard is None) == (Head.of(policy.model, mesh).shard is None)
         if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
@@ -61,4 +62,3 @@ class Teacher:
 
         with torch.no_grad():
             return self.model.with_head(at_head, **inputs)
-

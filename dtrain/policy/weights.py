@@ -1,25 +1,22 @@
 """Weights out of a policy: full tensors under Hugging Face's names to whoever generates with them, a bucket at a time.
 
 Three ways: the tensors themselves (`full_tensors`), a broadcast over a process group of its own (`init_collective`,
-`broadcast_weights_for_collective`; the receiving side is `WeightReceiver`), or handles of shared memory on one host
+`broadcast_weights_for_collective`; the receiving side is rollout/weights.py), or handles of shared memory on one host
 (`prepare_weights_for_ipc`, `get_weights_ipc_handles`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.parallel.fsdp import give_weights_back
+from dtrain.rollout.weights import BUCKET_BYTES, Info, WeightReceiver, buckets, flatten, weight_group
 
-Info = dict[str, tuple[torch.Size, torch.dtype]]
-BUCKET_BYTES = 1 << 28  # of one message; a tensor beyond it is a bucket of its own
+__all__ = ["BUCKET_BYTES", "Info", "WeightReceiver", "WeightsOut", "buckets"]
 
 
 class WeightsOut:
@@ -54,7 +51,7 @@ class WeightsOut:
         """
         self._receivers = None
         if self.rank == 0:
-            self._receivers = _group(ip, port, 0, world_size, self.device)
+            self._receivers = weight_group(ip, port, 0, world_size, self.device)
 
     def broadcast_weights_for_collective(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
@@ -69,8 +66,7 @@ class WeightsOut:
         for names in buckets(self.prepare_refit_info(dtype), bucket_bytes):
             full = [tensor for _, tensor in self.full_tensors(dtype, names)]
             if self.rank == 0:
-                flat = torch.cat([_bytes(tensor) for tensor in full])
-                self._receivers.broadcast(flat, 0).wait()
+                self._receivers.broadcast(flatten(full), 0).wait()
 
     def prepare_weights_for_ipc(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
@@ -87,54 +83,3 @@ class WeightsOut:
         """
         self._shared = dict(self.full_tensors(self._ipc_dtype, keys))
         return {name: reduce_tensor(tensor) for name, tensor in self._shared.items()}
-
-
-class WeightReceiver:
-    """The other end of `init_collective`, in another process: rank 1 to world_size − 1 of the group."""
-
-    def __init__(self, ip: str, port: int, rank: int, world_size: int, device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
-        self._group = _group(ip, port, rank, world_size, self.device)
-
-    def receive(self, info: Info, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what `info` (the sender's `prepare_refit_info`) lists. One broadcast per bucket, whose
-        tensors share one memory: copy what is kept."""
-        for names in buckets(info, bucket_bytes):
-            sizes = [_size(*info[name]) for name in names]
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            self._group.broadcast(flat, 0).wait()
-            for name, piece in zip(names, flat.split(sizes), strict=True):
-                shape, dtype = info[name]
-                is_aligned = piece.storage_offset() % dtype.itemsize == 0  # else no view of it is of that dtype
-                yield name, (piece if is_aligned else piece.clone()).view(dtype).view(shape)
-
-
-def buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most: int) -> list[list[str]]:
-    """The names in their order, cut so that each part has at most `most` bytes or one tensor."""
-    found: list[list[str]] = []
-    room = 0
-    for name, (shape, dtype) in info.items():
-        size = _size(shape, dtype)
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(name)
-        room -= size
-    return found
-
-
-def _size(shape: torch.Size, dtype: torch.dtype) -> int:
-    return shape.numel() * dtype.itemsize
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def _group(ip: str, port: int, rank: int, world_size: int, device: torch.device) -> Any:
-    """A process group beside the run's own, which torch.distributed's functions do not know."""
-    wait = timedelta(minutes=5)
-    store = dist.PrefixStore("weights", dist.TCPStore(ip, port, world_size, is_master=rank == 0, timeout=wait))
-    if device.type == "cuda":
-        return dist.ProcessGroupNCCL(store, rank, world_size)
-    return dist.ProcessGroupGloo(store, rank, world_size, wait)

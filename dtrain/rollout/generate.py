@@ -1,25 +1,18 @@
-"""The native engine: prompts to completions with a KV cache; and the same as text, for a directory's model."""
+"""Completions in one call: of token ids by a model at hand, and of text by a directory's model."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dtrain.attention.cache import KVCache
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
-from dtrain.rollout.sampling import sample, uniforms
-
-# How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
-_LOOK_EVERY = {"cpu": 1}
-_LOOK_EVERY_ELSEWHERE = 16
-# Prompts that `generate_text` decodes together.
-_TEXT_BATCH = 32
+from dtrain.rollout.engine import Engine
+from dtrain.rollout.request import Request, SamplingParams
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -34,83 +27,12 @@ def generate(
     """Completions of `prompts` (token ids, lengths may differ), in order; each ends with the EOS token that stopped it.
 
     model: one of dtrain's, whole on one device (not sharded). temperature 0 is greedy. A draw depends on seed, the
-    prompt's index and the position in the completion, not on what else is in the batch. Prompts are padded on the
-    right; a row's tokens take the slots of its padding before a query can see them. Rows that have ended leave the
-    batch. No collective. Raises UserError: an empty prompt, an id beyond the vocabulary, settings out of range.
+    prompt's index and the position in the completion, not on what else is in the batch. No collective. Raises
+    UserError: an empty prompt, an id beyond the vocabulary, settings out of range.
     """
-    _check(model, prompts, max_new_tokens, temperature, top_k, top_p)
-    if not prompts or max_new_tokens == 0:
-        return [[] for _ in prompts]
-    was_training = model.training
-    model.eval()
-    try:
-        return _decode(model, prompts, max_new_tokens, eos_ids, temperature, top_k, top_p, seed)
-    finally:
-        model.train(was_training)
-
-
-def _decode(model, prompts, max_new_tokens, eos_ids, temperature, top_k, top_p, seed) -> list[list[int]]:
-    completions: list[list[int]] = [[] for _ in prompts]
-    device = next(model.parameters()).device
-    look_every = _LOOK_EVERY.get(device.type, _LOOK_EVERY_ELSEWHERE)
-    ends = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    cache = KVCache(model.config.num_hidden_layers, int(lengths.max()) + max_new_tokens)
-    padded = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
-    input_ids = nn.utils.rnn.pad_sequence(padded, batch_first=True).to(device)  # [B, S]
-    hidden = model.hidden_states(input_ids, cache=cache)  # [B, S, D]
-    hidden = hidden[torch.arange(len(prompts), device=device), lengths - 1]  # [B, D]
-
-    rows = list(range(len(prompts)))  # the prompt that each row of the batch goes on
-    numbers = uniforms(seed, rows, max_new_tokens).to(device) if temperature else lengths.new_zeros((len(rows), 1))
-    fresh: list[Tensor] = []  # tokens [B] decoded since the last look
-    for position in range(max_new_tokens):
-        draw = numbers[:, position] if temperature else numbers[:, 0]
-        tokens = sample(model.logits(hidden), draw, temperature, top_k, top_p)  # [B]
-        fresh.append(tokens)
-        is_last = position == max_new_tokens - 1
-        if is_last or len(fresh) == look_every:
-            alive = _collect(torch.stack(fresh, 1), ends, rows, completions)
-            fresh = []
-            if is_last or not alive:
-                break
-            if len(alive) < len(rows):
-                kept = torch.tensor(alive, device=device)
-                cache.select(kept)
-                rows = [rows[index] for index in alive]
-                tokens, lengths, numbers = tokens[kept], lengths[kept], numbers[kept]
-        positions = (lengths + position)[:, None]  # [B, 1]
-        hidden = model.hidden_states(tokens[:, None], position_ids=positions, cache=cache)[:, 0]  # [B, D]
-    return completions
-
-
-def _collect(fresh: Tensor, ends: Tensor, rows: list[int], completions: list[list[int]]) -> list[int]:
-    """Append fresh tokens [B, n] to their completions up to the first EOS; returns the rows without one."""
-    ended = torch.isin(fresh, ends).tolist()
-    alive = []
-    for index, (tokens, flags) in enumerate(zip(fresh.tolist(), ended, strict=True)):
-        stop = flags.index(True) + 1 if True in flags else None
-        completions[rows[index]] += tokens[:stop]
-        if stop is None:
-            alive.append(index)
-    return alive
-
-
-def _check(model, prompts, max_new_tokens, temperature, top_k, top_p) -> None:
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise UserError(f"prompt {index} is empty: a completion needs at least one token to follow")
-        if not 0 <= min(prompt) <= max(prompt) < model.config.vocab_size:
-            size = model.config.vocab_size
-            raise UserError(f"prompt {index} has a token id outside the model's vocabulary of {size}")
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
-    if temperature < 0.0:
-        raise UserError(f"temperature={temperature} must not be negative; 0 takes the likeliest token")
-    if top_k is not None and top_k < -1:
-        raise UserError(f"top_k={top_k} must be a positive number, or null for all tokens")
-    if not 0.0 < top_p <= 1.0:
-        raise UserError(f"top_p={top_p} must be above 0 and at most 1")
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(eos_ids))
+    requests = [Request(prompt, sampling, seed, index) for index, prompt in enumerate(prompts)]
+    return [completion.ids for completion in Engine(model).generate(requests)]
 
 
 def generate_text(
@@ -126,7 +48,7 @@ def generate_text(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Iterator[str]:
-    """The completion of each prompt as text, special tokens left out, in order.
+    """The completion of each prompt as text, special tokens left out, in order, each as soon as those before it are.
 
     directory: in Hugging Face's layout; or a run's, of which `export/` serves, or a checkpoint that is newer; or a
     checkpoint's. A prompt is a user's message in the model's chat template, or with `raw`, or where the model has no
@@ -135,19 +57,17 @@ def generate_text(
     """
     torch_device = _device(device)
     model, tokenizer = load(Path(directory), _dtype(dtype, torch_device), torch_device)
-    encoded = [encode_prompt(tokenizer, prompt, raw) for prompt in prompts]
-    for start in range(0, len(encoded), _TEXT_BATCH):
-        completions = generate(
-            model,
-            encoded[start : start + _TEXT_BATCH],
-            max_new_tokens=max_new_tokens,
-            eos_ids=tokenizer.eos_ids,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed + start,
-        )
-        yield from (tokenizer.decode(ids, skip_special_tokens=True) for ids in completions)
+    sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
+    engine = Engine(model)
+    tickets = [
+        engine.add(Request(encode_prompt(tokenizer, prompt, raw), sampling, seed, index))
+        for index, prompt in enumerate(prompts)
+    ]
+    done: dict[int, list[int]] = {}
+    for ticket in tickets:
+        while ticket not in done:
+            done.update((ended, completion.ids) for ended, completion in engine.step())
+        yield tokenizer.decode(done.pop(ticket), skip_special_tokens=True)
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Tokenizer]:

@@ -15,9 +15,7 @@ ROWS = [{"text": f"row {number}\nüber", "n": number} for number in range(700)]
 
 
 def read(file):
-    return [
-        (line, files.parse(chunk.file, line, row)) for chunk in files.read_chunks(file) for line, row in chunk.rows
-    ]
+    return [(line, files.parse(chunk.file, line, row)) for chunk in files.read_chunks(file) for line, row in chunk.rows]
 
 
 def test_json_lines_in_chunks(tmp_path):

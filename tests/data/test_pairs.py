@@ -365,10 +365,10 @@ def section(file, **more):
     return SimpleNamespace(**{**plain, **unset, "train": split, **more})
 
 
-def opened(model, data, pairs=True):
+def opened(model, data, kind="pairs"):
     said = []
     tokenizer = Tokenizer.from_directory(model)
-    rows = open_rows(data, pairs=pairs, tokenizer=tokenizer, say=said.append, progress=False)
+    rows = open_rows(data, kind=kind, tokenizer=tokenizer, say=said.append, progress=False)
     return rows, "\n".join(said)
 
 
@@ -390,20 +390,20 @@ def test_says_what_it_found_and_left_out(tmp_path):
     assert "format tokenized (detected)\ntokenized rows are used as they are" in opened(model, section(tokens))[1]
 
 
-@pytest.mark.parametrize("row, name, pairs, words", [
-    ({"messages": [ASK]}, "auto", True, ["a.jsonl:1", "format messages", "method=sft"]),
-    ({"messages": [ASK]}, "messages", True, ["format messages", "method=sft", "prompt, chosen and rejected"]),
-    ({"input_ids": [1]}, "tokenized", True, ["a.jsonl:1", "no prompt_ids", "method=sft"]),
-    ({"question": "x"}, "auto", True, ["a.jsonl:1", "question", "preference: chosen, rejected"]),
-    (PLAIN, "auto", False, ["a.jsonl", "preferences", "set method=dpo"]),
-    (PLAIN, "preference", False, ["preferences", "set method=dpo"]),
-    (tokenized([1], [2], [3]), "auto", False, ["a.jsonl:1", "preferences", "set method=dpo"]),
-    (tokenized([1], [2], [3]), "tokenized", False, ["a.jsonl:1", "no input_ids", "set method=dpo"]),
+@pytest.mark.parametrize("row, name, kind, words", [
+    ({"messages": [ASK]}, "auto", "pairs", ["a.jsonl:1", "format messages", "method=sft"]),
+    ({"messages": [ASK]}, "messages", "pairs", ["format messages", "method=sft", "prompt, chosen and rejected"]),
+    ({"input_ids": [1]}, "tokenized", "pairs", ["a.jsonl:1", "no prompt_ids", "method=sft"]),
+    ({"question": "x"}, "auto", "pairs", ["a.jsonl:1", "question", "preference: chosen, rejected"]),
+    (PLAIN, "auto", "examples", ["a.jsonl", "preferences", "set method=dpo"]),
+    (PLAIN, "preference", "examples", ["preferences", "set method=dpo"]),
+    (tokenized([1], [2], [3]), "auto", "examples", ["a.jsonl:1", "preferences", "set method=dpo"]),
+    (tokenized([1], [2], [3]), "tokenized", "examples", ["a.jsonl:1", "no input_ids", "set method=dpo"]),
 ])  # fmt: skip
-def test_each_method_names_the_other(tmp_path, row, name, pairs, words):
+def test_each_method_names_the_other(tmp_path, row, name, kind, words):
     model = save(tmp_path / "model", byte_level(), templates.QWEN25)
     with pytest.raises(UserError) as error:
-        opened(model, section(write_jsonl(tmp_path / "a.jsonl", [row]), format=name), pairs)
+        opened(model, section(write_jsonl(tmp_path / "a.jsonl", [row]), format=name), kind)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

@@ -14,10 +14,10 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 def test_detection():
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    assert detect(pair, pairs=True) == detect({**pair, "messages": [ASK]}, pairs=True) == "preference"
-    assert detect({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], **pair}, pairs=True) == "tokenized"
-    assert detect({"messages": [ASK]}, pairs=True) is detect({"input_ids": [1]}, pairs=True) is None
-    assert detect({**pair, "rejected": None}, pairs=True) is None
+    assert detect(pair, "pairs") == detect({**pair, "messages": [ASK]}, "pairs") == "preference"
+    assert detect({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], **pair}, "pairs") == "tokenized"
+    assert detect({"messages": [ASK]}, "pairs") is detect({"input_ids": [1]}, "pairs") is None
+    assert detect({**pair, "rejected": None}, "pairs") is None
 
 
 @pytest.mark.parametrize("row, expected", [

@@ -1,0 +1,246 @@
+"""Attention of one forward over a cache: reading whole prompts, or one more token of every running row.
+
+The model hands `attend` each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which
+the rows of a group multiply together, and what it has added itself; the parts are joined by their partition sums.
+Letters: R rows, G prompts of a shelf, n rows of the largest group, kv key heads, rep query heads of each, L keys.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.blocks import CpuFlash
+from dtrain.attention.cache import KeyValues, Place, Shelf
+from dtrain.attention.kernels import KERNELS
+from dtrain.attention.mask import Visibility, additive
+
+Part = tuple[Tensor, Tensor, Tensor]
+
+
+class Cached(Protocol):
+    """What a model's forward reads and writes in place of its own kernel and masks.
+
+    positions: [B or 1, S], where the tokens stand in their sequences. last: [B], which of the S is each row's last one
+    that counts; None where S is 1.
+    """
+
+    positions: Tensor
+    last: Tensor | None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+
+
+class Prefill:
+    """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
+
+    places: new ones, in consecutive slots of one shelf, in the batch's order. Padding is never seen: it stands to the
+    right of every token, and what it writes is hidden by the prompt's length.
+    """
+
+    def __init__(self, store: KeyValues, places: Sequence[Place], device: torch.device):
+        self._windows = store.windows
+        self._shelf = places[0].shelf
+        self._slots = slice(places[0].slot, places[0].slot + len(places))
+        self._length = max(place.length for place in places)
+        self._lengths = torch.tensor([place.length for place in places], device=device)
+        self._kernel = KERNELS["sdpa"]
+        self._masks: dict[int | None, object] = {}
+        self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
+        self.last = self._lengths - 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+        held = self._shelf.layer(layer, k)
+        size = self._shelf.size(layer)
+        for tensor, fresh in zip(held, (k, v), strict=True):
+            if self._length > size:
+                start = (self._lengths - size).clamp(min=0)  # [B]
+                columns = (start[:, None] + torch.arange(size, device=k.device)).clamp(max=self._length - 1)
+                fresh = fresh[torch.arange(fresh.shape[0], device=k.device)[:, None], columns]  # [B, size, kv, hd]
+            tensor[self._slots, :, : fresh.shape[1]] = fresh.transpose(1, 2)
+        window = self._windows[layer]
+        if window not in self._masks:
+            visibility = Visibility(self._length, self._length, window)
+            self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
+        return self._kernel(q, k, v, self._masks[window], scale)
+
+
+class Decode:
+    """One token of every row in the cache, step after step until rows come, go or change shelves.
+
+    prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens.
+    """
+
+    last = None
+
+    def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device):
+        self._windows = store.windows
+        self._rows = store.rows_in_order()
+        self._device = device
+        self._own, self._shared = [], []
+        start = 0
+        for _, shelf in sorted(store.rows.items()):
+            if shelf.places:
+                stop = start + len(shelf.places)
+                self._own.append(_Own(shelf, slice(start, stop), torch.arange(stop - start, device=device)))
+                start = stop
+        members: dict[Place, list[int]] = {place: [] for shelf in store.prompts.values() for place in shelf.places}
+        for row, prompt in enumerate(prompts):
+            members[prompt].append(row)
+        back, offset = [0] * len(prompts), 0
+        for shelf in store.prompts.values():
+            groups = [members[place] for place in shelf.places]
+            count = max(map(len, groups), default=0)
+            if count == 0:
+                continue
+            for group, rows in enumerate(groups):
+                for index, row in enumerate(rows):
+                    back[row] = offset + group * count + index
+            offset += len(groups) * count
+            # A short group's table goes on with row 0: computed, and never read.
+            table = torch.tensor([rows + [0] * (count - len(rows)) for rows in groups], device=device)
+            lengths = torch.tensor([place.length for place in shelf.places], device=device)
+            longest = max(place.length for place in shelf.places)
+            self._shared.append(_Shared(shelf, table, lengths, longest))
+        self._back = torch.tensor(back, device=device)
+        self._added = torch.tensor([row.length for row in self._rows], device=device)  # [R] own tokens in the cache
+        self._before = torch.tensor([prompt.length for prompt in prompts], device=device)
+
+    @property
+    def drawn(self) -> Tensor:
+        """[R]: how many tokens each row's completion has before this step's draw."""
+        return self._added + 1
+
+    def begin(self) -> None:
+        """Before the forward of a step."""
+        self.positions = (self._before + self._added)[:, None]  # [R, 1]
+        for own in self._own:
+            added, longest = self._added[own.rows], max(place.length for place in own.shelf.places) + 1
+            own.views = {}
+            for layer, window in enumerate(self._windows):
+                if window not in own.views:
+                    size = own.shelf.size(layer)
+                    seen = min(longest, size)
+                    slots = torch.arange(seen, device=self._device)
+                    # A window's slots are a ring: once all are written, they hold just what the token sees.
+                    own.views[window] = _View(seen, slots <= added[:, None], added if longest <= size else added % size)
+        for shared in self._shared:
+            shared.views = {}
+            for layer, window in enumerate(self._windows):
+                if window not in shared.views:
+                    size = shared.shelf.size(layer)
+                    slots = torch.arange(min(shared.longest, size), device=self._device)
+                    stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
+                    visible = slots < stored  # [G, 1, L]
+                    if window is not None:
+                        first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
+                        visible = visible & (slots >= first)
+                    shared.views[window] = _View(slots.shape[0], visible)
+
+    def end(self) -> None:
+        """After the forward: every row has one token more in the cache."""
+        for place in self._rows:
+            place.length += 1
+        self._added = self._added + 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
+        grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
+        own = []
+        for part in self._own:
+            view = part.views[window]
+            keys, values = part.shelf.layer(layer, k)
+            keys[part.slots, :, view.spots] = k[part.rows, 0]
+            values[part.slots, :, view.spots] = v[part.rows, 0]
+            count = len(part.slots)
+            bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
+            own.append(_partial(grouped[part.rows], keys[:count, :, : view.keys], values[:count, :, : view.keys], bias))
+        shared = []
+        for part in self._shared:
+            view = part.views[window]
+            keys, values = part.shelf.layer(layer, k)
+            groups, count = part.table.shape
+            queries = grouped[part.table].transpose(1, 2).flatten(2, 3)  # [G, kv, n · rep, hd]
+            bias = view.bias(q.dtype)  # [G, 1 or n, L]
+            if bias.shape[1] > 1:
+                bias = bias.repeat_interleave(heads // key_heads, 1)
+            found = _partial(queries, keys[:groups, :, : view.keys], values[:groups, :, : view.keys], bias[:, None])
+            shared.append(tuple(_by_row(one, count) for one in found))
+        joined = _join(_cat(own), tuple(one[self._back] for one in _cat(shared)))
+        return joined.to(q.dtype).flatten(1, 2)[:, None]
+
+
+class _View:
+    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [.., L]; and where
+    a row writes."""
+
+    def __init__(self, keys: int, visible: Tensor, spots: Tensor | None = None):
+        self.keys, self.spots = keys, spots
+        self._visible, self._bias = visible, None
+
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        if self._bias is None:
+            self._bias = additive(self._visible, dtype)
+        return self._bias
+
+
+@dataclass
+class _Own:
+    """The rows of one shelf: consecutive ones, in its first slots."""
+
+    shelf: Shelf
+    rows: slice
+    slots: Tensor
+    views: Mapping[int | None, _View] = None
+
+
+@dataclass
+class _Shared:
+    """The prompts of one shelf, and the rows [G, n] that go on from each."""
+
+    shelf: Shelf
+    table: Tensor
+    lengths: Tensor  # [G]
+    longest: int
+    views: Mapping[int | None, _View] = None
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
+    """Attention over some of the keys: Σ w·v, Σ w [.., 1] and the largest score m [.., 1], with w = exp(score − m).
+
+    q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In max(float32, the dtype); products of half
+    precision are summed in float32, as the fused kernels do.
+    """
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    least = torch.finfo(torch.float32 if half else q.dtype).min
+    if half and q.device.type == "cpu":
+        out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
+        return out, torch.ones_like(lse)[..., None], lse.clamp(min=least)[..., None]
+    wide = {"out_dtype": torch.float32} if half else {}
+    shape = q.shape[:3]
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), **wide).unflatten(0, shape[:2]).add_(bias)
+    most = scores.amax(-1, keepdim=True).clamp_(min=least)  # -inf where nothing is seen
+    weights = scores.sub_(most).exp_()
+    out = torch.bmm(weights.flatten(0, 1).to(v.dtype), v.flatten(0, 1), **wide).unflatten(0, shape[:2])
+    return out, weights.sum(-1, keepdim=True), most
+
+
+def _join(one: Part, other: Part) -> Tensor:
+    """The softmax average over the keys of both."""
+    most = torch.maximum(one[2], other[2])
+    shares = (one[2] - most).exp_(), (other[2] - most).exp_()
+    total = one[1] * shares[0] + other[1] * shares[1]
+    return (one[0] * shares[0]).addcmul_(other[0], shares[1]).div_(total)
+
+
+def _by_row(grouped: Tensor, count: int) -> Tensor:
+    """[G, kv, n · rep, x] → [G · n, kv, rep, x]."""
+    return grouped.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _cat(parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))

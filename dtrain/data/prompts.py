@@ -1,0 +1,177 @@
+"""Rows of prompts: what the model is asked, and the columns by which its answers are judged. Torch is not imported.
+
+    messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
+    prompt                  a list of messages, or a string, which is the beginning of a text; `completion` is a column
+    question                a user's message, as in GSM8K's files (question, answer)
+    instruction, input      a user's message, as in Alpaca's files; `output` is a column
+    prompt_ids              token ids, used as they are
+
+Every other column is kept for the rewards. Where a row has no column `answer`, the answer that the format holds (the
+last assistant message, `completion`, `output`) becomes it. A prompt of messages is rendered with the generation prompt;
+a string begins with what the tokenizer's post-processor puts there. A prompt that is too long loses its beginning.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain.data.encoder import LONG, Document, RowEncoder
+from dtrain.data.formats import kind_of, read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.template import ChatTemplate
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
+
+Message = dict[str, Any]
+# What a reward's function is called with beside the columns.
+RESERVED = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`asked`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among them where known."""
+
+    asked: list[Message] | str | list[int]
+    columns: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """room: tokens of the longest prompt. system: the system message of conversations that have none."""
+
+    room: int
+    system: str | None = None
+
+    @classmethod
+    def within(cls, max_length: int, max_new_tokens: int, system: str | None) -> "PromptOptions":
+        """What a completion of `max_new_tokens` leaves of a sequence of `max_length`, one token at least."""
+        return cls(max(1, max_length - max_new_tokens), system)
+
+
+def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
+    """`row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
+    require_keys(row, name, "prompts")
+    if name == "tokenized":
+        ids = read_integers(row["prompt_ids"], "prompt_ids")
+        if not ids or min(ids) < 0:
+            raise UserError("prompt_ids must hold one id at least, and none below 0")
+        return Prompt(ids, _columns(row, "prompt_ids"))
+    if name == "prompt_completion" and isinstance(row["prompt"], str):
+        text = read_string(row["prompt"], "prompt")
+        return Prompt(text, _columns(row, "prompt", answer=row.get("completion")))
+    messages, columns = _chat(row, name)
+    given = row.get("system") or system
+    if given and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": read_string(given, "system")}, *messages]
+    return Prompt(messages, columns, read_tools(row))
+
+
+def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:
+    """The messages that are asked, and the columns beside."""
+    if name == "question":
+        messages = [{"role": "user", "content": read_string(row["question"], "question")}]
+        return messages, _columns(row, "question")
+    if name == "alpaca":
+        text, given = read_string(row["instruction"], "instruction"), row.get("input")
+        text = f"{text}\n\n{read_string(given, 'input')}" if given else text
+        return [{"role": "user", "content": text}], _columns(row, "instruction", "input", answer=row.get("output"))
+    if name == "prompt_completion":
+        messages, _ = read_messages(row["prompt"], "prompt")
+        _check_end(messages, "prompt")
+        return messages, _columns(row, "prompt", answer=_text_of(row.get("completion")))
+    key = "messages" if name == "messages" else "conversations"
+    messages, _ = read_messages(row[key], key)
+    end = max((index + 1 for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
+    _check_end(messages[:end], key)
+    return messages[:end], _columns(row, key, answer=_text_of(messages[end:]))
+
+
+def _check_end(messages: Sequence[Message], key: str) -> None:
+    if not messages or messages[-1]["role"] in ("system", "developer", "assistant"):
+        role = messages[-1]["role"] if messages else "assistant"
+        raise UserError(f"{key}: there is no user message for the model to answer; the last is of role {role}")
+
+
+def _text_of(answer: Any) -> str | None:
+    """The text of an answer in messages or as a string."""
+    if isinstance(answer, list) and answer and isinstance(answer[-1], Mapping):
+        answer = answer[-1].get("content")
+    return answer if isinstance(answer, str) else None
+
+
+def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> dict[str, Any]:
+    columns = {str(key): value for key, value in row.items() if key not in (*taken, *RESERVED, "system", "tools")}
+    if columns.get("answer") is None and answer is not None:
+        columns["answer"] = answer
+    return columns
+
+
+class PromptEncoder(RowEncoder):
+    """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it."""
+
+    keeps_columns = True
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_length: int,
+        options: PromptOptions,
+        too_long: str = "truncate",
+    ):
+        super().__init__(tokenizer, template, max_length=max_length, too_long=too_long)
+        self.options = options
+
+    def __reduce__(self):
+        return _encoder, (self.tokenizer, self.template, self.max_length, self.options, self.too_long)
+
+    @property
+    def fingerprint(self) -> str:
+        template = self.template.fingerprint if self.template else None
+        options = [self.options.room, self.options.system]
+        parts = ["prompts", self.tokenizer.fingerprint, template, self.max_length, options, self.too_long]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        prompt = normalise_prompt(row, name, self.options.system)
+        ids = self.encode(prompt)
+        if len(ids) > self.options.room and self.too_long == "error":
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, and beside grpo.sampling.max_new_tokens there is room for "
+                f"{self.options.room} within data.max_length={self.max_length}; raise it, or set data.too_long to "
+                "truncate or drop"
+            )
+        if len(ids) > self.options.room and self.too_long == "drop":
+            return LONG
+        try:
+            columns = json.dumps({"prompt": prompt.asked, "columns": prompt.columns}).encode()
+        except TypeError as problem:
+            raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
+        kept = ids[-self.options.room :]
+        return [Document(kept, bytearray(len(kept)), len(ids), columns)]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids, not yet cut, never none. Raises UserError."""
+        asked = prompt.asked
+        if isinstance(asked, str):
+            ids = self.tokenizer.encode(asked)
+            ids = [*self.around(ids)[0], *ids]
+        elif asked and isinstance(asked[0], int):
+            self.check_ids(asked, "prompt_ids")
+            ids = list(asked)
+        elif asked and isinstance(asked[0], Mapping):
+            replies = self.need_replies()
+            messages = replies.with_objects(asked, prompt.tools)
+            ids = self.tokenizer.encode(self.template.render(messages, prompt.tools, add_generation_prompt=True))
+        else:
+            raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(asked)}")
+        if not ids:
+            raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
+        return ids
+
+
+def _encoder(tokenizer, template, max_length, options, too_long) -> PromptEncoder:
+    return PromptEncoder(tokenizer, template, max_length=max_length, options=options, too_long=too_long)

@@ -1,0 +1,336 @@
+"""A policy loss over one micro-batch, as sums: what the ranks and micro-batches of a global batch add up.
+
+`PolicySpec` says which loss; `policy_terms` computes it over padded rows, packed rows, or a context-parallel rank's
+part of either. Every term is a sum over this rank's own tokens (a sequence's quantities stand at each of its tokens),
+divided by counts of the global batch, so that the sum over micro-batches and over dp and cp ranks is the value of the
+whole.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.policy_correction import MODES, correction, off_policy_mask
+from dtrain.losses.policy_kl import ESTIMATORS, GRADIENTS, is_known, k3_of, kl_term
+from dtrain.losses.policy_losses import LOSSES, PolicyLoss, Surrogate, Tokens, bounded_exp, mean_by_sequence
+from dtrain.losses.sequences import Sequences
+
+LEVELS = ("token", "sequence", "sequence_token")
+
+SHARED: Mapping[str, Any] = MappingProxyType(
+    {
+        "importance_sampling_level": None,
+        "kl_estimator": "k3",
+        "kl_gradient": "importance",
+        "old_kl_coef": 0.0,
+        "entropy_coef": 0.0,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "sampling_correction": "sequence_mask",
+        "sampling_clip_min": None,
+        "sampling_clip_max": 3.0,
+    }
+)
+"""Options of every loss, and their defaults: TRL 1.16's where it has them.
+
+importance_sampling_level   what r is: token, π/π_old; sequence, the geometric mean over the sequence (GSPO,
+                            arXiv:2507.18071, equation 7); sequence_token, sg[that]·π/sg[π] (equation 14). None: the
+                            loss's own. r enters the KL term too
+kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `policy_kl`
+old_kl_coef                 c of the term c·(log π/π_old)², normalised as the loss (Kimi K2.5, arXiv:2602.02276)
+entropy_coef                c of −c · mean entropy over the tokens, whatever the loss's normalisation
+top_entropy_quantile        ρ: only the tokens among the ρ of highest entropy keep their policy loss (Wang et al.,
+                            arXiv:2506.01939); the entropy term is over them too, the KL term over all
+off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `policy_correction`
+sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: the same file
+"""
+
+_NUMBER = (lambda v: _is_number(v), "a finite number")
+_POSITIVE = (lambda v: _is_number(v) and v > 0, "a finite number above 0")
+_NOT_NEGATIVE = (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0")
+_BOUND = (lambda v: v is None or (_is_number(v) and v > 0), "a finite number above 0, or None")
+_CAP = (lambda v: v is None or (_is_number(v) and v > 1), "a finite number above 1, or None")
+
+
+def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
+    return (lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+# What an option may be, and that in words.
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "importance_sampling_level": (lambda v: v is None or v in LEVELS, f"one of {', '.join(LEVELS)}"),
+    "kl_estimator": _one_of(ESTIMATORS),
+    "kl_gradient": _one_of(GRADIENTS),
+    "old_kl_coef": _NOT_NEGATIVE,
+    "entropy_coef": _NUMBER,
+    "top_entropy_quantile": (lambda v: _is_number(v) and 0 <= v <= 1, "from 0 to 1"),
+    "off_policy_mask_threshold": _BOUND,
+    "sampling_correction": _one_of(MODES),
+    "sampling_clip_min": _BOUND,
+    "sampling_clip_max": _BOUND,
+    "delta": _CAP,
+    "dual_clip": _CAP,
+    "dppo_ratio_cap": _POSITIVE,
+    "sapo_temperature_pos": _POSITIVE,
+    "sapo_temperature_neg": _POSITIVE,
+    "vespo_k_pos": _NOT_NEGATIVE,
+    "vespo_lambda_pos": _POSITIVE,
+    "vespo_k_neg": _NOT_NEGATIVE,
+    "vespo_lambda_neg": _POSITIVE,
+}
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy loss by name with its clip, β and options, checked once.
+
+    clip: (ε_low, ε_high); beta: weight of the KL term; options: the loss's own and those of `SHARED`, completed with
+    the defaults. Raises ValueError for an unknown name or option and a value out of its range.
+    """
+
+    name: str = "dapo"
+    clip: tuple[float, float] = (0.2, 0.2)
+    beta: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in LOSSES:
+            raise ValueError(f"{self.name!r} is no policy loss{_hint(self.name, LOSSES)}")
+        read = {**SHARED, **self.loss.options}
+        for key, value in self.options.items():
+            if key not in read:
+                raise ValueError(f"{key} is no option of {self.name}{_hint(key, read)}")
+            check, words = _RANGES[key]
+            if not check(value):
+                raise ValueError(f"{key}={value!r} must be {words}")
+        if not (len(self.clip) == 2 and all(_is_number(one) and one >= 0 for one in self.clip)):
+            raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1")
+        if not (_is_number(self.beta) and self.beta >= 0):
+            raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0")
+        whole = read | dict(self.options)
+        object.__setattr__(self, "clip", tuple(float(one) for one in self.clip))
+        object.__setattr__(self, "options", MappingProxyType(whole))
+        self._check_combinations(whole)
+
+    def _check_combinations(self, options: Mapping[str, Any]) -> None:
+        if options.get("delta") is not None and options.get("dual_clip") is not None:
+            raise ValueError("delta and dual_clip bound the same ratio: give one of them")
+        if self.loss.by_sequence and options["top_entropy_quantile"] < 1:
+            raise ValueError(f"top_entropy_quantile: {self.name} is a loss of whole sequences, which keep all tokens")
+        smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+        if smallest is not None and largest is not None and smallest >= largest:
+            raise ValueError(f"sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
+
+    @property
+    def loss(self) -> PolicyLoss:
+        return LOSSES[self.name]
+
+    @property
+    def needs_entropies(self) -> bool:
+        return self.options["entropy_coef"] != 0 or self.options["top_entropy_quantile"] < 1
+
+    def divisor(self, counts: "Counts") -> Tensor | float:
+        """What the sum over the global batch is divided by."""
+        if self.loss.normalisation == "tokens":
+            return _or_one(counts.tokens)
+        if self.loss.normalisation != "longest":
+            return _or_one(counts.sequences)
+        if counts.max_completion_length is None:
+            raise ValueError(f"{self.name} divides by max_completion_length, which is not given")
+        return _or_one(counts.sequences) * counts.max_completion_length
+
+
+class Counts(NamedTuple):
+    """Of the global batch: tokens that count, sequences (those without a token too, as in TRL), the longest completion
+    that might have been (dr_grpo), and the tokens above the entropy threshold (with top_entropy_quantile and an
+    entropy term; None: `tokens`)."""
+
+    tokens: Tensor | float
+    sequences: Tensor | float
+    max_completion_length: int | None = None
+    high_entropy_tokens: Tensor | float | None = None
+
+
+MEANS: Mapping[str, str] = MappingProxyType(
+    {
+        "kl": "kl_tokens",
+        "approx_kl": "known_tokens",
+        "ratio": "known_tokens",
+        "entropy": "entropy_tokens",
+        "clip_low": "tokens",
+        "clip_high": "tokens",
+        "mismatch_kl": "sampled_tokens",
+        "mismatch_abs": "sampled_tokens",
+        "correction": "corrected_tokens",
+        "off_policy_frac": "tokens",
+    }
+)
+"""Sum of `policy_terms` -> the count that makes it a mean.
+
+kl             k3 of KL(π ‖ π_ref)
+approx_kl      k3 of KL(π_old ‖ π)
+ratio          r at the level of importance sampling
+entropy        of the distribution drawn from
+clip_low, ..   tokens that got no gradient because π had fallen, risen too far (TRL counts sequences at sequence level)
+mismatch_kl    k3 of KL(π_sampler ‖ π_old); mismatch_abs: |log π_sampler/π_old|
+correction     the weights for that mismatch
+off_policy_frac  tokens of sequences left out by off_policy_mask_threshold
+"""
+
+
+def means(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics from their sums over a global batch (tensors or floats); a mean over nothing is 0."""
+    return {name: sums[name] / _or_one(sums[count]) for name, count in MEANS.items() if name in sums}
+
+
+def policy_terms(
+    spec: PolicySpec,
+    logps: Tensor,
+    old_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    counts: Counts,
+    *,
+    ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
+    entropies: Tensor | None = None,
+    entropy_threshold: Tensor | float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the loss, a scalar to differentiate, and of the sums that `MEANS` is made from.
+
+    logps [n, S]: log π of the tokens, with gradient; old_logps, ref_logps, sampling_logps: of the policy that the
+    update started from (None: π itself), of the reference, of the sampler; entropies [n, S]: with gradient where
+    entropy_coef is not 0; advantages [n, S]; mask [n, S]: the tokens that count. What stands at other places is never
+    read, NaN and infinities included. sequences: where the sequences of the micro-batch lie; sums over them are its
+    collectives, the same number on every rank. entropy_threshold: `top_entropy_threshold` of the global batch.
+
+    Computed in max(float32, the dtype of logps). A token with log −inf, which a filter left out since it was drawn, has
+    ratio 0 and no gradient, a sequence's ratio is that of its other tokens, and the metrics leave it out; so it is
+    where old_logps has −inf. Where ref_logps has −inf there is no KL term, and where sampling_logps has −inf or NaN
+    (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
+    is zero. Raises ValueError for what `spec` needs and is not given.
+    """
+    _check_given(spec, ref_logps, entropies, entropy_threshold)
+    options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
+    mask = mask.bool()
+
+    def at(where: Tensor, values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.where(where, values.to(dtype), 0.0)
+
+    old_logps = logps.detach() if old_logps is None else old_logps
+    possible = is_known(old_logps, is_known(logps, mask))
+    has_reference = is_known(ref_logps, possible)
+    is_sampled = is_known(sampling_logps, possible)
+    if sampling_logps is not None:
+        is_sampled = is_sampled & ~sampling_logps.isnan()
+    logps, old_logps, advantages = at(possible, logps), at(possible, old_logps), at(mask, advantages)
+    sampling_logps, entropies = at(is_sampled, sampling_logps), at(possible, entropies)
+
+    log_ratio = logps - old_logps
+    level = options["importance_sampling_level"] or spec.loss.level
+    ratio = _ratio(level, logps, log_ratio, possible, sequences)
+    weights = None
+    if sampling_logps is not None:
+        weights = correction(
+            old_logps,
+            sampling_logps,
+            is_sampled,
+            sequences,
+            mode=options["sampling_correction"],
+            smallest=options["sampling_clip_min"],
+            largest=options["sampling_clip_max"],
+        )
+    tokens = Tokens(logps, old_logps, log_ratio, ratio, advantages, possible, sequences, spec.clip, weights)
+    own = {name: options[name] for name in spec.loss.options}
+    surrogate = spec.loss.function(tokens, **own)
+
+    loss, kept = surrogate.loss, mask
+    if options["off_policy_mask_threshold"] is not None:
+        drawn, by = (old_logps, possible) if sampling_logps is None else (sampling_logps, is_sampled)
+        is_near = off_policy_mask(logps, drawn, advantages, by, sequences, options["off_policy_mask_threshold"])
+        loss = torch.where(is_near, loss, 0.0)
+    if options["top_entropy_quantile"] < 1:
+        kept = mask & (entropies >= entropy_threshold)
+        loss = torch.where(kept, loss, 0.0)
+    if weights is not None and not spec.loss.corrects_itself:
+        loss = loss * weights.weights
+    if spec.beta:
+        kl = kl_term(logps, at(has_reference, ref_logps), ratio, options["kl_estimator"], options["kl_gradient"])
+        loss = loss + spec.beta * torch.where(has_reference, kl, 0.0)
+    if options["old_kl_coef"]:
+        loss = loss + options["old_kl_coef"] * log_ratio.square()
+    if spec.loss.normalisation == "sequences":
+        loss = loss / sequences.spread(sequences.lengths.clamp(min=1))
+    total = torch.where(mask, loss, 0.0).sum() / spec.divisor(counts)
+    if options["entropy_coef"]:
+        among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
+        bonus = torch.where(kept, entropies, 0.0).sum() / _or_one(among)
+        total = total - options["entropy_coef"] * bonus
+
+    with torch.no_grad():
+        sums = _measure(tokens, surrogate, mask)
+        if ref_logps is not None:
+            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, at(has_reference, ref_logps)))
+        if entropies is not None:
+            sums |= _sums(possible, "entropy_tokens", entropy=entropies)
+        if sampling_logps is not None:
+            gap = (sampling_logps - old_logps).abs()
+            drift = k3_of(sampling_logps, old_logps)
+            sums |= _sums(is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
+        if weights is not None:
+            sums |= _sums(mask, "corrected_tokens", correction=weights.weights)
+        if options["off_policy_mask_threshold"] is not None:
+            sums |= _sums(mask, "tokens", off_policy_frac=(~is_near).to(dtype))
+    return total, sums
+
+
+def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, sequences: Sequences) -> Tensor:
+    if level == "token":
+        return torch.where(possible, bounded_exp(log_ratio), 0.0)
+    mean = mean_by_sequence(log_ratio, sequences)
+    return bounded_exp(mean if level == "sequence" else mean.detach() + logps - logps.detach())
+
+
+def _measure(tokens: Tokens, surrogate: Surrogate, mask: Tensor) -> dict[str, Tensor]:
+    nowhere = torch.zeros_like(tokens.ratio)
+    low, high = (nowhere if one is None else one.to(nowhere) for one in surrogate[1:])
+    moved = k3_of(tokens.old_logps, tokens.logps)
+    known = _sums(tokens.possible, "known_tokens", approx_kl=moved, ratio=tokens.ratio)
+    return known | _sums(mask, "tokens", clip_low=low, clip_high=high)
+
+
+def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:
+    sums = {name: torch.where(where, value, 0.0).sum() for name, value in values.items()}
+    return sums | {count: where.sum().to(next(iter(values.values())))}
+
+
+def _check_given(
+    spec: PolicySpec, ref_logps: Tensor | None, entropies: Tensor | None, threshold: Tensor | float | None
+) -> None:
+    if spec.beta and ref_logps is None:
+        raise ValueError(f"beta={spec.beta} needs ref_logps")
+    if spec.needs_entropies and entropies is None:
+        raise ValueError("entropy_coef and top_entropy_quantile need entropies")
+    if spec.options["top_entropy_quantile"] < 1 and threshold is None:
+        raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
+
+
+def _or_one(count: Any) -> Any:
+    """A count to divide by: 1 in the place of 0."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _hint(word: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"

@@ -1,0 +1,236 @@
+"""From log-probabilities and advantages to a policy loss per token: one small function per loss, and the table that
+says how each is normalised.
+
+r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
+(ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[..]. A
+loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtrain.losses.sequences import Sequences
+
+_SMALLEST_WEIGHT = math.log(1e-8)  # VESPO's floor of a log weight
+_LARGEST_LOG = 20.0  # and its ceiling
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a loss may read of a micro-batch, [n, S] each; masked-out places hold zeros.
+
+    logps, log_ratio, ratio: 0 also where the token cannot be drawn any more (π = 0); ratio is of the level asked for,
+    log_ratio of the token. correction: weights π_old/π_sampler, None for none.
+    """
+
+    logps: Tensor
+    old_logps: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    possible: Tensor  # the mask less the tokens with π = 0
+    sequences: Sequences
+    clip: tuple[float, float]
+    correction: "Correction | None" = None
+
+
+class Correction(NamedTuple):
+    """weights: π_old/π_sampler, bounded, [n, S]; by_sequence: one value for all tokens of a sequence."""
+
+    weights: Tensor
+    by_sequence: bool
+
+
+class Surrogate(NamedTuple):
+    """loss [n, S]; clipped_low, clipped_high: where π has moved too far and gets no gradient, None: nowhere."""
+
+    loss: Tensor
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
+
+
+def clipped(tokens: Tokens, *, delta: float | None = None, dual_clip: float | None = None) -> Surrogate:
+    """−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) (PPO: Schulman et al., arXiv:1707.06347, equation 7; GRPO: Shao et
+    al., arXiv:2402.03300). ε_high above ε_low is DAPO's clip-higher (Yu et al., arXiv:2503.14476).
+
+    delta: r in the first term is at most δ > 1 + ε_high (two-sided clipping: INTELLECT-2, arXiv:2505.07291).
+    dual_clip: for A < 0 the loss is at most −c·A, c > 1 (Ye et al., arXiv:1912.09729). With δ = c beyond 1 + ε_high the
+    two are the same loss.
+    """
+    low, high = 1 - tokens.clip[0], 1 + tokens.clip[1]
+    ratio, advantages = tokens.ratio, tokens.advantages
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.min(loss, -dual_clip * advantages), loss)
+    return Surrogate(loss, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
+
+
+def cispo(tokens: Tokens) -> Surrogate:
+    """−sg[min(r, ε_high)]·A·log π: the weight is clipped, every token keeps a gradient (CISPO: MiniMax-M1,
+    arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
+
+    As in TRL, ε_high is the cap of r itself, not of r − 1; ScaleRL takes 5. Below there is no bound.
+    """
+    weights = tokens.ratio.detach().clamp(max=tokens.clip[1])
+    return Surrogate(-weights * tokens.advantages * tokens.logps, None, tokens.ratio > tokens.clip[1])
+
+
+def sapo(tokens: Tokens, *, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05) -> Surrogate:
+    """−(4/τ)·σ(τ·(r − 1))·A, τ by the sign of A: a soft gate in the clip's place, whose slope at r = 1 is 1 (SAPO: Gao
+    et al., arXiv:2511.20347)."""
+    temperature = _by_sign(tokens.advantages > 0, sapo_temperature_pos, sapo_temperature_neg, tokens.advantages)
+    gate = torch.sigmoid(temperature * (tokens.ratio - 1)) * 4 / temperature
+    return Surrogate(-gate * tokens.advantages)
+
+
+def vespo(
+    tokens: Tokens,
+    *,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> Surrogate:
+    """−sg[φ(W)]·A·log π with φ(W) = W^k · exp(λ·(1 − W)), W = Π π/π_old over the sequence, k and λ by the sign of A
+    (VESPO: arXiv:2602.10693).
+
+    A correction of the sampler's probabilities enters W instead of multiplying the loss. As in TRL and the authors'
+    code, log r is cut to ±20 and log W to [log 1e-8, 20].
+    """
+    log_ratio = tokens.log_ratio.detach().clamp(-_LARGEST_LOG, _LARGEST_LOG)
+    log_weight = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
+    if tokens.correction is not None:
+        log_correction = tokens.correction.weights.log().clamp(_SMALLEST_WEIGHT, _LARGEST_LOG)
+        if not tokens.correction.by_sequence:
+            log_correction = torch.where(tokens.possible, log_correction, 0.0)
+            log_correction = tokens.sequences.spread(tokens.sequences.sum(log_correction))
+        log_weight = log_weight + log_correction
+    log_weight = log_weight.clamp(_SMALLEST_WEIGHT, _LARGEST_LOG)
+    is_good = tokens.advantages >= 0
+    k = _by_sign(is_good, vespo_k_pos, vespo_k_neg, tokens.advantages)
+    rate = _by_sign(is_good, vespo_lambda_pos, vespo_lambda_neg, tokens.advantages)
+    phi = (k * log_weight + rate * (1 - log_weight.exp())).exp()
+    return Surrogate(-phi * tokens.advantages * tokens.logps)
+
+
+def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
+    """−min(r, c)·A where the token's probability has not moved too far, else 0 (DPPO, binary total variation: Qi et
+    al., arXiv:2602.04879): π − π_old ≤ ε_high for A > 0, π_old − π ≤ ε_low otherwise.
+
+    Beyond the cap c the gradient is that of c·log π, as in truncated importance sampling. verl writes the same
+    gradient as that of −sg[min(r, c)]·A·log π; prime-rl has no cap. Both take 0.2 for ε.
+    """
+    moved = tokens.logps.detach().exp() - tokens.old_logps.exp()
+    return _trust_region(tokens, moved, dppo_ratio_cap)
+
+
+def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
+    """As `dppo_tv`, the distance being the KL divergence of "this token or another", from π_old to π (DPPO, binary KL:
+    Qi et al., arXiv:2602.04879): only a move in the direction of A's sign is bounded."""
+    old, now = tokens.old_logps.exp(), tokens.logps.detach().exp()
+    other_old, other = 1 - old, (1 - now).clamp(min=torch.finfo(now.dtype).tiny)
+    divergence = -old * tokens.log_ratio.detach() + torch.xlogy(other_old, other_old / other)
+    return _trust_region(tokens, torch.where(now < old, -divergence, divergence), dppo_ratio_cap)
+
+
+def gmpo(tokens: Tokens) -> Surrogate:
+    """−A·exp(mean over the sequence of the clipped log r): the geometric mean of ratios that are clipped one by one to
+    [exp(−ε_low), exp(ε_high)], on the side that A's sign says (GMPO: Zhao et al., arXiv:2507.20673).
+
+    The clip is that of log r; the paper takes 0.4. The level of importance sampling is this one.
+    """
+    low, high = tokens.clip
+    log_ratio, advantages = tokens.log_ratio, tokens.advantages
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    mean = mean_by_sequence(bounded, tokens.sequences)
+    too_low, too_high = (log_ratio < -low) & (advantages < 0), (log_ratio > high) & (advantages > 0)
+    return Surrogate(-bounded_exp(mean) * advantages, too_low, too_high)
+
+
+def reinforce(tokens: Tokens) -> Surrogate:
+    """−A·log π: the policy gradient without a ratio (Williams, 1992; GPG: Chu et al., arXiv:2504.02546). π_old is read
+    by the metrics only."""
+    return Surrogate(-tokens.advantages * tokens.logps)
+
+
+def mean_by_sequence(values: Tensor, sequences: Sequences) -> Tensor:
+    """values [n, S], 0 at the tokens that do not count -> at each token the mean over its sequence, [n, S]."""
+    return sequences.spread(sequences.sum(values) / sequences.lengths.clamp(min=1))
+
+
+def bounded_exp(values: Tensor) -> Tensor:
+    """exp that stays a number: beyond the dtype's range, less a few orders of magnitude, it is constant."""
+    return values.clamp(max=math.log(torch.finfo(values.dtype).max) - 8).exp()
+
+
+def _by_sign(is_positive: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    return torch.full_like(like, negative).masked_fill(is_positive, positive)
+
+
+def _trust_region(tokens: Tokens, moved: Tensor, cap: float) -> Surrogate:
+    """moved: what ε bounds, negative where the probability fell."""
+    too_high = (tokens.advantages > 0) & (moved > tokens.clip[1])
+    too_low = (tokens.advantages <= 0) & (-moved > tokens.clip[0])
+    capped = tokens.ratio.detach().clamp(max=cap) * (tokens.logps - tokens.logps.detach()).exp()
+    ratio = torch.where(tokens.ratio > cap, capped, tokens.ratio)
+    loss = torch.where(too_high | too_low, 0.0, -ratio * tokens.advantages)
+    return Surrogate(loss, too_low & (tokens.advantages < 0), too_high)
+
+
+Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss and how it becomes a number.
+
+    normalised by: tokens, Σ over the tokens ÷ tokens of the global batch; sequences, Σ over the sequences of the mean
+    over their tokens ÷ sequences of the global batch; sequence_sums, Σ over the tokens ÷ sequences; longest, Σ over the
+    tokens ÷ (sequences · max_completion_length). level: the default of importance_sampling_level.
+    corrects_itself: reads the correction of the sampler's probabilities, which then does not multiply the loss.
+    by_sequence: no token's loss stands for itself, so that none can be left out.
+    """
+
+    function: Callable[..., Surrogate]
+    normalisation: Normalisation = "tokens"
+    level: str = "token"
+    corrects_itself: bool = False
+    by_sequence: bool = False
+
+    @cached_property
+    def options(self) -> Mapping[str, float | None]:
+        """What the loss reads beside the clip, and the defaults."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+# grpo: TRL divides by the sequences of a micro-batch and its micro-batches; equal where these are of one size.
+# bnpo: TRL divides by the tokens of a device's micro-batch and its micro-batches; here bnpo is dapo.
+# dapo, cispo, vespo: TRL divides a generation batch's tokens evenly over its steps; here each step has its own count.
+LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
+    {
+        "grpo": PolicyLoss(clipped, "sequences"),  # Shao et al., arXiv:2402.03300
+        "bnpo": PolicyLoss(clipped),  # as dapo; TRL's name for the mean over a batch's tokens
+        "dr_grpo": PolicyLoss(clipped, "longest"),  # Liu et al., arXiv:2503.20783
+        "dapo": PolicyLoss(clipped),  # Yu et al., arXiv:2503.14476
+        "gspo": PolicyLoss(clipped, "sequences", "sequence"),  # Zheng et al., arXiv:2507.18071, equation 5
+        "gspo_token": PolicyLoss(clipped, "sequences", "sequence_token"),  # the same, equation 13
+        "luspo": PolicyLoss(clipped, "sequence_sums", "sequence"),  # arXiv:2602.05261
+        "cispo": PolicyLoss(cispo),
+        "sapo": PolicyLoss(sapo, "sequences"),
+        "vespo": PolicyLoss(vespo, corrects_itself=True),
+        "dppo_tv": PolicyLoss(dppo_tv),
+        "dppo_kl": PolicyLoss(dppo_kl),
+        "gmpo": PolicyLoss(gmpo, "sequences", by_sequence=True),
+        "reinforce": PolicyLoss(reinforce),
+    }
+)

@@ -1,0 +1,267 @@
+"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.config.schema import Grpo
+from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.data.rows import Placement
+from dtrain.losses.advantages import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.rollout.request import Completion, Request, SamplingParams
+from dtrain.rollout.rewards import Rewards
+
+
+class Draws(Protocol):
+    """An engine on the mesh: every rank passes all requests and gets all completions, in their order."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt of the data: its place in the endless sequence of prompts, its ids, and its row."""
+
+    index: int
+    ids: list[int]
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions group by group, in the data's order, and where the next rollout's prompts begin.
+
+    measured: fields of the metrics. rows: lines of samples.jsonl, on rank 0 alone.
+    """
+
+    buffer: Buffer
+    cursor: Cursor
+    epochs: float
+    measured: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+class Groups:
+    """Groups of completions that are drawn and judged, in a list that grows."""
+
+    def __init__(self, names: Sequence[str]):
+        self.asked: list[Asked] = []
+        self.samples: list[Sample] = []
+        self.rewards = torch.zeros(0, dtype=torch.float64)  # [N], NaN where nothing is known
+        self.parts = torch.zeros(0, len(names), dtype=torch.float64)  # [N, rewards]
+
+    def add(self, asked: Sequence[Asked], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
+        self.asked += asked
+        self.samples += samples
+        self.rewards = torch.cat([self.rewards, rewards])
+        self.parts = torch.cat([self.parts, parts])
+
+    def select(self, groups: Sequence[int], size: int) -> None:
+        """Keep these groups, in this order."""
+        rows = [group * size + one for group in groups for one in range(size)]
+        self.asked = [self.asked[group] for group in groups]
+        self.samples = [self.samples[row] for row in rows]
+        self.rewards, self.parts = self.rewards[rows], self.parts[rows]
+
+
+class Collector:
+    """Draws rollouts. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
+
+    def __init__(
+        self,
+        section: Grpo,
+        *,
+        engine: Draws,
+        rows: Rows,
+        tokenizer: Tokenizer,
+        rewards: Rewards | None,
+        max_length: int,
+        seed: int,
+    ):
+        self.section, self.engine, self.rows, self.tokenizer = section, engine, rows, tokenizer
+        self.rewards, self.max_length, self.seed = rewards, max_length, seed
+        self.ranks = Ranks()
+        self.names: list[str] = self.ranks.first(lambda: rewards.names)
+
+    def collect(self, cursor: Cursor) -> Rollout | None:
+        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError."""
+        section, began = self.section, time.perf_counter()
+        placements = self.rows.placements(cursor)
+        size, wanted = section.group_size, section.prompts_per_step
+        refills = section.max_refills if section.dynamic_sampling == "refill" else 0
+        groups, last, at, drawn, without = Groups(self.names), None, cursor, 0, 0
+        for _ in range(1 + refills):
+            taken = list(islice(placements, wanted - len(self._teaching(groups))))
+            if not taken:
+                break
+            asked = list(self._asked(taken, at))
+            last = taken[-1]
+            at = last.after
+            samples = self._draw(asked)
+            rewards, parts = self._judge(asked, samples)
+            groups.add(asked, samples, rewards, parts)
+            drawn += len(asked)
+            without += int(zero_variance_groups(rewards, size)[::size].sum())
+        if last is None:
+            return None
+        if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
+            teaching = self._teaching(groups)
+            others = [group for group in range(drawn) if group not in teaching]
+            groups.select(sorted((teaching + others)[:wanted]), size)
+        measured = self._measure(groups)
+        measured |= {"frac_zero_std": without / drawn, "rollout_time": time.perf_counter() - began}
+        return self._rollout(groups, last, measured)
+
+    def judge_greedily(self, asked: Sequence[Asked]) -> tuple[list[Sample], Tensor]:
+        """A completion of the likeliest tokens for each prompt, and its reward [n]."""
+        samples = self._draw(asked, greedy=True)
+        return samples, self._judge(asked, samples)[0]
+
+    def asked(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[Asked]:
+        """The prompts at `placements` of `rows`; `first`: the place of the first in the endless sequence."""
+        found = []
+        for number, placement in enumerate(placements):
+            (sample,) = placement.samples
+            ((ids, _),) = rows.samples[sample]
+            found.append(Asked(first + number, ids.tolist(), rows.samples.row(sample)))
+        return found
+
+    def _asked(self, placements: Sequence[Placement], cursor: Cursor) -> Iterator[Asked]:
+        yield from self.asked(self.rows, placements, self.rows.rows_before(cursor))
+
+    def _teaching(self, groups: Groups) -> list[int]:
+        """The groups whose rewards differ; all of them where that does not matter."""
+        if self.section.dynamic_sampling != "refill":
+            return list(range(len(groups.asked)))
+        size = self.section.group_size
+        alike = zero_variance_groups(groups.rewards, size)[::size]
+        return (~alike).nonzero().flatten().tolist()
+
+    def _draw(self, asked: Sequence[Asked], greedy: bool = False) -> list[Sample]:
+        section = self.section
+        count = 1 if greedy else section.group_size
+        requests = [
+            Request(one.ids, self._sampling(one, greedy), self.seed, one.index, number)
+            for one in asked
+            for number in range(count)
+        ]
+        completions = self.engine.generate(requests)
+        return [
+            Sample(request.prompt, done.ids, [True] * len(done.ids), done.logprobs, done.finish, done.version)
+            for request, done in zip(requests, completions, strict=True)
+        ]
+
+    def _sampling(self, asked: Asked, greedy: bool) -> SamplingParams:
+        wanted = self.section.sampling
+        return SamplingParams(
+            max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(asked.ids)),
+            temperature=0.0 if greedy else wanted.temperature,
+            top_k=None if greedy else wanted.top_k,
+            top_p=1.0 if greedy else wanted.top_p,
+            stop_ids=tuple(self.tokenizer.eos_ids),
+            stop=tuple(wanted.stop),
+        )
+
+    def _judge(self, asked: Sequence[Asked], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Rewards [N], NaN where nothing is known, and what they are the sum of [N, rewards]. One broadcast."""
+        count = len(samples) // max(1, len(asked))
+        rows = [one.row for one in asked for _ in range(count)]
+        names = dict.fromkeys(name for row in rows for name in row["columns"])
+
+        def judge() -> tuple[list[float], list[list[float]]]:
+            ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
+            scores = self.rewards.score(
+                [row["prompt"] for row in rows],
+                [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids],
+                ids,
+                {name: [row["columns"].get(name) for row in rows] for name in names},
+            )
+            return scores.total, [scores.parts[name] for name in self.names]
+
+        total, parts = self.ranks.first(judge)
+        rewards = torch.tensor(total, dtype=torch.float64)
+        by_name = torch.tensor(parts, dtype=torch.float64).view(-1, len(samples))  # [rewards, N]
+        if self.section.overlong_cache is not None:
+            lengths = torch.tensor([len(sample.ids) for sample in samples])
+            rewards = rewards + soft_overlong_penalty(
+                lengths, self.section.sampling.max_new_tokens, self.section.overlong_cache
+            )
+        return rewards, by_name.t()
+
+    def _rollout(self, groups: Groups, last: Placement, measured: dict[str, float]) -> Rollout:
+        section, size = self.section, self.section.group_size
+        values = advantages(groups.rewards, size, baseline=section.advantage, scale=section.scale)
+        counted = ~groups.rewards.isnan()
+        if section.dynamic_sampling != "none":
+            counted &= ~zero_variance_groups(groups.rewards, size)
+        trains = counted.clone()
+        if section.mask_truncated:
+            trains &= torch.tensor([sample.finish != "length" for sample in groups.samples])
+        rows = self._lines(groups, values) if self.ranks.is_first else []
+        buffer = Buffer.of(groups.samples, values, counted, trains)
+        return Rollout(buffer, last.after, last.epochs, measured, rows)
+
+    def _measure(self, groups: Groups) -> dict[str, float]:
+        rewards = groups.rewards.view(-1, self.section.group_size)
+        fields = {"reward_mean": _mean(groups.rewards), "reward_std": _mean(_spread(rewards))}
+        if len(self.names) > 1:
+            parts = zip(self.names, groups.parts.t(), strict=True)
+            fields |= {f"reward/{name}": _mean(values) for name, values in parts}
+        return fields | lengths_of(groups.samples)
+
+    def _lines(self, groups: Groups, values: Tensor) -> list[dict[str, Any]]:
+        """What samples.jsonl says of each completion."""
+        size = self.section.group_size
+        lines = []
+        for index, sample in enumerate(groups.samples):
+            asked = groups.asked[index // size]
+            parts = dict(zip(self.names, groups.parts[index].tolist(), strict=True))
+            lines.append(
+                {
+                    "group": asked.index,
+                    "prompt": asked.row["prompt"],
+                    "completion": self.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                    "reward": _known(groups.rewards[index].item()),
+                    "rewards": {name: _known(value) for name, value in parts.items()},
+                    "advantage": values[index].item(),
+                    "tokens": len(sample.ids),
+                    "finish": sample.finish,
+                }
+            )
+        return lines
+
+
+def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean tokens of the completions, and the share that max_new_tokens or max_length ended."""
+    count = max(1, len(samples))
+    return {
+        "completion_len": sum(sum(sample.sampled) for sample in samples) / count,
+        "truncated_frac": sum(sample.finish == "length" for sample in samples) / count,
+    }
+
+
+def _spread(rewards: Tensor) -> Tensor:
+    """The standard deviation of each group [groups, size] (n − 1), unknown rewards left out; 0 for fewer than two."""
+    known = ~rewards.isnan()
+    count = known.sum(1)
+    filled = torch.where(known, rewards, 0)
+    mean = filled.sum(1, keepdim=True) / count.clamp(min=1)[:, None]
+    squares = torch.where(known, filled - mean, 0).square().sum(1)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _mean(values: Tensor) -> float:
+    """Over what is known; 0 where nothing is."""
+    known = values[~values.isnan()]
+    return known.mean().item() if len(known) else 0.0
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value

@@ -1,0 +1,278 @@
+"""Group-relative policy optimisation: the model's own completions, rewarded, and the policy moved towards the better.
+
+A rollout (`collect`) is prompts_per_step × group_size completions with their rewards and advantages, held in a buffer
+that is the same on every rank. Each pass over it takes every completion once, train.global_batch of them a step, in an
+order drawn from the seed. A step's completions are shared out over the data-parallel ranks by their cost.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import IGNORE, Batch
+from dtrain.config.schema import Recipe
+from dtrain.data import Cursor, GlobalBatch, PromptOptions, Rows, Tokenizer
+from dtrain.data.order import key, permute
+from dtrain.errors import UserError
+from dtrain.losses import TrainingSamplingParams
+from dtrain.losses.policy import top_entropy_threshold
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
+from dtrain.methods.collect import Collector, Rollout, lengths_of
+from dtrain.methods.engines import open_engine, open_rewards
+from dtrain.methods.method import Method, Run
+from dtrain.methods.rollout_buffer import Buffer
+from dtrain.methods.shares import share_out
+from dtrain.methods.table import SampleTable
+from dtrain.policy import Batching, Packed, Policy
+from dtrain.policy.score import LogprobSource, Loss
+
+
+class Grpo(Method):
+    """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
+
+    kind = "prompts"
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        section, drawn = recipe.grpo, recipe.grpo.sampling
+        self.spec = PolicySpec(section.loss, tuple(section.clip), section.beta, dict(section.kwargs))
+        self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
+        self.needs_start = section.beta > 0 and section.reference == "start"
+        self._reference: Mapping[str, Tensor] = {}
+        self._buffer: Buffer | None = None
+        self._place = {"rollout": 0, "done": 0, "step": 0, "cursor": [0, 0], "epochs": 0.0, "checked": False}
+        self._measured: dict[str, float] = {}
+        self._began = 0.0
+
+    @property
+    def prompts(self) -> PromptOptions:
+        section = self.recipe.grpo
+        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
+
+    @property
+    def micro_rows(self) -> int | Batching:
+        """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
+        size = self.recipe.train.micro_batch
+        return Packed(size * self.recipe.data.max_length) if self.recipe.data.packing else size
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
+        """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
+        section = self.recipe.grpo
+        if section.beta:
+            policy.init_reference_model(None if section.reference == "start" else section.reference)
+            if section.sync_every is not None:
+                self._reference = policy.reference.tensors
+        tokenizer = Tokenizer.from_directory(self.recipe.model.path)
+        self._policy, self._run = policy, run
+        self._table = SampleTable(run.metrics, section.show)
+        self._collector = Collector(
+            section,
+            engine=open_engine(self.recipe, policy, tokenizer, run),
+            rows=splits["train"],
+            tokenizer=tokenizer,
+            rewards=open_rewards(section, run),
+            max_length=self.recipe.data.max_length,
+            seed=self.recipe.run.seed,
+        )
+
+    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
+        section = self.recipe.grpo
+        left = max(0, rows.total_rows() - rows.rows_before(cursor))
+        whole, rest = divmod(left, section.prompts_per_step)
+        steps = whole * self._steps(section.prompts_per_step * section.group_size)
+        begun = self._steps(saved["sequences"]) - saved["done"] if saved.get("sequences") else 0
+        return begun + steps + self._steps(rest * section.group_size)
+
+    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
+        """The minibatches of a rollout that is begun, then of one rollout after the other. `samples` are completions of
+        the buffer, this dp rank's share of them."""
+        place = self._place
+        while True:
+            if self._buffer is None or place["done"] >= self._steps(len(self._buffer)):
+                rollout = self._collector.collect(Cursor(*(place["cursor"] if place["rollout"] else cursor)))
+                if rollout is None:
+                    return
+                self._adopt(rollout)
+            chosen = self._minibatch()
+            mine = share_out(self._costs(chosen), policy.mesh.dp_size, self._most_rows(len(chosen)))
+            samples = [chosen[index] for index in mine[policy.mesh.dp_rank]]
+            yield GlobalBatch([], samples, len(chosen), Cursor(*place["cursor"]), place["epochs"])
+
+    def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
+        self._began = time.perf_counter()
+        return self._buffer.batch(rows.samples)
+
+    def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
+        quantile, threshold = self.spec.options["top_entropy_quantile"], None
+        high = None
+        if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
+            entropies = policy.label_entropies(batch, self.micro_rows, self.sampling)
+            gathered, _ = policy.gather_over_dp(entropies[batch["labels"] != IGNORE])
+            threshold, high = (one.to(policy.device) for one in top_entropy_threshold(gathered, quantile))
+        return batch, partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=high)
+
+    def loss(
+        self,
+        source: LogprobSource,
+        batch: Batch,
+        global_seqs: Tensor,
+        global_tokens: Tensor,
+        *,
+        entropy_threshold: Tensor | None = None,
+        high_entropy_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        found = source.sampled_logprobs(self.sampling, entropy=True)
+        mask = batch["labels"] != IGNORE  # [B, S/cp]
+        longest = self.recipe.grpo.sampling.max_new_tokens
+        return policy_terms(
+            self.spec,
+            found.logprobs,
+            batch.get("old_logprobs"),
+            batch["advantages"],
+            mask,
+            source.sequences(mask),
+            Counts(global_tokens, global_seqs, longest, high_entropy_tokens),
+            ref_logps=batch.get("reference_logprobs"),
+            sampling_logps=batch["sampling_logprobs"],
+            entropies=found.entropy,
+            entropy_threshold=entropy_threshold,
+        )
+
+    def after_step(self, policy: Policy, step: int) -> None:
+        self._place["done"] += 1
+        self._place["step"] = step
+        every = self.recipe.grpo.sync_every
+        if every is not None and policy.reference is not None and step % every == 0:
+            policy.reference.follow(self.recipe.grpo.sync_mix)
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
+        found = means(sums)
+        named = {name: found[name] for name in ("kl", "entropy", "mismatch_kl", "approx_kl", "ratio") if name in found}
+        named["clip_frac"] = found["clip_low"] + found["clip_high"]
+        named |= {
+            name: found[name] for name in ("clip_low", "clip_high", "correction", "off_policy_frac") if name in found
+        }
+        measured = dict(self._measured)
+        if self._place["done"] > 1:
+            measured.pop("rollout_time", None)
+        return measured | named | {"train_time": time.perf_counter() - self._began}
+
+    def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
+        """The mean reward over all of `rows`, of one completion each, by the likeliest tokens."""
+        samples, total, known, first = [], 0.0, 0, 0
+        placements = rows.placements()
+        size = self.recipe.grpo.prompts_per_step * self.recipe.grpo.group_size
+        with self._generating():
+            while taken := list(islice(placements, size)):
+                drawn, rewards = self._collector.judge_greedily(self._collector.asked(rows, taken, first))
+                first += len(taken)
+                samples += drawn
+                total += torch.where(rewards.isnan(), 0, rewards).sum().item()
+                known += int((~rewards.isnan()).sum())
+        found = {"reward_mean": total / max(1, known)} | lengths_of(samples)
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Where in a rollout the run is. A rollout whose updates are over is not kept."""
+        place = dict(self._place)
+        if not self._is_begun():
+            return place
+        buffer = self._buffer
+        sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
+        return place | sizes | {"measured": self._measured}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffer, and the reference where it moves; one that stands still is read again where it came from."""
+        kept = {f"buffer.{name}": one for name, one in self._buffer.tensors().items()} if self._is_begun() else {}
+        return kept | {f"reference.{name}": tensor for name, tensor in self._reference.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._place = {name: state[name] for name in self._place}
+        self._measured = dict(state.get("measured", {}))
+        if "sequences" in state:
+            self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"])
+
+    def _is_begun(self) -> bool:
+        return self._buffer is not None and self._place["done"] < self._steps(len(self._buffer))
+
+    def _steps(self, sequences: int) -> int:
+        """Optimizer steps that a rollout of so many completions makes."""
+        return -(-sequences // self.recipe.train.global_batch) * self.recipe.grpo.updates_per_rollout
+
+    def _most_rows(self, rows: int) -> int | None:
+        """Fixed micro-batches are rows: a rank takes no more of them than its part."""
+        return None if self.recipe.data.packing else -(-rows // self._policy.mesh.dp_size)
+
+    def _costs(self, indices: list[int]) -> list[float]:
+        """FLOPs of training on these completions."""
+        lengths = self._buffer.lengths[indices].tolist()
+        return [length * self._policy.model.flops_per_token(length) for length in lengths]
+
+    def _minibatch(self) -> list[int]:
+        """The completions of this step, over all ranks; those that do not count are left out."""
+        total, size = len(self._buffer), self.recipe.train.global_batch
+        pass_number, part = divmod(self._place["done"], -(-total // size))
+        order = permute(
+            torch.arange(total), total, key("minibatch", self.recipe.run.seed, self._place["rollout"], pass_number)
+        )
+        chosen = order[part * size : (part + 1) * size].tolist()
+        counted = self._buffer.counted.tolist()
+        return sorted(index for index in chosen if counted[index])
+
+    def _adopt(self, rollout: Rollout) -> None:
+        """Take a rollout over: what its updates need of the weights as they are, the files, and the table."""
+        place = self._place
+        self._buffer, self._measured = rollout.buffer, rollout.measured
+        place |= {"rollout": place["rollout"] + 1, "done": 0, "cursor": list(rollout.cursor), "epochs": rollout.epochs}
+        is_one_step = self._steps(len(self._buffer)) == 1
+        checks = not place["checked"] and self.recipe.grpo.max_mismatch is not None
+        if checks or not is_one_step:
+            self._score("old_logprobs")
+        if checks:
+            self._check_mismatch()
+            place["checked"] = True
+        if is_one_step:  # the update begins at the weights that it is measured by: the ratio is 1
+            self._buffer.per_token.pop("old_logprobs", None)
+        if self._policy.reference is not None:
+            with self._policy.use_reference_model():
+                self._score("reference_logprobs")
+        self._run.metrics.samples(place["step"] + 1, rollout.rows)
+        self._table.show(place["step"] + 1, rollout)
+
+    def _score(self, name: str) -> None:
+        """log p of every trained token by the model as it is, each rank its share, for all ranks."""
+        everything = list(range(len(self._buffer)))
+        shares = share_out(self._costs(everything), self._policy.mesh.dp_size, self._most_rows(len(everything)))
+        mine = shares[self._policy.mesh.dp_rank]
+        values = self._policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
+        gathered, _ = self._policy.gather_over_dp(self._buffer.flat(values, mine))
+        self._buffer.place(name, gathered, [index for share in shares for index in share])
+
+    def _check_mismatch(self) -> None:
+        """Raises UserError, on every rank alike, where engine and trainer disagree on the sampled tokens."""
+        per_token, trained = self._buffer.per_token, self._buffer.trained
+        gap = (per_token["old_logprobs"] - per_token["sampling_logprobs"])[trained].abs()
+        gap = gap[gap.isfinite()]
+        mean, most = gap.mean().item() if len(gap) else 0.0, self.recipe.grpo.max_mismatch
+        if mean > most:
+            server = self.recipe.grpo.engine == "http"
+            fix = (
+                "see that the servers serve this very model, in a like dtype, and give the log-probabilities that they "
+                "sample by (vLLM: --logprobs-mode processed_logprobs)"
+                if server
+                else "that is an error in dtrain unless the model computes in float16: please report it"
+            )
+            raise UserError(
+                f"engine and trainer disagree by {mean:.3g} on the log-probabilities of the first rollout's tokens, "
+                f"more than grpo.max_mismatch={most}: training on them would be wrong. {fix}; or raise "
+                "grpo.max_mismatch"
+            )
+
+    def _generating(self):
+        return self._collector.engine.generating()

@@ -1,0 +1,22 @@
+"""`dtrain plan`: what each rank of a mesh would hold and send, at any size, in one process without a GPU.
+
+    plan.make_plan          a recipe, checked, as a plan: memory by part, traffic, an estimate of the time
+    step.plan_step          one rank's step, from a few layers of it
+    trace.watch_step        those layers: the trainer's own step on stand-in tensors, watched
+    stand_in, kernels       tensors without memory that answer as the planned device's would
+    memory, traffic, costs  what is counted on the way
+    shards, optimizer       what a rank holds beside
+    hardware                devices, links and the estimate
+    search                  other meshes and micro-batches, and what would fit
+    report, command         text and JSON; the command line's options
+
+Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
+operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are
+all full and all trained.
+
+Modelled: attention and the fused norm on CUDA (`kernels`); what a kernel allocates inside (cuBLAS, cuDNN, the CPU's
+buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's budget is
+less than a device's memory. `train.compile` is planned as if it were off; with `parallel.cpu_offload` the parameters,
+gradients and optimizer state are taken off the device's peak after the fact. A rollout of method grpo is not planned,
+its update is.
+"""

@@ -1,0 +1,108 @@
+"""What devices can do, by their makers' data sheets, and how long a step would take on them by these numbers alone.
+
+Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
+direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.
+
+The estimate: matrix products at `ARITHMETIC` of the peak, everything else at `BANDWIDTH` of the memory's, what FSDP and
+replicas send beside the computing, what tp and cp send after it. It leaves out the start of kernels and of messages,
+stragglers, the input pipeline, saving, and any overlap of tp or cp with computing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dtrain.config import Sizes
+from dtrain.plan.step import Step
+
+ARITHMETIC = 0.7  # of the peak that large bfloat16 products reach
+BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
+USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator's gaps take the rest
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its links. arithmetic: peak FLOP/s by dtype of the operands."""
+
+    name: str
+    memory_gib: float
+    arithmetic: dict[torch.dtype, float]
+    bandwidth: float
+    inside: float
+    between: float
+    per_node: int = 8
+
+    @property
+    def budget(self) -> int:
+        """Bytes for tensors."""
+        return int(self.memory_gib * USABLE * 2**30)
+
+
+def _device(
+    name: str, memory: float, half: float, single: float, double: float, bandwidth: float, inside: float, between: float
+) -> Hardware:
+    arithmetic = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
+    by_dtype = {dtype: teraflops * 1e12 for dtype, teraflops in arithmetic.items()}
+    return Hardware(name, memory, by_dtype, bandwidth * 1e12, inside * 1e9, between * 1e9)
+
+
+# NVIDIA's data sheets of the SXM boards; float32 as torch computes it by default, without TF32.
+GPUS = {
+    "a100": _device("A100 80 GB", 79.1, 312, 19.5, 19.5, 2.04, 300, 25),
+    "h100": _device("H100 80 GB", 79.1, 989, 67, 67, 3.35, 450, 50),
+    "h200": _device("H200 141 GB", 139.8, 989, 67, 67, 4.8, 450, 50),
+    "b200": _device("B200 180 GB", 178.4, 2250, 75, 37, 7.7, 900, 50),
+}
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of an optimizer step. hidden: sent beside the computing; exposed: after it; unhidden: what of the hidden
+    takes longer than the computing."""
+
+    arithmetic: float
+    memory: float
+    optimizer: float
+    hidden: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        computing = self.arithmetic + self.memory
+        return max(computing, self.hidden) + self.exposed + self.optimizer
+
+
+def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
+    """The time of `step` on every rank of `sizes`."""
+    arithmetic = sum(
+        flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * ARITHMETIC)
+        for dtype, flops in step.cost.flops.items()
+    )
+    memory = step.cost.moved / (hardware.bandwidth * BANDWIDTH)
+    touched = 2 * step.parameters + step.gradients + 2 * step.state
+    sent = {"hidden": 0.0, "exposed": 0.0}
+    for (dimension, kind, ranks, on_host), (_, size) in step.traffic.items():
+        if not on_host:
+            how = "hidden" if dimension in ("fsdp", "dp_replicate") else "exposed"
+            sent[how] += wire_bytes(kind, ranks, size) / (link(dimension, sizes, hardware) * BANDWIDTH)
+    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), sent["hidden"], sent["exposed"])
+
+
+def wire_bytes(kind: str, ranks: int, size: int) -> float:
+    """Bytes that each rank sends for messages of `size` bytes in all, by a ring's algorithm."""
+    share = (ranks - 1) / ranks
+    return size * {"all-gather": share, "reduce-scatter": share, "all-reduce": 2 * share}.get(kind, 1.0)
+
+
+def link(dimension: str, sizes: Sizes, hardware: Hardware) -> float:
+    """Bytes per second at which a rank of a group over `dimension` sends: the node's links where the group lies in one,
+    else the network cards of the group's ranks in a node together. tp's ranks are next to each other, then cp's."""
+    stride, ranks = {
+        "tp": (1, sizes.tp),
+        "cp": (sizes.tp, sizes.cp),
+        "fsdp": (sizes.tp, sizes.dp_shard * sizes.cp),
+        "dp_replicate": (sizes.tp * sizes.cp * sizes.dp_shard, sizes.dp_replicate),
+    }.get(dimension, (1, sizes.world_size))
+    if stride * ranks <= hardware.per_node:
+        return hardware.inside
+    return min(hardware.inside, hardware.between * max(1, hardware.per_node // stride))

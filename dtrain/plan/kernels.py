@@ -1,0 +1,68 @@
+"""The kernels whose choice torch makes inside, by device: attention and the fused norm, on meta tensors.
+
+`torch.nn.functional` would take the plain composition for meta tensors, whose scores [B, H, S, S] no device with a fused
+kernel holds. What is kept for the backward here is what the fused kernels keep: q, k, v, the output and its
+log-sum-exp [B, H, S].
+"""
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def attention(
+    device_type: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention of q [B, H, Q, hd], k and v [B, kv, K, hd] by the kernel that a device would take.
+
+    cpu: torch's CPU kernel, with or without a mask. cuda: flash attention where nothing but causality hides keys and
+    the dtype is half; with a mask cuDNN's kernel; in float32 the memory-efficient one, for which keys are repeated for
+    their query heads; in float64 the composition, which holds the scores.
+    """
+    if device_type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if q.dtype in _HALF and attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    heads = q.shape[1]
+    bias = None if attn_mask is None else attn_mask.expand(q.shape[0], heads, q.shape[2], k.shape[2])
+    if q.dtype in _HALF:
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
+    if k.shape[1] != heads:
+        k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
+    if q.dtype == torch.float32:
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, dropout_p, is_causal, scale=scale
+        )[0]
+    return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
+
+
+def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """CUDA's fused norm: keeps x and one number for each row, and writes each gradient once."""
+    return _FusedRmsNorm.apply(x, weight, eps)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None

@@ -1,0 +1,121 @@
+"""A recipe on a world of so many devices, as a plan: what fits, what is sent, how long it may take.
+
+`make_plan` checks the recipe as `validate` does, but for the files that only a run reads: config.json is enough.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from dtrain import models
+from dtrain.config import Sizes, check, sizes
+from dtrain.config.schema import Recipe
+from dtrain.errors import RecipeError, UserError
+from dtrain.models.config import ModelConfig, read_config
+from dtrain.parallel.fits import misfits
+from dtrain.plan.hardware import Hardware, Time, estimate
+from dtrain.plan.step import Step, plan_step
+from dtrain.policy.precision import choose_precision
+from dtrain.preflight import not_here
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe's step on one rank of a world. device: cuda, or cpu where the recipe says launch.device=cpu.
+
+    total_parameters: of the whole model. tokens: of an optimizer step over all ranks, every row full.
+    flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors on a device.
+    """
+
+    recipe: Recipe
+    config: ModelConfig
+    sizes: Sizes
+    device: str
+    dtype: torch.dtype
+    hardware: Hardware
+    budget: int
+    step: Step
+    time: Time
+    total_parameters: int
+    tokens: int
+    flops_per_token: float
+
+    @property
+    def fits(self) -> bool:
+        return self.step.peak <= self.budget
+
+    def mfu(self, step_time: float) -> float | None:
+        """The share of the devices' peak arithmetic that a step of so many seconds would mean."""
+        peak = self.hardware.arithmetic[self.dtype] * self.sizes.world_size
+        return self.flops_per_token * self.tokens / (step_time * peak)
+
+
+def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
+    """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
+    recipe = ready(recipe)
+    found = problems(recipe, world_size)
+    if found:
+        raise RecipeError(found)
+    return planned(recipe, read_config(recipe.model.path), sizes(recipe, world_size), hardware, budget)
+
+
+def planned(
+    recipe: Recipe, config: ModelConfig, world: Sizes, hardware: Hardware, budget: int | None = None
+) -> Plan:
+    """As `make_plan`, of a recipe in which `problems` found none."""
+    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
+    step = plan_step(recipe, config, world, device=device)
+    model = models.build(config, device="meta")
+    length = row_length(recipe)
+    return Plan(
+        recipe,
+        config,
+        world,
+        device,
+        choose_precision(recipe.train.dtype, device).compute,
+        hardware,
+        hardware.budget if budget is None else budget,
+        step,
+        estimate(step, world, hardware),
+        sum(parameter.numel() for parameter in model.parameters()),
+        recipe.train.global_batch * rows_of_a_sample(recipe) * length,
+        model.flops_per_token(recipe.data.max_length),
+    )
+
+
+def row_length(recipe: Recipe) -> int:
+    """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
+    return recipe.data.max_length * (2 if recipe.method == "dpo" and recipe.data.packing else 1)
+
+
+def rows_of_a_sample(recipe: Recipe) -> int:
+    """Rows that one of `train.global_batch` is: a pair that is not packed is two."""
+    return 2 if recipe.method == "dpo" and not recipe.data.packing else 1
+
+
+def ready(recipe: Recipe) -> Recipe:
+    """`recipe` with what a step's size does not depend on filled in, where it is missing: the data, and how long."""
+    data, train = recipe.data, recipe.train
+    if not data.train.path and not data.train.sources:
+        data = replace(data, train=replace(data.train, path="data.jsonl"))
+    if train.steps is None and train.epochs is None:
+        train = replace(train, steps=1)
+    return replace(recipe, data=data, train=train)
+
+
+def problems(recipe: Recipe, world_size: int) -> list[str]:
+    """What keeps `recipe` from running on `world_size` ranks, but for memory and the files that only a run reads."""
+    found = check(recipe, world_size) + not_here(recipe)
+    named: Mapping[str, str | None] = {"model.path": recipe.model.path}
+    if recipe.method == "distill":
+        named = {**named, "distill.teacher": recipe.distill.teacher}
+    for key, path in named.items():
+        if not path or any(problem.startswith(f"{key}=") for problem in found):
+            continue
+        try:
+            found += misfits(read_config(path), recipe.parallel.tp) if recipe.parallel.tp >= 1 else []
+        except UserError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,170 @@
+"""A plan as text and as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from dtrain.plan.hardware import ARITHMETIC, BANDWIDTH
+from dtrain.plan.plan import Plan
+
+_PARTS = (
+    ("parameters", "parameters", "this rank's share of the master weights"),
+    ("gradients", "gradients", "as they are held at that moment"),
+    ("optimizer state", "optimizer state", "{optimizer}, for this rank's share"),
+    ("reference", "reference", "a frozen copy of the weights"),
+    ("teacher", "teacher", "this rank's share of the frozen teacher"),
+    ("gathered parameters", "gathered weights", "whole layers, while they compute"),
+    ("activations", "activations", "kept for the backward of a micro-batch"),
+    ("loss", "loss", "gradients that the loss forms in the forward"),
+    ("temporaries", "temporaries", "of the operations then running"),
+)
+_PHASES = {
+    "start": "before the forward",
+    "begin": "at the embedding",
+    "forward": "in the forward",
+    "head": "in the head and the loss",
+    "backward": "in the backward",
+    "again": "in the backward, computing activations again",
+    "update": "at the optimizer's step",
+}
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def seconds(time: float) -> str:
+    return f"{time:,.2f} s" if time >= 0.1 else f"{time * 1e3:,.2f} ms"
+
+
+def moment(plan: Plan) -> str:
+    """Where the peak is, in words."""
+    phase, _, layer = plan.step.moment
+    where = "" if layer is None else f" of layer {layer + 1} of {plan.config.num_hidden_layers}"
+    return _PHASES[phase] + where
+
+
+def text(plan: Plan, step_time: float | None = None) -> str:
+    """What a plan says, for people."""
+    sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
+    return "\n\n".join(sections)
+
+
+def _head(plan: Plan) -> str:
+    recipe, sizes = plan.recipe, plan.sizes
+    dtype = str(plan.dtype).removeprefix("torch.")
+    where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
+    return (
+        f"{recipe.method} of {recipe.model.path} ({plan.total_parameters / 1e9:,.2f} B parameters), {dtype}, on "
+        f"{sizes.world_size} {where}\n{sizes}\n"
+        f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
+    )
+
+
+def _table(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _memory(plan: Plan) -> str:
+    step = plan.step
+    if step.lightest == step.parameters:
+        which = "every rank alike"
+    else:
+        less = gib(step.parameters - step.lightest)
+        which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
+    rows = [("Memory of a rank at its peak", "", f"({which})")]
+    for part, name, why in _PARTS:
+        if step.parts.get(part):
+            rows.append((f"  {name}", gib(step.parts[part]), why.format(optimizer=plan.recipe.optimizer.name)))
+    rows.append(("  peak", gib(step.peak), moment(plan)))
+    if plan.device == "cuda":
+        free = plan.budget - step.peak
+        rows.append((f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}"))
+    rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.state), ""))
+    return _table(rows, right=(1,))
+
+
+def _traffic(plan: Plan) -> str:
+    rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
+    for (dimension, kind, ranks, on_host), (count, size) in sorted(plan.step.traffic.items()):
+        if ranks > 1:
+            rows.append((f"  {dimension} {kind}{' (host)' if on_host else ''}", f"{ranks:,}", f"{count:,}", gib(size)))
+    return _table(rows, right=(1, 2, 3)) if len(rows) > 1 else "Nothing is sent: one process."
+
+
+def _time(plan: Plan, step_time: float | None) -> str:
+    lines = [f"FLOPs per token: {plan.flops_per_token:.4g} (as the run's mfu counts them)"]
+    if plan.device == "cuda":
+        time = plan.time
+        lines += [
+            f"Estimate of a step: {seconds(time.total)}, {plan.tokens / time.total:,.0f} tokens/s, "
+            f"MFU {plan.mfu(time.total):.1%}",
+            _table(
+                [
+                    ("  matrix products", seconds(time.arithmetic), f"at {ARITHMETIC:.0%} of the peak"),
+                    ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
+                    ("  fsdp and replicas send", seconds(time.hidden), "beside these, as far as they last"),
+                    ("  tp and cp send", seconds(time.exposed), "while nothing computes"),
+                    ("  optimizer", seconds(time.optimizer), ""),
+                ],
+                right=(1,),
+            ),
+            "  An estimate from data sheets: it leaves out the start of kernels and messages, stragglers, data and "
+            "saving.",
+        ]
+    if step_time is not None:
+        lines.append(f"A step of {seconds(step_time)} would mean an MFU of {plan.mfu(step_time):.1%}.")
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
+    """What a plan says, for programs. Bytes and seconds."""
+    step, time = plan.step, plan.time
+    given = {} if step_time is None else {"step_time": step_time, "mfu": plan.mfu(step_time)}
+    return {
+        "method": plan.recipe.method,
+        "model": plan.recipe.model.path,
+        "total_parameters": plan.total_parameters,
+        "device": plan.device,
+        "gpu": plan.hardware.name if plan.device == "cuda" else None,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "sizes": asdict(plan.sizes),
+        "rank": 0,
+        "memory": {
+            "parameters": step.parameters,
+            "gradients": step.gradients,
+            "optimizer_state": step.state,
+            "activations": step.activations,
+            "peak": step.peak,
+            "peak_moment": moment(plan),
+            "peak_parts": dict(step.parts),
+            "lightest_rank_parameters": step.lightest,
+            "budget": plan.budget if plan.device == "cuda" else None,
+            "fits": plan.fits if plan.device == "cuda" else None,
+        },
+        "traffic": [
+            {"dimension": dimension, "kind": kind, "ranks": ranks, "on_host": on_host, "count": count, "bytes": size}
+            for (dimension, kind, ranks, on_host), (count, size) in sorted(step.traffic.items())
+        ],
+        "tokens": plan.tokens,
+        "flops_per_token": plan.flops_per_token,
+        "estimate": {
+            "step_time": time.total,
+            "mfu": plan.mfu(time.total),
+            "arithmetic": time.arithmetic,
+            "memory": time.memory,
+            "optimizer": time.optimizer,
+            "hidden_communication": time.hidden,
+            "exposed_communication": time.exposed,
+            "is_estimate": True,
+        }
+        if plan.device == "cuda"
+        else None,
+        **given,
+    }

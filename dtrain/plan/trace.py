@@ -1,0 +1,288 @@
+"""One training step on stand-in tensors, watched: what `Policy.train` allocates, sends and computes on one rank.
+
+The step is the trainer's own: the method's `prepare`, then `Policy.train`, on a model that `policy.build.lay_out` laid
+out over a process group of as many ranks as are planned, of which this process is one and the only one. Only the
+optimizer's step is left out; `optimizer.state_bytes` says what it holds.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtrain.batch import Batch
+from dtrain.config import Sizes
+from dtrain.config.schema import Recipe
+from dtrain.methods import METHODS
+from dtrain.models.config import ModelConfig
+from dtrain.parallel.mesh import Mesh, build_mesh
+from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.plan.costs import Cost, cost
+from dtrain.plan.memory import Piece, Storages
+from dtrain.plan.optimizer import state_bytes
+from dtrain.plan.shards import min_shard_elements
+from dtrain.plan.stand_in import OnDevice, Stubbed, is_wrapped
+from dtrain.plan.traffic import Groups, Sent, collective
+from dtrain.policy import Policy
+from dtrain.policy.build import lay_out
+from dtrain.policy.precision import choose_precision
+from dtrain.policy.score import Scorer
+from dtrain.policy.step import LossScale
+from dtrain.policy.teacher import Teacher
+
+
+@contextmanager
+def world(rank: int, size: int) -> Iterator[None]:
+    """A process group of `size` ranks in which this process is `rank` and nobody else is there; nothing is sent.
+
+    Raises RuntimeError where torch.distributed is up: a plan never shares a process with a run.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+    if dist.is_initialized():
+        raise RuntimeError("a plan needs a process of its own, and torch.distributed is up in this one")
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# One row of a step's traffic: (dimension, kind, ranks, on_host).
+Lane = tuple[str, str, int, bool]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A step of so many layers and micro-batches, as it was seen.
+
+    pieces: by (phase, pass, layer), the peaks of its timeline; a pass is one micro-batch through the model, None what is
+    around them. traffic: (count, bytes) by pass and lane. costs: by pass. parameters, gradients, state: bytes of this
+    rank's shards, and of what the optimizer keeps for them. lightest: parameters of the rank with the smallest ones.
+    """
+
+    layers: int
+    pieces: dict[tuple[str, int | None, int | None], Piece]
+    traffic: dict[int | None, dict[Lane, tuple[int, int]]]
+    costs: dict[int | None, Cost]
+    parameters: int
+    gradients: int
+    state: int
+    lightest: int
+
+
+class Watch(TorchDispatchMode):
+    """Hands every operation to those who count."""
+
+    def __init__(self, groups: Groups):
+        super().__init__()
+        self.storages = Storages("temporaries")
+        self.sent: list[tuple[int | None, Sent]] = []
+        self.costs: dict[int | None, Cost] = defaultdict(Cost)
+        self.current: int | None = None  # the pass through the model
+        self.is_forward = False
+        self._groups = groups
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_wrapped(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        self.storages.poll()
+        out = func(*args, **kwargs)
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
+        self.storages.saw(func, [one for one in tensors if one.is_meta])
+        sent = collective(func, args, out, self._groups, self.current is not None)
+        if sent is not None:
+            self.sent.append((self.current, sent))
+        elif any(one.is_meta for one in tensors):
+            self.costs[self.current] += cost(func, args, kwargs, out)
+        return out
+
+
+class PlannedPolicy(Policy):
+    """The policy of a rank that is planned: it has no weights to read and no optimizer that steps."""
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, rank: int, device: torch.device):
+        self.recipe, self.mesh, self.rank, self.device = recipe, mesh, rank, device
+        self.offloaded = False
+        self.precision = choose_precision(recipe.train.dtype, device.type)
+        self.model = lay_out(recipe, config, self.mesh, self.precision, torch.device("cpu"))
+        self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
+        self.optimizer = self.scheduler = self._updater = None
+        self.reference = None
+        self.watch = Watch(Groups(self.mesh))
+        self.scorer = _WatchedScorer(self.model, self.mesh, self.device, self.watch)
+        for module in {id(p): p for p in self.model.parameters()}.values():
+            self.watch.storages.see(local_tensor(module.detach()), "parameters")
+
+    def init_optimizer(self, total_steps: int) -> None:
+        super().init_optimizer(total_steps)
+        self._updater.optimizer = _Still(self.optimizer)
+
+    def _backward(self, batches, loss_fn, count):
+        result = super()._backward(batches, loss_fn, count)
+        grads = [local_tensor(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        self.gradient_bytes = sum(grad.numel() * grad.element_size() for grad in grads)
+        self.watch.storages.rename("temporaries", "gradients")
+        self.watch.current = None
+        self.watch.storages.mark(("update", None, None))
+        return result
+
+
+class _Still:
+    """An optimizer whose step changes nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        pass
+
+
+class _WatchedScorer(Scorer):
+    """Marks where each pass through the model begins."""
+
+    def __init__(self, model: nn.Module, mesh, device, watch: Watch):
+        super().__init__(model, mesh, device)
+        self.watch = watch
+        self.passes = 0
+
+    def _at_head(self, batch, fn):
+        watch, storages, number = self.watch, self.watch.storages, self.passes
+        storages.rename("temporaries", "gradients")  # what a backward has left
+        self.passes += 1
+        watch.current, watch.is_forward = number, True
+        storages.mark(("begin", number, None))
+
+        def at_head(source, local):
+            storages.rename("temporaries", "activations")
+            storages.mark(("head", number, None))
+            result = fn(source, local)
+            storages.rename("temporaries", "loss")
+            return result
+
+        result = super()._at_head(batch, at_head)
+        watch.is_forward = False
+        storages.mark(("backward", number, None))
+        return result
+
+
+def watch_step(
+    recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda"
+) -> "Watched":
+    """One step of `recipe` on the model of `config`, as rank `rank` of `sizes.world_size` computes it on a device of
+    type `device`. No collective is sent; torch.distributed must not be up."""
+    micro_batches = min(sizes.accumulation, TRACED)
+    with ExitStack() as stack:
+        stack.enter_context(world(rank, sizes.world_size))
+        runtime = Runtime(rank=rank, world_size=sizes.world_size)  # FSDP on stand-ins is FSDP on a CPU
+        mesh = build_mesh(
+            runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp
+        )
+        on_device = stack.enter_context(OnDevice(device))
+        stack.enter_context(Stubbed())
+        policy = PlannedPolicy(recipe, config, mesh, rank, on_device.device)
+        _mark_layers(policy)
+        method = METHODS[recipe.method](recipe)
+        _keep_beside(policy, method)
+        policy.init_optimizer(total_steps=10)
+        with policy.watch:
+            policy.watch.storages.mark(("start", None, None))
+            batch, loss = method.prepare(policy, full_batch(recipe, method, micro_batches))
+            policy.train(batch, loss, mbs=method.micro_rows)
+    return _seen(policy, config.num_hidden_layers)
+
+
+def _seen(policy: PlannedPolicy, layers: int) -> Watched:
+    watch = policy.watch
+    traffic: dict[int | None, dict[Lane, tuple[int, int]]] = defaultdict(dict)
+    for number, sent in watch.sent:
+        lane = (sent.dimension, sent.kind, sent.ranks, sent.on_host)
+        count, size = traffic[number].get(lane, (0, 0))
+        traffic[number][lane] = count + 1, size + sent.size
+    parameters = list(policy.model.parameters())
+    shapes = [tuple(local_tensor(parameter.detach()).shape) for parameter in parameters]
+    itemsize = policy.precision.master.itemsize
+    return Watched(
+        layers,
+        watch.storages.pieces(),
+        dict(traffic),
+        dict(watch.costs),
+        sum(map(prod, shapes)) * itemsize,
+        policy.gradient_bytes,
+        state_bytes(policy.recipe.optimizer, shapes, policy.precision.master),
+        min_shard_elements(parameters) * itemsize,
+    )
+
+
+TRACED = 3  # micro-batches: a first, a last, and one like all between them
+
+
+def _keep_beside(policy: PlannedPolicy, method) -> None:
+    """The other models that a method holds: a reference, a teacher."""
+    storages = policy.watch.storages
+    recipe = policy.recipe
+    if recipe.method == "dpo" and method.objective.needs_reference and not recipe.dpo.precompute:
+        policy.init_reference_model()
+        for tensor in policy.reference.tensors.values():
+            storages.see(local_tensor(tensor), "reference")
+    if recipe.method == "distill":
+        def build(own, config, mesh, precision, device):
+            return lay_out(own, config, mesh, precision, torch.device("cpu"))
+
+        method.teacher = Teacher(policy, recipe.distill.teacher, build)
+        for parameter in method.teacher.model.parameters():
+            storages.see(local_tensor(parameter.detach()), "teacher")
+
+
+def full_batch(recipe: Recipe, method, micro_batches: int) -> Batch:
+    """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
+    pairs twice as many), every token trained; packed rows hold documents, so that the masks are those of packing."""
+    length, packed = recipe.data.max_length, recipe.data.packing
+    pairs = getattr(method, "kind", "pairs" if getattr(method, "pairs", False) else "") == "pairs"
+    rows = micro_batches * method.micro_rows
+    documents = 2 if packed or (pairs and packed) else 1
+    if pairs and packed:
+        length *= 2
+    places = torch.arange(length)
+    seq_ids = places * documents // length
+    starts = torch.searchsorted(seq_ids, seq_ids)
+    one = {
+        "input_ids": torch.ones(length, dtype=torch.int64),
+        "labels": torch.ones(length, dtype=torch.int64),
+        "position_ids": places - starts,
+        "seq_ids": seq_ids,
+    }
+    return {name: stream.expand(rows, length).clone() for name, stream in one.items()}
+
+
+def _mark_layers(policy: PlannedPolicy) -> None:
+    watch = policy.watch
+
+    def before(index):
+        def hook(module, inputs):
+            watch.storages.mark(("forward" if watch.is_forward else "again", watch.current, index))
+
+        return hook
+
+    def after(index):
+        def mark(grad):
+            watch.storages.mark(("backward", watch.current, index))
+
+        def hook(module, inputs, output):
+            if output.requires_grad and watch.is_forward:
+                output.register_hook(mark)
+
+        return hook
+
+    for index, layer in enumerate(policy.model.model.layers):
+        layer.register_forward_pre_hook(before(index))
+        layer.register_forward_hook(after(index))

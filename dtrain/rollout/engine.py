@@ -1,0 +1,404 @@
+"""The native engine of one rank: continuous batching over a KV cache, from requests to completions.
+
+Requests wait in a queue. Each step lets in as many as rows and memory allow, reads the prompts that are not in the
+cache yet, once each whatever the number of their samples, and decodes one token of every row; rows that have ended
+leave. What a completion is does not depend on what else is in the batch, but for rounding.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.attention.cache import KeyValues, Place, slot_size
+from dtrain.attention.decode import Decode, Prefill
+from dtrain.errors import UserError
+from dtrain.models.config import SLIDING
+from dtrain.rollout.budget import choose_budget
+from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.sampling import Sampler, random_key
+from dtrain.rollout.stopping import StopTexts
+
+Ticket = int
+
+# How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
+_LOOK_EVERY = {"cpu": 1}
+_LOOK_EVERY_ELSEWHERE = 16
+
+
+class Peers:
+    """What an engine does together with other ranks: nothing, where it is alone. `native` derives those that do."""
+
+    def before_forward(self) -> None:
+        """Called before every forward of the model."""
+
+    def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """What was drawn, the same on all ranks that compute the same rows."""
+        return tokens, logprobs
+
+
+class Engine:
+    """One rank's requests on a model that is whole on its device, gathered, or one of several tp ranks in step.
+
+    decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
+    of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
+    A request is let in only when its whole length fits, so that none is ever thrown out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        device: torch.device | None = None,
+        peers: Peers | None = None,
+    ):
+        config = model.config
+        self.model = model
+        self.device = device or next(model.parameters()).device
+        chosen = choose_budget(model, self.device)
+        self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or chosen.tokens)
+        self._decode_text = decode
+        self._peers = peers or Peers()
+        self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
+        self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
+        self._tickets = 0
+        self._sequences: dict[Ticket, _Sequence] = {}  # unfinished ones
+        self._finished: list[tuple[Ticket, Completion]] = []  # without a step: nothing was asked for
+        self._clear()
+
+    def _clear(self) -> None:
+        """An engine without work holds no memory: between calls the weights, and the batch, are others."""
+        self._store = KeyValues(self._windows)
+        self._waiting: dict[tuple[int, ...], deque[_Sequence]] = {}  # by prompt, the first that came first
+        self._prompts: dict[tuple[int, ...], _Prompt] = {}  # in the cache
+        self._held = 0  # positions that prompts and rows may come to fill
+        self._rows: list[_Sequence] = []  # decoding, in the cache's order
+        self._fresh: list[tuple[list[_Sequence], Tensor, Tensor]] = []  # drawn since the last look
+        self._decoding: Decode | None = None  # None: rows came, went or grew
+        self._tokens = self._sampler = None
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completions of `requests`, in order. The engine must hold no other work. Raises UserError."""
+        if self.has_work:
+            raise ValueError("generate needs an engine without work; use add and step beside others")
+        for index, request in enumerate(requests):
+            self._check(request, f"request {index}")
+        tickets = [self._enqueue(request) for request in requests]
+        found: dict[Ticket, Completion] = {}
+        try:
+            while self.has_work:
+                found.update(self.step())
+        finally:
+            self._abandon()
+        return [found[ticket] for ticket in tickets]
+
+    def add(self, request: Request) -> Ticket:
+        """Put a request in the queue; the ticket names it from here on. Raises UserError for a bad request."""
+        self._check(request, "the request")
+        return self._enqueue(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or is being decoded, or a completion is still to be handed out by `step`."""
+        return bool(self._sequences or self._finished)
+
+    def progress(self, ticket: Ticket, start: int = 0) -> tuple[list[int], list[float]]:
+        """Token ids and logprobs of an unfinished ticket so far, from the `start`-th on. For streaming: `step` makes
+        them more. Raises KeyError where the ticket has ended."""
+        sequence = self._sequences[ticket]
+        return sequence.ids[start:], sequence.logprobs[start:]
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop a ticket, waiting or decoding; nothing where it has ended already."""
+        self._finished = [(other, completion) for other, completion in self._finished if other != ticket]
+        sequence = self._sequences.pop(ticket, None)
+        if sequence is None:
+            return
+        sequence.is_done = True
+        queue = self._waiting.get(sequence.prompt)
+        if queue is not None and sequence in queue:
+            queue.remove(sequence)
+            if not queue:
+                del self._waiting[sequence.prompt]
+                self._drop_unused([sequence.prompt])
+        if not self._sequences:
+            self._clear()
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """Let waiting requests in and decode one token of every row; returns what has ended, in no given order.
+
+        On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
+        nothing. Raises UserError where the model's logits are not finite.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            if self._sequences:
+                self._make_room()
+                self._lay_out(*self._read_prompts(self._admit()))
+                if self._rows:
+                    self._decode()
+                if self._fresh and (len(self._fresh) >= self._look_every or all(row.has_all for row in self._rows)):
+                    self._look()
+        finally:
+            self.model.train(was_training)
+        finished, self._finished = self._finished, []
+        if not self._sequences:
+            self._clear()
+        return finished
+
+    def _enqueue(self, request: Request) -> Ticket:
+        self._tickets += 1
+        ticket = self._tickets
+        if request.sampling.max_new_tokens == 0:
+            self._finished.append((ticket, Completion()))
+            return ticket
+        sequence = _Sequence(ticket, request, self._decode_text)
+        self._sequences[ticket] = sequence
+        self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
+        return ticket
+
+    def _abandon(self) -> None:
+        """Drop what is left where a step has raised."""
+        self._sequences.clear()
+        self._finished.clear()
+        self._clear()
+
+    def _admit(self) -> list["_Sequence"]:
+        """The waiting sequences that rows and memory have room for; new prompts get their places, not yet read.
+
+        Those whose prompt is in the cache first, then by arrival; none overtakes one that must wait for memory.
+        """
+        entering = self._admit_within(self.budget.rows - len(self._rows))
+        if not entering and not self._rows:
+            # Prompts kept for samples that wait may fill the memory that one of these needs.
+            idle = list(self._prompts)
+            self._store.release([self._prompts[ids].place for ids in idle])
+            self._prompts.clear()
+            self._held = 0
+            entering = self._admit_within(self.budget.rows)
+        return entering
+
+    def _admit_within(self, rows: int) -> list["_Sequence"]:
+        entering = []
+        for prompt in sorted(self._waiting, key=lambda prompt: prompt not in self._prompts):
+            queue = self._waiting[prompt]
+            while queue and len(entering) < rows:
+                needed = queue[0].room + (0 if prompt in self._prompts else slot_size(len(prompt)))
+                if self._held + needed > self.budget.tokens:
+                    break
+                self._held += needed
+                self._prompts.setdefault(prompt, _Prompt()).users += 1
+                entering.append(queue.popleft())
+            if queue:
+                break
+            del self._waiting[prompt]
+        return entering
+
+    def _read_prompts(self, entering: list["_Sequence"]) -> tuple[list["_Sequence"], Tensor | None]:
+        """Read the prompts that `entering` needs and draw the first tokens; returns the rows that go on, and those."""
+        if not entering:
+            return [], None
+        unread = [ids for ids in dict.fromkeys(row.prompt for row in entering) if self._prompts[ids].place is None]
+        # Of one size together: little is padding, and their slots lie side by side.
+        by_size: dict[int, list[tuple[int, ...]]] = {}
+        for ids in unread:
+            by_size.setdefault(slot_size(len(ids)), []).append(ids)
+        for size, group in by_size.items():
+            group.sort(key=len)
+            count = max(1, self.budget.prefill // size)
+            for start in range(0, len(group), count):
+                self._read(group[start : start + count])
+        logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
+        sampler = Sampler([row.request.sampling for row in entering], [row.key for row in entering], self.device)
+        tokens = self._draw(entering, logits, sampler, torch.zeros(len(entering), dtype=torch.int64).to(self.device))
+        for ids in dict.fromkeys(row.prompt for row in entering):
+            if ids not in self._waiting:
+                self._prompts[ids].logits = None
+        if self._look_every == 1:
+            self._look()  # a first token may be the last
+        staying = [index for index, row in enumerate(entering) if not row.has_all and not row.is_done]
+        self._give_back([row for row in entering if row.has_all or row.is_done])
+        return [entering[index] for index in staying], tokens[torch.tensor(staying, dtype=torch.int64).to(self.device)]
+
+    def _read(self, prompts: list[tuple[int, ...]]) -> None:
+        places = [self._store.new_prompt(len(ids)) for ids in prompts]
+        padded = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
+        input_ids = nn.utils.rnn.pad_sequence(padded, batch_first=True).to(self.device)
+        self._peers.before_forward()
+        logits = self.model.next_logits(input_ids, Prefill(self._store, places, self.device))  # [B, V]
+        for ids, place, row in zip(prompts, places, logits, strict=True):
+            self._prompts[ids].place, self._prompts[ids].logits = place, row
+
+    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor | None) -> None:
+        """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew."""
+        tokens = self._tokens
+        old = {id(row): index for index, row in enumerate(self._rows)}
+        if entering:
+            for index, row in enumerate(entering, len(self._rows)):
+                row.place = self._store.new_row(row)
+                old[id(row)] = index
+            tokens = first_tokens if tokens is None else torch.cat([tokens, first_tokens])
+            self._decoding = None
+        if self._store.grow():
+            self._decoding = None
+        if self._decoding is not None:
+            return
+        self._rows = [place.owner for place in self._store.rows_in_order()]
+        if not self._rows:
+            self._tokens = None
+            return
+        order = torch.tensor([old[id(row)] for row in self._rows]).to(self.device)
+        self._tokens = tokens[order]
+        self._decoding = Decode(self._store, [self._prompts[row.prompt].place for row in self._rows], self.device)
+        settings, keys = [row.request.sampling for row in self._rows], [row.key for row in self._rows]
+        self._sampler = Sampler(settings, keys, self.device)
+
+    def _decode(self) -> None:
+        """One token of every row."""
+        self._peers.before_forward()
+        self._decoding.begin()
+        logits = self.model.next_logits(self._tokens[:, None], self._decoding)  # [R, V]
+        self._tokens = self._draw(self._rows, logits, self._sampler, self._decoding.drawn)
+        self._decoding.end()
+
+    def _draw(self, rows: list["_Sequence"], logits: Tensor, sampler: Sampler, drawn: Tensor) -> Tensor:
+        tokens, logprobs = self._peers.agree(*sampler.draw(logits, drawn))
+        self._fresh.append((rows, tokens, logprobs))
+        for row in rows:
+            row.drawn += 1
+        return tokens
+
+    def _look(self) -> None:
+        """Read what was drawn since the last look, and find the completions that have ended."""
+        tokens = torch.cat([tokens for _, tokens, _ in self._fresh]).tolist()
+        logprobs = torch.cat([logprobs for _, _, logprobs in self._fresh]).tolist()
+        rows = [row for rows, _, _ in self._fresh for row in rows]
+        self._fresh = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            if row.is_done:
+                continue
+            if logprob != logprob:
+                raise UserError(
+                    "the model's logits are not finite, nothing can be drawn from them; "
+                    "are its weights sound, and is its dtype wide enough?"
+                )
+            finish = row.push(token, logprob)
+            if finish is not None:
+                row.is_done = True
+                del self._sequences[row.ticket]
+                self._finished.append((row.ticket, Completion(row.ids, row.logprobs, finish)))
+
+    def _make_room(self) -> None:
+        """Take rows that have ended, or whose tokens are all drawn, out of the cache, and prompts without use."""
+        gone = [row for row in self._rows if row.is_done or row.has_all]
+        if not gone:
+            return
+        kept = [index for index, row in enumerate(self._rows) if not (row.is_done or row.has_all)]
+        self._store.release([row.place for row in gone])
+        self._rows = [self._rows[index] for index in kept]
+        self._tokens = self._tokens[torch.tensor(kept, dtype=torch.int64).to(self.device)]
+        self._decoding = None
+        self._give_back(gone)
+
+    def _give_back(self, gone: list["_Sequence"]) -> None:
+        """Give back what the rows `gone`, which are in no slot any more, have held."""
+        for row in gone:
+            self._held -= row.room
+            self._prompts[row.prompt].users -= 1
+        self._drop_unused({row.prompt: None for row in gone})
+
+    def _drop_unused(self, prompts: Iterable[tuple[int, ...]]) -> None:
+        unused = [ids for ids in prompts if ids in self._prompts and not self._prompts[ids].users]
+        unused = [ids for ids in unused if ids not in self._waiting]
+        if unused:
+            self._store.release([self._prompts.pop(ids).place for ids in unused])
+            self._held -= sum(slot_size(len(ids)) for ids in unused)
+            self._decoding = None
+
+    def _check(self, request: Request, name: str) -> None:
+        check_request(request, self.model.config.vocab_size, name, has_decode=self._decode_text is not None)
+        self.check_room(request, name)
+
+    def check_room(self, request: Request, name: str) -> None:
+        """Raises UserError where the memory does not hold the request even alone."""
+        needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
+        if needed > self.budget.tokens:
+            raise UserError(
+                f"{name} may come to {needed} positions of keys and values (slots are powers of two), and there is "
+                f"room for {self.budget.tokens}; lower max_new_tokens={request.sampling.max_new_tokens}, or give it "
+                "more memory"
+            )
+
+
+class _Sequence:
+    """One request on its way."""
+
+    def __init__(self, ticket: Ticket, request: Request, decode: Callable[[list[int]], str] | None):
+        self.ticket, self.request = ticket, request
+        self.prompt = tuple(request.prompt)
+        self.key = random_key(request)
+        self.ids: list[int] = []  # seen by the host
+        self.logprobs: list[float] = []
+        self.drawn = 0  # tokens drawn, seen or not
+        self.is_done = False
+        self.place: Place | None = None
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop else None
+
+    @property
+    def room(self) -> int:
+        """Positions that its own tokens may come to fill."""
+        return slot_size(self.request.sampling.max_new_tokens)
+
+    @property
+    def has_all(self) -> bool:
+        return self.drawn == self.request.sampling.max_new_tokens
+
+    def push(self, token: int, logprob: float) -> str | None:
+        """Take a token; how the completion ends with it, if it does."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
+
+
+class _Prompt:
+    """A prompt in the cache: its place once read, the logits after it while samples wait, and its rows' number."""
+
+    def __init__(self):
+        self.place: Place | None = None
+        self.logits: Tensor | None = None
+        self.users = 0
+
+
+def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
+    """Raises UserError for what no model with this vocabulary can answer; `name` says which request it is."""
+    prompt, sampling = request.prompt, request.sampling
+    if not prompt:
+        raise UserError(f"the prompt of {name} is empty: a completion needs at least one token to follow")
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise UserError(f"the prompt of {name} has a token id outside the model's vocabulary of {vocabulary}")
+    problems = {
+        "max_new_tokens": sampling.max_new_tokens < 0 and "must not be negative",
+        "temperature": not 0.0 <= sampling.temperature < float("inf")
+        and "must be a number of at least 0; 0 takes the likeliest token",
+        "top_k": sampling.top_k is not None
+        and sampling.top_k < -1
+        and "must be a positive number, or null for all tokens",
+        "top_p": not 0.0 < sampling.top_p <= 1.0 and "must be above 0 and at most 1",
+        "min_p": not 0.0 <= sampling.min_p <= 1.0 and "must be from 0 to 1",
+        "stop": any(not text for text in sampling.stop) and "has an empty text",
+    }
+    for key, problem in problems.items():
+        if problem:
+            raise UserError(f"{key}={getattr(sampling, key)} {problem}")
+    if sampling.stop and not has_decode:
+        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")

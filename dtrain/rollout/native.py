@@ -1,0 +1,191 @@
+"""The native engine on a mesh: the training weights themselves, every rank's share of the requests, one result.
+
+Requests are shared out over the dp and cp ranks, which decode theirs each by itself; the tp ranks of one place decode
+the same rows in step. FSDP's weights are gathered once for all of it where memory allows; else layer by layer in every
+forward, in which all ranks must then take part until the last one is done. Context parallel plays no part: a cache
+attends by itself.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dtrain.attention.cache import KeyValues
+from dtrain.attention.decode import Prefill
+from dtrain.parallel.fsdp import give_weights_back, weights_gathered
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.tensor import whole_sequences
+from dtrain.rollout.budget import Budget, choose_budget, free_memory
+from dtrain.rollout.engine import Engine, Peers, check_request
+from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.sharing import share_out
+
+
+class NativeEngine:
+    """Completions by a model that lies on `mesh`, as it is at each call: weights may change in between.
+
+    decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
+    rollout; "auto" where they take at most half of the memory that is free. max_rows and max_tokens: of each rank, as
+    `Engine` has them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        unshard: bool | str = "auto",
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+    ):
+        self.model, self.mesh, self.device = model, mesh, device
+        self._decode = decode
+        self._unshard = unshard
+        self._limits = max_rows, max_tokens
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completions of `requests`, in order. Collective: every rank passes all requests and gets all results.
+
+        Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
+        model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
+        layer by layer; three small reductions and two all-gathers in all. Raises UserError, for bad requests on every
+        rank; what else goes wrong on one rank is raised there, and the others wait for it.
+        """
+        for index, request in enumerate(requests):
+            has_decode = self._decode is not None
+            check_request(request, self.model.config.vocab_size, f"request {index}", has_decode=has_decode)
+        if not requests:
+            return []
+        places = self.mesh.dp_cp.size()
+        shares = share_out(requests, places)
+        gathers_once = self._gathers_once()
+        with ExitStack() as stack:
+            stack.enter_context(whole_sequences(self.model))
+            stack.enter_context(_uncompiled(self.model))
+            if gathers_once:
+                stack.enter_context(weights_gathered(self.model))
+            else:
+                stack.callback(give_weights_back, self.model)
+            peers = _MeshPeers(self.mesh, in_step=self._is_sharded and places > 1 and not gathers_once)
+            budget = self._agreed_budget()
+            engine = Engine(
+                self.model,
+                decode=self._decode,
+                max_rows=budget.rows,
+                max_tokens=budget.tokens,
+                device=self.device,
+                peers=peers,
+            )
+            for index, request in enumerate(requests):
+                engine.check_room(request, f"request {index}")
+            mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
+            completions = engine.generate(mine)
+            while peers.others_go_on():
+                self._take_part()
+        return self._exchanged(completions, shares)
+
+    def _gathers_once(self) -> bool:
+        """The same answer on every rank. Collective where it depends on memory."""
+        if not self._is_sharded or self._unshard != "auto":
+            return self._is_sharded and bool(self._unshard)
+        whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
+        per_rank = whole // self.mesh.tp.size()
+        return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))
+
+    def _agreed_budget(self) -> Budget:
+        """What every rank has room for: the tp ranks of a place must let in the same rows. Collective."""
+        chosen = choose_budget(self.model, self.device, self.mesh.size, self.mesh.tp.size())
+        rows, tokens = self._limits
+        return replace(chosen, rows=rows or chosen.rows, tokens=tokens or self._least(chosen.tokens))
+
+    def _least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        host = torch.tensor([value])
+        for mesh in (self.mesh.dp_cp, self.mesh.tp):
+            if mesh.size() > 1:
+                dist.all_reduce(host, dist.ReduceOp.MIN, group=mesh.get_group())
+        return int(host)
+
+    def _take_part(self) -> None:
+        """A forward on nothing, for the weights that the others gather in theirs."""
+        store = KeyValues([None] * self.model.config.num_hidden_layers)
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
+
+    def _exchanged(self, completions: list[Completion], shares: list[list[int]]) -> list[Completion]:
+        """Every rank's completions on every rank, in the requests' order; two all-gathers of host tensors."""
+        found: dict[int, Completion] = {}
+        if len(shares) == 1:
+            found.update(zip(shares[0], completions, strict=True))
+            return [found[index] for index in range(len(found))]
+        most = max(map(len, shares))
+        heads = torch.zeros((most, 2), dtype=torch.int64)  # length, whether it was stopped
+        for row, completion in enumerate(completions):
+            heads[row] = torch.tensor([len(completion.ids), completion.finish == "stop"])
+        all_heads = self._gathered(heads)
+        longest = max(int(one[:, 0].sum()) for one in all_heads)
+        drawn = torch.zeros((2, longest), dtype=torch.float64)  # ids, which float64 holds exactly, and logprobs
+        ids = [token for completion in completions for token in completion.ids]
+        logprobs = [value for completion in completions for value in completion.logprobs]
+        drawn[:, : len(ids)] = torch.tensor([ids, logprobs], dtype=torch.float64)
+        for share, place_heads, place_drawn in zip(shares, all_heads, self._gathered(drawn), strict=True):
+            ids, logprobs = place_drawn[0].to(torch.int64).tolist(), place_drawn[1].tolist()
+            start = 0
+            for index, (length, is_stopped) in zip(share, place_heads.tolist(), strict=False):
+                end = start + length
+                found[index] = Completion(ids[start:end], logprobs[start:end], "stop" if is_stopped else "length")
+                start = end
+        return [found[index] for index in range(len(found))]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        parts = [torch.zeros_like(mine) for _ in range(self.mesh.dp_cp.size())]
+        dist.all_gather(parts, mine, group=self.mesh.dp_cp.get_group())
+        return parts
+
+
+class _MeshPeers(Peers):
+    """in_step: every forward gathers weights over dp and cp, so that all those ranks make as many."""
+
+    def __init__(self, mesh: Mesh, *, in_step: bool):
+        self._tp, self._places = mesh.tp, mesh.dp_cp
+        self._in_step = in_step
+
+    def before_forward(self) -> None:
+        if self._in_step:
+            self._ranks_at_work(1)
+
+    def others_go_on(self) -> bool:
+        """For a rank that is done: whether it must take part in one forward more."""
+        return self._in_step and self._ranks_at_work(0) > 0
+
+    def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The first tp rank's draw. All have the same logits, but a sum may be rounded in another order on a GPU."""
+        if self._tp.size() == 1:
+            return tokens, logprobs
+        drawn = torch.stack([tokens.to(torch.float64), logprobs.to(torch.float64)])
+        dist.broadcast(drawn, group=self._tp.get_group(), group_src=0)
+        return drawn[0].to(torch.int64), drawn[1]
+
+    def _ranks_at_work(self, mine: int) -> int:
+        count = torch.tensor([mine])
+        dist.all_reduce(count, group=self._places.get_group())
+        return int(count)
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, layers compiled for training run as they are written: a decoding step has other shapes every time."""
+    if not any(layer._compiled_call_impl is not None for layer in model.model.layers):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,53 @@
+"""What an engine is asked for and what it gives back: token ids in, token ids and log-probabilities out. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: logits ÷ temperature, then top-k, then top-p of what is left, then min-p, renormalised.
+
+    temperature 0 takes the likeliest token. top_k None, top_p 1.0 and min_p 0.0 keep everything; min_p keeps tokens of
+    at least min_p times the likeliest one's probability (arXiv:2407.01082). A completion ends with a token of
+    `stop_ids`, which it keeps, with the token that completes one of the texts in `stop`, or after `max_new_tokens`.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion of one prompt.
+
+    The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
+    order of the requests. Requests with equal prompts share the work of reading the prompt.
+    """
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    seed: int = 0
+    prompt_index: int = 0
+    sample_index: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that were drawn, the stop token among them, and each one's log-probability where it was drawn.
+
+    logprobs: of the distribution sampled from; at temperature 0 the log-softmax of the plain logits.
+    finish: "stop" by a stop token or text, "length" by max_new_tokens.
+    version: how many updates the weights had seen, where the engine knows; the oldest of the completion's tokens.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] = "length"
+    version: int | None = None

@@ -1,0 +1,70 @@
+"""Inside the rewards' process: from a module's and a function's name to a callable, from a call to checked numbers."""
+
+import asyncio
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dtrain.errors import UserError
+
+Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
+
+
+def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The callable with its options given; a class is made with them first. Whatever the module raises passes."""
+    found = getattr(importlib.import_module(module), function)
+    return found(**options) if inspect.isclass(found) else partial(found, **options) if options else found
+
+
+def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | None]:
+    """The function's numbers for the completions of `batch`, NaN as None.
+
+    It is given what its signature takes. Raises UserError where it takes a column that the data does not have, or gives
+    something else than one finite number or None for each completion; whatever it raises itself passes.
+    """
+    result = function(**_arguments(name, function, batch))
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    count = len(batch["completions"])
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__") or not hasattr(result, "__len__"):
+        raise UserError(f"reward {name} gave {_shown(result)}; a list of {count} numbers or None is needed")
+    if len(result) != count:
+        raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
+    return [_number(name, value) for value in result]
+
+
+def _arguments(name: str, function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
+    given = function.keywords if isinstance(function, partial) else {}
+    parameters = inspect.signature(function).parameters.values()
+    takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    missing = [key for key, p in takes.items() if p.default is p.empty and key not in batch and key not in given]
+    if missing:
+        raise UserError(
+            f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has "
+            f"{', '.join(key for key in batch if key not in ('prompts', 'completions', 'completion_ids')) or 'none'})"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return {key: values for key, values in batch.items() if key not in given and (takes_all or key in takes)}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise UserError(f"reward {name} gave {_shown(value)} for a completion; a number or None is needed")
+    number = float(value)
+    if math.isinf(number):
+        raise UserError(f"reward {name} gave {number} for a completion; a finite number or None is needed")
+    return None if math.isnan(number) else number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,94 @@
+"""Where a reward's function is: of dtrain's own by name, else by import path, looked up without running anything."""
+
+import ast
+import difflib
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import MappingProxyType
+
+from dtrain.errors import UserError
+
+_HERE = "dtrain.rollout.rewards"
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "math_exact": f"{_HERE}.math_exact:math_exact",
+        "numeric": f"{_HERE}.numeric:numeric",
+        "regex": f"{_HERE}.regex:regex",
+        "format_tags": f"{_HERE}.format_tags:format_tags",
+        "length_penalty": f"{_HERE}.length_penalty:length_penalty",
+        "json_valid": f"{_HERE}.json_valid:json_valid",
+    }
+)
+"""Name -> import path."""
+
+
+def find(name: str, kind: str = "reward") -> tuple[str, str]:
+    """(module, function) of a reward's name or import path, `module.function` or `module:function`; of another kind of
+    function, as the messages call it, by import path alone.
+
+    Modules are looked for from the working directory first, then where Python looks. Nothing is imported: a module's
+    source is read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is
+    not there, a file that is not Python, and a module without that name.
+    """
+    known = BUILT_IN if kind == "reward" else {}
+    path = known.get(name, name)
+    module, _, function = path.rpartition(":" if ":" in path else ".")
+    if not module or not function:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'none by name'}"
+        raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
+    spec = _spec(f"{kind} {name}", module)
+    names = _names(f"{kind} {name}", spec)
+    if names is not None and function not in names:
+        near = difflib.get_close_matches(function, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
+    return module, function
+
+
+def search_path() -> list[str]:
+    """sys.path with the working directory in front, where it is not on it yet."""
+    here = str(Path.cwd())
+    return list(sys.path) if here in sys.path or "" in sys.path else [here, *sys.path]
+
+
+def _spec(whose: str, module: str) -> ModuleSpec:
+    places: list[str] | None = search_path()
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:count]), places)
+        if spec is None and count == 1 and module in sys.builtin_module_names:
+            spec = ModuleSpec(module, None)
+        if spec is None:
+            raise UserError(
+                f"{whose}: there is no module {'.'.join(parts[:count])}, neither in {Path.cwd()} nor among the "
+                "installed packages"
+            )
+        places = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
+    """What the module defines at its top level, blocks of `if` and `try` included; None where that cannot be known."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{whose}: {spec.origin} is no Python: {error}") from None
+    names: set[str] = set()
+    blocks = list(tree.body)
+    while blocks:
+        node = blocks.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            if node.name == "__getattr__":
+                return None
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        else:
+            names |= {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+            blocks += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+    return None if "*" in names else names

@@ -1,0 +1,40 @@
+"""Reward: the completion ends in the right answer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dtrain.errors import UserError
+from dtrain.rollout.rewards.math_answers import Answer, answer_in, equal, marked_answer, read
+
+
+def math_exact(completions: Sequence[str], *, column: str = "answer", **columns: Sequence[Any]) -> list[float | None]:
+    """1.0 where the completion's answer equals the data's, in exact rational arithmetic or as text, else 0.0.
+
+    The completion's answer is its last \\boxed{..}, else what follows its last "####", else its last "answer is", else
+    its last number. The data's is the value of `column`, a number or a text, of which the same marks are read (GSM8K's
+    "... #### 42"); a row without one has no reward.
+
+    >>> math_exact(["So it is \\\\boxed{\\\\frac{3}{6}}.", "That makes $1,000.", "no idea"], answer=["0.5", 1000, "7"])
+    [1.0, 1.0, 0.0]
+    >>> math_exact(["#### 25%"], column="gold", gold=["some words #### 1/4"])
+    [1.0]
+    """
+    return [
+        None if right is None else float((said := answer_in(text)) is not None and equal(read(said), right))
+        for text, right in zip(completions, right_answers("math_exact", column, columns), strict=True)
+    ]
+
+
+def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[Answer | None]:
+    """The data's answers; None where a row has none. Raises UserError for a column that the data does not have."""
+    if column not in columns:
+        there = ", ".join(columns) or "none"
+        raise UserError(f"reward {reward}: the data has no column {column!r} (it has {there}); set its kwargs.column")
+    return [None if value is None or value == "" else _of_data(value) for value in columns[column]]
+
+
+def _of_data(value: Any) -> Answer:
+    if not isinstance(value, str):
+        return read(str(value))
+    marked = marked_answer(value)
+    return read(value if marked is None else marked)

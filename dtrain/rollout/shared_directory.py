@@ -1,0 +1,50 @@
+"""Weights in a directory that trainer and servers share: `step-N`, whole once its marker is there. No torch.
+
+The marker is an empty file, written last, as prime-rl has it (`STABLE`). A reader passes over directories without one.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from dtrain.checkpoint.files import sync_directory
+
+MARKER = "STABLE"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def step_directory(shared: Path, version: int) -> Path:
+    return shared / f"step-{version}"
+
+
+def mark(directory: Path) -> None:
+    """Say that everything in `directory` is written. Synced to disk."""
+    (directory / MARKER).touch()
+    sync_directory(directory)
+
+
+def is_whole(directory: Path) -> bool:
+    return (directory / MARKER).is_file()
+
+
+def version_of(directory: Path) -> int | None:
+    """N of a directory named step-N."""
+    found = _NAME.fullmatch(directory.name)
+    return int(found[1]) if found else None
+
+
+def newest(shared: Path) -> tuple[int, Path] | None:
+    """The whole `step-N` with the highest N, and N; None where there is none yet."""
+    whole = [(version_of(path), path) for path in shared.glob("step-*") if is_whole(path)]
+    return max([(version, path) for version, path in whole if version is not None], default=None)
+
+
+def prune(shared: Path, current: int, keep: int) -> None:
+    """Delete the whole `step-N` but `current` and the newest before it, `keep` in all. Those after it come from a run
+    that was resumed from an earlier step. Markers go first: a reader never takes half of one."""
+    whole = {version_of(path): path for path in shared.glob("step-*") if is_whole(path)}
+    before = sorted(version for version in whole if version is not None and version <= current)
+    for version, path in whole.items():
+        if version is not None and version not in before[-keep:]:
+            (path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)

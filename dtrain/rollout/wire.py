@@ -1,0 +1,115 @@
+"""One HTTP call to a server: JSON in, JSON out, and what became of it in words. Standard library only, no torch."""
+
+import http.client
+import json
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from dtrain.errors import UserError
+
+CONNECT_SECONDS = 10.0
+# Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+
+
+class Unanswered(Exception):
+    """A call that got no answer, or one that may be better next time; the message says what was seen."""
+
+
+class Refused(Exception):
+    """A call that the server refuses with `status`, and would refuse again; the message is the server's."""
+
+    def __init__(self, status: int, message: str):
+        self.status = status
+        super().__init__(message)
+
+
+class Wire:
+    """Calls to the server at `url` (http or https, with a path before the routes or without). For several threads."""
+
+    def __init__(self, url: str, key: str | None = None):
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise UserError(f"{url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise UserError(f"{url} is no server's address; write http://host:port")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.host = host
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._live: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, seconds: float) -> Any:
+        return self._call("GET", path, None, seconds)
+
+    def post(self, path: str, body: dict[str, Any], seconds: float) -> Any:
+        """The JSON that the server answers with 200. Raises Unanswered and Refused."""
+        return self._call("POST", path, json.dumps(body).encode(), seconds)
+
+    def hang_up(self) -> None:
+        """End every call under way; they raise Unanswered."""
+        with self._lock:
+            for connection in self._live:
+                if connection.sock is not None:
+                    with suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _call(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
+        connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
+        with self._lock:
+            self._live.add(connection)
+        try:
+            connection.connect()
+            connection.sock.settimeout(seconds)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.request(method, self._base + path, body, self._headers)
+            response = connection.getresponse()
+            raw = response.read()
+        except TimeoutError as error:
+            raise Unanswered(f"no answer within {seconds:.0f} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise Unanswered(_in_words(error)) from error
+        finally:
+            with self._lock:
+                self._live.discard(connection)
+            connection.close()
+        return _read(response.status, raw)
+
+
+def _read(status: int, raw: bytes) -> Any:
+    try:
+        answer = json.loads(raw) if raw else {}
+    except ValueError as error:
+        answer = raw.decode(errors="replace")[:500]
+        if status == 200:
+            raise Unanswered(f"an answer that is no JSON, which begins {answer[:80]!r}") from error
+    if status == 200:
+        return answer
+    message = f"{status}: {_message(answer)}"
+    raise Unanswered(message) if status in PASSING else Refused(status, message)
+
+
+def _message(answer: Any) -> str:
+    """What an error's body says: OpenAI's error object, FastAPI's detail, or the text itself."""
+    if isinstance(answer, dict):
+        error = answer.get("error", answer.get("detail", answer.get("message", answer)))
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return str(answer) or "no explanation"
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, http.client.IncompleteRead):
+        return f"the answer broke off after {len(error.partial)} bytes"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,552 @@
+"""Policy losses against the papers' formulas written out here token by token, against numbers that TRL's own
+`_compute_loss` gave (trl_policy.json: loss and its gradient, float64, version there), in every layout, and at any split
+of the batch.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import gradcheck
+
+from dtrain.config import policy_losses as config
+from dtrain.losses import policy_core
+from dtrain.losses.policy import policy_loss, top_entropy_threshold
+from dtrain.losses.policy_core import MEANS, SHARED, Counts, PolicySpec, means, policy_terms
+from dtrain.losses.policy_losses import LOSSES
+from dtrain.losses.sequences import Documents, Rows
+from tests.world import run_world
+
+TRL = json.loads(Path(__file__).with_name("trl_policy.json").read_text())
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+CLIP = {"cispo": (0.2, 1.3), "gmpo": (0.1, 0.2), "dppo_tv": (0.03, 0.04), "dppo_kl": (0.002, 0.003)} | dict.fromkeys(
+    ("gspo", "gspo_token", "luspo"), (0.05, 0.06)
+)
+EVERYTHING = {  # options that meet in one loss
+    "kl_estimator": "k2",
+    "old_kl_coef": 0.03,
+    "entropy_coef": 0.02,
+    "off_policy_mask_threshold": 0.02,
+    "sampling_correction": "token_truncate",
+    "sampling_clip_max": 1.2,
+}
+
+
+def completions(lengths=(6, 3, 5, 1), width=6, seed=0, dtype=torch.float64):
+    """Streams of completions of these lengths, [B, width]: logps, old, ref, sampling, entropies, advantages, mask."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), width)
+
+    def near(scale):
+        return (old + scale * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
+
+    old = -3 * torch.rand(shape, generator=generator, dtype=torch.float64) - 0.05
+    streams = {
+        "logps": near(0.4),
+        "old_logps": old,
+        "ref_logps": near(0.3),
+        "sampling_logps": near(0.2),
+        "entropies": 2 * torch.rand(shape, generator=generator, dtype=torch.float64),
+        "advantages": torch.randn(shape, generator=generator, dtype=torch.float64),
+    }
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    return {name: one.to(dtype) for name, one in streams.items()} | {"mask": mask}
+
+
+def trained(streams):
+    return {**streams, **{name: streams[name].clone().requires_grad_() for name in ("logps", "entropies")}}
+
+
+def loss_of(name, streams, **options):
+    options = {"clip": CLIP.get(name, (0.2, 0.28)), "beta": 0.05, **options}
+    return policy_loss(name, **streams, **options)
+
+
+def gradients(loss, streams):
+    return torch.autograd.grad(loss, [streams["logps"], streams["entropies"]], materialize_grads=True)
+
+
+@pytest.mark.parametrize(
+    "case", TRL["cases"], ids=lambda case: "-".join([case["name"], *map(str, case["options"].values())])
+)
+def test_trls_own_numbers(case):
+    streams = {
+        name: torch.tensor(TRL[name], dtype=torch.float64)
+        for name in ("logps", "old_logps", "ref_logps", "sampling_logps", "entropies", "advantages")
+    }
+    options = {key: case[key] for key in ("beta", "max_completion_length", "clip") if key in case}
+    if case.get("old") is False:
+        streams["old_logps"] = None
+    if "token_advantages" in case:
+        streams["advantages"] = torch.tensor(TRL["token_advantages"], dtype=torch.float64)
+    if "sampling_correction" not in case["options"]:
+        streams["sampling_logps"] = None
+    streams = trained(streams)
+    loss, _ = policy_loss(case["name"], **streams, mask=torch.tensor(TRL["mask"]), **options, **case["options"])
+    logps, entropies = gradients(loss, streams)
+    torch.testing.assert_close(loss, torch.tensor(case["loss"], dtype=torch.float64), **EXACT)
+    torch.testing.assert_close(logps, torch.tensor(case["grad"], dtype=torch.float64), **EXACT)
+    if "entropy_grad" in case:
+        torch.testing.assert_close(entropies, torch.tensor(case["entropy_grad"], dtype=torch.float64), **EXACT)
+
+
+def clip(value, low, high):
+    return max(low, min(high, value))
+
+
+# loss of one token from x (log π), o (log π_old), A, the clip, m (mean log ratio of the sequence), s (its sum)
+def _clipped(x, o, A, low, high, m, s, ratio=None):
+    r = math.exp(x - o) if ratio is None else ratio
+    return -min(r * A, clip(r, 1 - low, 1 + high) * A)
+
+
+def _dppo_kl(x, o, A, low, high, m, s):
+    p, q = math.exp(o), math.exp(x)
+    kl = p * (o - x) + (1 - p) * math.log((1 - p) / (1 - q))
+    far = (A > 0 and q > p and kl > high) or (A < 0 and q < p and kl > low)
+    return 0.0 if far else -q / p * A
+
+
+def _dppo_tv(x, o, A, low, high, m, s):
+    gap = math.exp(x) - math.exp(o)
+    return 0.0 if (A > 0 and gap > high) or (A < 0 and -gap > low) else -math.exp(x - o) * A
+
+
+def _sapo(x, o, A, low, high, m, s):
+    t = 1.0 if A > 0 else 1.05
+    return -4 / t / (1 + math.exp(-t * (math.exp(x - o) - 1))) * A
+
+
+def _vespo(x, o, A, low, high, m, s):
+    k, rate = (2.0, 3.0) if A >= 0 else (3.0, 2.0)
+    return -(math.exp(s) ** k) * math.exp(rate * (1 - math.exp(s))) * A * x
+
+
+PAPERS = {
+    **dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo"), _clipped),
+    **dict.fromkeys(
+        ("gspo", "gspo_token", "luspo"),
+        lambda x, o, A, low, high, m, s: _clipped(x, o, A, low, high, m, s, ratio=math.exp(m)),
+    ),
+    "cispo": lambda x, o, A, low, high, m, s: -min(math.exp(x - o), high) * A * x,
+    "sapo": _sapo,
+    "vespo": _vespo,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "reinforce": lambda x, o, A, low, high, m, s: -A * x,
+}
+
+
+def dense(name, streams, lengths, length):
+    """The loss written out in Python numbers."""
+    rows = []
+    for row, count in enumerate(lengths):
+        x, o, A = (streams[key][row, :count].tolist() for key in ("logps", "old_logps", "advantages"))
+        low, high = CLIP.get(name, (0.2, 0.28))
+        log_ratios = [new - old for new, old in zip(x, o, strict=True)]
+        mean = sum(log_ratios) / count
+        if name == "gmpo":
+            cut = [min(v, high) if a > 0 else max(v, -low) for v, a in zip(log_ratios, A, strict=True)]
+            rows.append([-a * math.exp(sum(cut) / count) for a in A])
+        else:
+            terms = zip(x, o, A, strict=True)
+            rows.append([PAPERS[name](*one, low, high, mean, sum(log_ratios)) for one in terms])
+    if name in ("bnpo", "dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "reinforce"):
+        return sum(map(sum, rows)) / sum(lengths)
+    if name == "dr_grpo":
+        return sum(map(sum, rows)) / (len(lengths) * length)
+    if name == "luspo":
+        return sum(map(sum, rows)) / len(lengths)
+    return sum(sum(row) / len(row) for row in rows) / len(lengths)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_its_papers_formula(name):
+    lengths = (6, 3, 5, 1)
+    streams = completions(lengths, seed=5)
+    arguments = {key: streams[key] for key in ("logps", "old_logps", "advantages", "mask")}
+    loss, _ = policy_loss(name, **arguments, clip=CLIP.get(name, (0.2, 0.28)), max_completion_length=9)
+    assert loss.item() == pytest.approx(dense(name, streams, lengths, 9), rel=1e-12)
+
+
+def test_every_branch_of_the_losses_is_met_by_these_tensors():
+    for name in ("dapo", "dppo_tv", "dppo_kl", "gmpo", "gspo", "luspo"):
+        _, metrics = loss_of(name, completions(seed=5))
+        assert metrics["clip_low"] > 0 and metrics["clip_high"] > 0, name
+
+
+def test_dual_clip_and_delta_bound_what_a_negative_advantage_costs():
+    def row(*values):
+        return torch.tensor([values], dtype=torch.float64)
+
+    logps = row(1.4, 1.4, 0.1, -1.4) - 3
+    arguments = (logps.requires_grad_(), row(-3, -3, -3, -3), row(-2, 2, -2, -2), torch.ones(1, 4))
+    ratios = [math.exp(x) for x in (1.4, 1.4, 0.1, -1.4)]
+    expected = [3 * 2, -1.2 * 2, ratios[2] * 2, 0.8 * 2]
+    for options in ({"dual_clip": 3.0}, {"delta": 3.0}):
+        loss, _ = policy_loss("dapo", *arguments, **options)
+        assert loss.item() == pytest.approx(sum(expected) / 4, rel=1e-12)
+        (slope,) = torch.autograd.grad(loss, logps)
+        torch.testing.assert_close(slope, row(0, 0, ratios[2] * 2 / 4, 0), **EXACT)
+
+
+def test_dppo_caps_the_ratio_and_keeps_the_gradient():
+    logps = torch.tensor([[-4.0]], dtype=torch.float64).requires_grad_()
+    loss, _ = policy_loss("dppo_tv", logps, logps.detach() - 3, -torch.ones(1), torch.ones(1, 1), dppo_ratio_cap=5.0)
+    (slope,) = torch.autograd.grad(loss, logps)
+    assert (loss.item(), slope.item()) == pytest.approx((5.0, 5.0))
+
+
+SMOOTH = [  # name and options without a stopped gradient
+    *((name, {}) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "sapo", "gmpo", "reinforce")),
+    ("dapo", {"kl_gradient": "direct", "kl_estimator": "k3", "old_kl_coef": 0.1, "entropy_coef": 0.3}),
+    ("dapo", {"kl_gradient": "direct", "kl_estimator": "k2", "top_entropy_quantile": 0.5}),
+    ("grpo", {"kl_gradient": "direct", "kl_estimator": "k1", "sampling_correction": "sequence_truncate"}),
+    ("dapo", {"importance_sampling_level": "sequence"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SMOOTH, ids=str)
+def test_gradients_are_those_of_finite_differences(name, options):
+    streams = completions(seed=5)
+    fixed = {key: value for key, value in streams.items() if key not in ("logps", "entropies")}
+    if options.get("top_entropy_quantile"):  # which tokens are in has no derivative
+        options = {**options, "entropy_threshold": 1.0, "entropy_tokens": 7}
+
+    def function(logps, entropies):
+        return loss_of(name, {"logps": logps, "entropies": entropies, **fixed}, **options)[0]
+
+    inputs = [streams["logps"].clone().requires_grad_(), streams["entropies"].clone().requires_grad_()]
+    assert gradcheck(function, inputs, eps=1e-6, atol=1e-8, rtol=1e-6)
+
+
+def test_the_gradient_of_the_kl_term_is_the_one_asked_for():
+    """Each token's slope, from the formulas of `policy_kl`; the loss without advantage is the KL term."""
+    streams = completions((5, 5), 5, seed=7)
+    x, o, ref = (streams[key] for key in ("logps", "old_logps", "ref_logps"))
+    d, r = x - ref, (x - o).exp()
+    k = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}
+    slope = {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp()}
+    expected = {
+        "direct": lambda one: slope[one],
+        "importance": lambda one: r * (slope[one] + k[one]),
+        "reward": lambda one: r * k[one],
+        "k2": lambda one: d,
+    }
+    for gradient, formula in expected.items():
+        for one in k:
+            logps = x.clone().requires_grad_()
+            loss, metrics = policy_loss(
+                "dapo", logps, o, torch.zeros(2), torch.ones(2, 5), ref_logps=ref, beta=0.5,
+                kl_estimator=one, kl_gradient=gradient,
+            )  # fmt: skip
+            value = r * k[one] if gradient == "importance" else k[one]
+            torch.testing.assert_close(loss, 0.5 * value.mean(), **EXACT)
+            (got,) = torch.autograd.grad(loss, logps)
+            torch.testing.assert_close(got, 0.5 * formula(one) / 10, **EXACT)
+            torch.testing.assert_close(metrics["kl"], k["k3"].mean(), **EXACT)
+
+
+def test_expected_kl_gradients_are_the_reverse_kls_where_it_is_claimed():
+    """Over a whole vocabulary: Σ π_old(v) · slope(v) · ∇log π(v) against the derivative of KL(π ‖ π_ref)."""
+    generator = torch.Generator().manual_seed(2)
+    logits, ref, old = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    ref, old = ref.log_softmax(0), old.log_softmax(0)
+    logits.requires_grad_()
+    logps = logits.log_softmax(0)
+    (true,) = torch.autograd.grad((logps.exp() * (logps - ref)).sum(), logits, retain_graph=True)
+
+    def expected(estimator, gradient, drawn_from):
+        leaf = logps.detach().clone().requires_grad_()
+        loss, _ = policy_loss(
+            "reinforce", leaf[:, None], drawn_from[:, None], torch.zeros(6), torch.ones(6, 1), ref_logps=ref[:, None],
+            beta=1.0, kl_estimator=estimator, kl_gradient=gradient, normalizer=1.0,
+        )  # fmt: skip
+        (slope,) = torch.autograd.grad(loss, leaf)
+        (got,) = torch.autograd.grad((drawn_from.exp() * slope * logps).sum(), logits, retain_graph=True)
+        return got
+
+    on_policy = logps.detach()
+    right = [("k1", "importance"), ("k3", "importance"), ("k1", "reward")]
+    for way in right:
+        torch.testing.assert_close(expected(*way, old), true, **EXACT)
+    for way in (*right, ("k3", "k2"), ("k1", "k2"), ("k2", "direct")):
+        torch.testing.assert_close(expected(*way, on_policy), true, **EXACT)
+    assert (expected("k3", "direct", on_policy) - true).abs().max() > 0.01  # the forward KL's
+    assert expected("k1", "direct", on_policy).abs().max() < 1e-12
+
+
+def packed(streams, lengths, order, width):
+    """The completions in one row of `width`, in this order, padding at the end, and their document ids."""
+    row = {name: torch.full((1, width), torch.nan, dtype=torch.float64) for name in streams if name != "mask"}
+    ids = torch.full((1, width), -1)
+    mask = torch.zeros(1, width, dtype=torch.bool)
+    place = 0
+    for document, source in enumerate(order):
+        span = slice(place, place + lengths[source] + 1)  # one place without a label, as a prompt has
+        ids[0, span] = document
+        for name in row:
+            row[name][0, place + 1 : span.stop] = streams[name][source, : lengths[source]]
+        mask[0, place + 1 : span.stop] = True
+        place = span.stop
+    return row | {"mask": mask}, ids
+
+
+def core(spec, streams, sequences, counts, **options):
+    named = {key: streams[key] for key in ("ref_logps", "sampling_logps", "entropies")}
+    arguments = (streams[key] for key in ("logps", "old_logps", "advantages", "mask"))
+    return policy_terms(spec, *arguments, sequences, counts, **named, **options)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_packed_rows_and_any_split_give_the_padded_batchs_numbers(name):
+    lengths = (6, 3, 5, 1, 4, 2)
+    options = EVERYTHING if name != "gspo" else EVERYTHING | {"sampling_correction": "sequence_mask"}
+    options = dict(options) if name == "gmpo" else options | {"top_entropy_quantile": 0.6}
+    streams = completions(lengths, seed=9)
+    whole = trained(streams)
+    loss, metrics = loss_of(name, whole, max_completion_length=7, **options)
+    expected = gradients(loss, whole)
+    threshold, count = top_entropy_threshold(streams["entropies"][streams["mask"]], 0.6)
+    spec = PolicySpec(name, CLIP.get(name, (0.2, 0.28)), 0.05, options)
+    counts = Counts(sum(lengths), len(lengths), 7, None if name == "gmpo" else count)
+
+    total, sums = 0.0, {}
+    got = [torch.zeros_like(one) for one in expected]
+    for order in ((4, 0), (2, 5, 1), (), (3,)):
+        row, ids = packed(streams, lengths, order, 16)
+        row = trained(row)
+        documents = Documents(ids, len(order), row["mask"])
+        part, parts = core(spec, row, documents, counts, entropy_threshold=threshold)
+        slopes = gradients(part, row)
+        for target, slope in zip(got, slopes, strict=True):
+            assert not slope[~row["mask"]].any()
+            for document, source in enumerate(order):
+                target[source, : lengths[source]] = slope[(ids == document) & row["mask"]]
+        total = total + part.detach()
+        sums = {key: sums.get(key, 0) + value for key, value in parts.items()}
+    torch.testing.assert_close(total, loss.detach(), **EXACT)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+    assert means(sums).keys() == metrics.keys()
+    for key, value in means(sums).items():
+        torch.testing.assert_close(value, metrics[key], **EXACT)
+
+
+def _on_two_cp_ranks(rank, names):
+    group = dist.group.WORLD
+    lengths, order = (6, 3, 5), (1, 0, 2)
+    streams = completions(lengths, seed=11)
+    row, ids = packed(streams, lengths, order, 20)
+    counts, found = Counts(14, 3, 7), {}
+    for name in names:
+        spec = PolicySpec(name, CLIP.get(name, (0.2, 0.28)), 0.05, EVERYTHING)
+        whole = trained(row)
+        loss, metrics = core(spec, whole, Documents(ids, 3, whole["mask"]), counts)
+        expected = gradients(loss, whole)
+        mine = torch.cat([torch.arange(5 * rank, 5 * rank + 5), torch.arange(15 - 5 * rank, 20 - 5 * rank)])
+        part = trained({key: value[:, mine] for key, value in row.items()})
+        documents = Documents(ids[:, mine], 3, part["mask"], group)
+        share, sums = core(spec, part, documents, counts)
+        slopes = gradients(share, part)
+        sums = torch.stack([share.detach(), *sums.values()])
+        dist.all_reduce(sums)
+        worst = (sums - torch.stack([loss.detach(), *metrics.values()])).abs().max()
+        for slope, right in zip(slopes, expected, strict=True):
+            worst = torch.maximum(worst, (slope - right[:, mine]).abs().max())
+        found[name] = worst.item()
+    return found
+
+
+def test_ranks_of_context_parallel_add_up_to_the_whole():
+    """Head-tail halves of a packed row on two ranks: documents cut in two, each rank's loss its own tokens'."""
+    for found in run_world(_on_two_cp_ranks, 2, list(LOSSES)):
+        assert max(found.values()) < 1e-13, found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_places_may_hold_anything(name):
+    streams = completions()
+    whole = trained(streams)
+    loss, metrics = loss_of(name, whole, **EVERYTHING)
+    for trash in (math.nan, math.inf, -math.inf, 1e300):
+        dirty = {k: v if k == "mask" else v.masked_fill(~streams["mask"], trash) for k, v in streams.items()}
+        dirty = trained(dirty)
+        again, measured = loss_of(name, dirty, **EVERYTHING)
+        assert again.item() == loss.item()
+        for one, other in zip(gradients(again, dirty), gradients(loss, whole), strict=True):
+            assert torch.equal(one, other)
+        assert measured == metrics
+        whole = trained(streams)
+        loss, metrics = loss_of(name, whole, **EVERYTHING)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mask_without_a_token_gives_zero_and_a_graph(name):
+    streams = completions()
+    options = {} if name == "gmpo" else {"top_entropy_quantile": 0.5}
+    for shape in ((4, 6), (0, 6)):
+        empty = {key: value[: shape[0]] for key, value in streams.items()}
+        empty = trained(empty | {"mask": torch.zeros(shape)})
+        loss, metrics = loss_of(name, empty, **EVERYTHING, **options)
+        assert loss.item() == 0.0
+        assert not any(one.any() for one in gradients(loss, empty))
+        assert not any(value.item() for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_token_that_cannot_be_drawn_any_more_has_no_gradient_and_no_nan(name):
+    streams = completions()
+    for stream in ("logps", "old_logps", "ref_logps", "sampling_logps"):
+        holed = trained(streams | {stream: streams[stream].index_put((torch.tensor(0), torch.tensor(2)), NEVER)})
+        loss, metrics = loss_of(name, holed, **EVERYTHING)
+        slope, _ = gradients(loss, holed)
+        assert torch.isfinite(loss) and torch.isfinite(slope).all()
+        assert all(torch.isfinite(value) for value in metrics.values())
+        assert (slope[0, 2] == 0) == (stream in ("logps", "old_logps"))
+
+
+NEVER = torch.tensor(-torch.inf, dtype=torch.float64)
+
+
+def test_a_token_that_cannot_be_drawn_counts_as_ratio_zero():
+    logps = torch.tensor([[-torch.inf, -1.0]], dtype=torch.float64).requires_grad_()
+    old = torch.tensor([[-2.0, -1.0]], dtype=torch.float64)
+    loss, metrics = policy_loss("dapo", logps, old, torch.tensor([-1.0]), torch.ones(1, 2), entropies=torch.ones(1, 2))
+    assert loss.item() == pytest.approx((0.8 + 1.0) / 2)
+    assert (metrics["approx_kl"].item(), metrics["entropy"].item()) == (0.0, 1.0)
+
+
+def test_a_nan_at_a_real_token_is_not_hidden():
+    streams = completions()
+    streams["logps"][0, 1] = math.nan
+    loss, _ = loss_of("dapo", streams)
+    assert loss.isnan()
+
+
+def test_an_exploding_ratio_has_a_finite_gradient():
+    """exp of the log ratio is infinite; the clip's branch has the value, and the other's slope must not be 0·∞."""
+    for dtype in (torch.float32, torch.float64):
+        logps = torch.tensor([[-1.0, -1.0]], dtype=dtype).requires_grad_()
+        old = torch.tensor([[-9e3, -1.0]], dtype=dtype)
+        for name in LOSSES:
+            loss, _ = policy_loss(name, logps, old, torch.ones(1), torch.ones(1, 2), ref_logps=old, beta=0.1)
+            (slope,) = torch.autograd.grad(loss, logps)
+            assert torch.isfinite(slope).all(), name
+
+
+def test_metrics_are_means_over_the_tokens():
+    streams = completions()
+    _, metrics = loss_of("dapo", streams, sampling_correction="token_truncate", sampling_clip_max=1.1)
+    at = {key: value[streams["mask"]] for key, value in streams.items()}
+    ratio, gap = (at["logps"] - at["old_logps"]).exp(), at["old_logps"] - at["sampling_logps"]
+    expected = {
+        "kl": ((at["ref_logps"] - at["logps"]).exp() - 1 - at["ref_logps"] + at["logps"]).mean(),
+        "approx_kl": (ratio - 1 - ratio.log()).mean(),
+        "ratio": ratio.mean(),
+        "entropy": at["entropies"].mean(),
+        "clip_low": ((ratio < 0.8) & (at["advantages"] < 0)).double().mean(),
+        "clip_high": ((ratio > 1.28) & (at["advantages"] > 0)).double().mean(),
+        "mismatch_kl": (gap.exp() - 1 - gap).mean(),
+        "mismatch_abs": gap.abs().mean(),
+        "correction": gap.exp().clamp(max=1.1).mean(),
+    }
+    assert metrics.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(metrics[key], value, **EXACT)
+
+
+def test_a_normalizer_takes_the_counts_place():
+    streams = completions()
+    for name, own in (("dapo", 15), ("grpo", 4), ("dr_grpo", 4 * 6)):
+        loss, _ = loss_of(name, streams)
+        again, _ = loss_of(name, streams, normalizer=torch.tensor(3.0 * own))
+        torch.testing.assert_close(again, loss / 3, **EXACT)
+
+
+def test_dtypes():
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
+        streams = completions(dtype=dtype)
+        for name in LOSSES:
+            loss, metrics = loss_of(name, streams, **EVERYTHING)
+            assert {loss.dtype, *(value.dtype for value in metrics.values())} == {wide}, name
+
+
+def test_the_entropy_threshold_is_torchs_quantile():
+    generator = torch.Generator().manual_seed(5)
+    entropies = torch.rand(3, 11, generator=generator, dtype=torch.float64)
+    for quantile in (0.0, 0.2, 0.35, 1.0):
+        threshold, count = top_entropy_threshold(entropies, quantile)
+        torch.testing.assert_close(threshold, torch.quantile(entropies, 1 - quantile), **EXACT)
+        assert count == (entropies >= threshold).sum()
+    assert top_entropy_threshold(entropies[:0], 0.2)[0] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grop", {}, "'grop' is no policy loss; did you mean grpo?"),
+        ("dapo", {"detla": 2.0}, "detla is no option of dapo; did you mean delta?"),
+        ("sapo", {"delta": 2.0}, "delta is no option of sapo"),
+        ("dapo", {"delta": 0.5}, "delta=0.5 must be a finite number above 1"),
+        ("dapo", {"delta": 2.0, "dual_clip": 3.0}, "give one of them"),
+        ("dapo", {"kl_gradient": "k3"}, "kl_gradient='k3' must be one of importance, direct, reward, k2"),
+        ("dapo", {"importance_sampling_level": "word"}, "must be one of token, sequence, sequence_token"),
+        ("dapo", {"clip": (0.2,)}, "two numbers"),
+        ("dapo", {"beta": -1.0}, "beta=-1.0 must be"),
+        ("dapo", {"beta": 0.1}, "beta=0.1 needs ref_logps"),
+        ("dapo", {"entropy_coef": 0.1}, "need entropies"),
+        ("gmpo", {"top_entropy_quantile": 0.2}, "whole sequences"),
+        ("dapo", {"sampling_clip_min": 4.0}, "must be below sampling_clip_max=3.0"),
+    ],
+)
+def test_what_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("?", r"\?")):
+        policy_loss(name, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2), **options)
+    with pytest.raises(ValueError, match="advantages"):
+        policy_loss("dapo", torch.zeros(2, 3), None, torch.zeros(3), torch.ones(2, 3))
+
+
+def test_the_recipes_table_is_the_functions():
+    assert {name: dict(loss.options) for name, loss in LOSSES.items()} == config.LOSSES
+    assert dict(SHARED) == dict(config.SHARED)
+    assert policy_core._RANGES.keys() == config.RANGES.keys()
+    for key, (check, words) in config.RANGES.items():
+        assert words.replace("null", "None") == policy_core._RANGES[key][1]
+        for value in (None, True, -1, 0, 0.5, 1, 2.0, math.inf, math.nan, "k3", "sequence", "token_mask", "direct"):
+            assert bool(check(value)) == bool(policy_core._RANGES[key][0](value)), (key, value)
+    assert set(MEANS) >= {"kl", "entropy"}
+
+
+def test_what_a_recipe_may_say():
+    assert config.problems("dapo", (0.2, 0.28), 0.0, {"delta": 2.0, "entropy_coef": 0.01}) == []
+    found = config.problems("gsop", (0.2, 0.2), 0.0, {})
+    assert found == ["grpo.loss=gsop is no policy loss; did you mean gspo?"]
+    found = config.problems("dapo", (0.2, -1), -0.1, {"detla": 2, "delta": 0.5})
+    assert found == [
+        "grpo.clip=(0.2, -1) must be two numbers of at least 0: how far below and above 1 the ratio may go",
+        "grpo.beta=-0.1 must be a finite number, at least 0",
+        "grpo.kwargs.detla is not read by dapo; did you mean grpo.kwargs.delta?",
+        "grpo.kwargs.delta=0.5 must be a finite number above 1, or null",
+    ]
+    assert "caps the ratio itself" in config.problems("cispo", (0.2, 0.2), 0.0, {})[0]
+    assert config.problems("cispo", (0.0, 5.0), 0.0, {}) == []
+    assert config.problems("gmpo", (0.4, 0.4), 0.0, {"top_entropy_quantile": 0.2}) != []
+    for options in ({"delta": 2.0, "dual_clip": 3.0}, {"sampling_clip_min": 4.0}):
+        assert len(config.problems("dapo", (0.2, 0.2), 0.0, options)) == 1
+    assert (
+        len(config.problems("dapo", (0.2, 0.2), 0.0, {"kl_gradient": "direct"})) == 1
+    )  # without beta nothing reads it
+
+
+def test_rows_and_documents_are_one_face():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    values = torch.arange(12.0).view(2, 2, 3)
+    rows, documents = Rows(mask), Documents(torch.tensor([[0, 0, 0], [1, 1, 1]]), 2, mask)
+    assert torch.equal(rows.lengths, documents.lengths)
+    assert torch.equal(rows.sum(values), documents.sum(values))
+    sums = rows.sum(values)
+    assert torch.equal(rows.spread(sums), documents.spread(sums))

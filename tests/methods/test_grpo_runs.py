@@ -1,0 +1,220 @@
+"""Whole GRPO runs from files: meshes, resume in the middle of a rollout, minibatches, validation, what is written."""
+
+import json
+
+import pytest
+import torch
+
+from dtrain.errors import UserError
+from tests.test_trainer import assert_same, interrupt, run, trajectory
+from tests.tiny import tiny_grpo, write_prompts
+
+# Of these a run on another mesh writes others, for they are times and memory.
+CLOCKS = {"tokens_per_sec", "mfu", "mem_gib", "step_time", "data_time", "rollout_time", "train_time"}
+FIELDS = {"reward_mean", "reward_std", "entropy", "clip_frac", "completion_len", "truncated_frac", "mismatch_kl"}
+# Everything at once: a reference that moves, two passes, a filter, a term by sequence, lengths that are punished.
+RICH = (
+    "grpo.beta=0.1",
+    "grpo.sync_every=3",
+    "grpo.updates_per_rollout=2",
+    "grpo.sampling.top_p=0.9",
+    "grpo.sampling.temperature=0.8",
+    "grpo.overlong_cache=2",
+    "grpo.mask_truncated=true",
+    "grpo.kwargs={entropy_coef: 0.01}",
+)
+
+
+def lines(recipe, name="metrics"):
+    path = f"{recipe.run.dir}/{recipe.run.name}/{name}.jsonl"
+    return [json.loads(line) for line in open(path)]
+
+
+def rows_of(recipe):
+    """The training rows without the clocks."""
+    return [{key: row[key] for key in row.keys() - CLOCKS} for row in lines(recipe) if "loss" in row]
+
+
+def assert_rows_close(found, expected, rtol=1e-9):
+    for one, other in zip(rows_of(found), rows_of(expected), strict=True):
+        assert one == pytest.approx(other, rel=rtol, abs=1e-12)
+
+
+def assert_same_samples(found, expected):
+    """The same completions; numbers to 1e-9."""
+    for one, other in zip(lines(found, "samples"), lines(expected, "samples"), strict=True):
+        for words in ("rewards",):
+            assert one.pop(words) == pytest.approx(other.pop(words), rel=1e-9)
+        numbers = ("reward", "advantage")
+        assert [one.pop(n) for n in numbers] == pytest.approx([other.pop(n) for n in numbers], rel=1e-9, abs=1e-12)
+        assert one == other
+
+
+MESHES = [
+    (2, ()),
+    (3, ("train.global_batch=6", "grpo.prompts_per_step=3", "grpo.group_size=2")),
+    (2, ("parallel.tp=2",)),
+    (2, ("parallel.tp=2", "parallel.sequence_parallel=false")),
+    (2, ("parallel.cp=2",)),
+    (4, ("parallel.cp=2", "parallel.tp=2", "parallel.cp_rotate=ring")),
+    (4, ("parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2")),
+    (4, ("parallel.tp=2", "grpo.unshard=false")),
+]
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("world_size, shape", MESHES)
+def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
+    sizes = [word for word in shape if not word.startswith("parallel.") and "unshard" not in word]
+    fixed = (f"data.packing={packing}", "train.steps=8", "train.micro_batch=2", *RICH)
+    one = tiny_grpo(tmp_path, *fixed, *sizes, name="one")
+    mesh = tiny_grpo(tmp_path, *fixed, *shape, name="mesh")
+    run(one)
+    run(mesh, world_size)
+    assert_same(mesh, one, rtol=1e-9)
+    assert_rows_close(mesh, one)
+    assert_same_samples(mesh, one)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_every_family(tmp_path, family):
+    fixed = ("train.steps=4", "train.micro_batch=1", "grpo.loss=gspo")
+    one, mesh = (tiny_grpo(tmp_path, *fixed, family=family, name=name) for name in ("one", "mesh"))
+    mesh.parallel.tp = 2
+    run(one)
+    run(mesh, 4)
+    assert_same(mesh, one, rtol=1e-9)
+    assert_same_samples(mesh, one)
+
+
+@pytest.mark.parametrize(
+    "loss", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo", "dppo_tv", "gmpo"]
+)
+def test_losses_do_not_depend_on_the_split(tmp_path, loss):
+    fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=4")
+    whole = tiny_grpo(tmp_path, *fixed, "data.packing=false", "train.micro_batch=8", name="whole")
+    split = tiny_grpo(tmp_path, *fixed, "data.packing=true", "train.micro_batch=1", name="split")
+    run(whole)
+    run(split, 2)
+    assert_same(split, whole, rtol=1e-9)
+    assert_rows_close(split, whole)
+
+
+def test_the_entropies_of_the_whole_minibatch_decide(tmp_path):
+    fixed = ("grpo.kwargs={top_entropy_quantile: 0.3, entropy_coef: 0.1}", "train.steps=4")
+    whole = tiny_grpo(tmp_path, *fixed, "data.packing=false", "train.micro_batch=8", name="whole")
+    split = tiny_grpo(tmp_path, *fixed, "train.micro_batch=1", "parallel.cp=2", name="split")
+    run(whole)
+    run(split, 4)
+    assert_same(split, whole, rtol=1e-9)
+
+
+@pytest.mark.parametrize("world_size, stop", [(1, 3), (2, 4), (1, 5)])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, world_size, stop):
+    """Stopped within a rollout's passes, at their end, and in the second rollout."""
+    shape = ("train.dtype=float32", "train.steps=7", "checkpoint.every=20", *RICH)
+    whole = tiny_grpo(tmp_path, *shape, name="whole")
+    resumed = tiny_grpo(tmp_path, *shape, name="resumed")
+    run(whole, world_size)
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(resumed, world_size, stop)
+    run(resumed, world_size)
+    assert trajectory(resumed) == trajectory(whole) and rows_of(resumed) == rows_of(whole)
+    assert lines(resumed, "samples") == lines(whole, "samples")
+
+
+def test_a_resume_on_another_mesh(tmp_path):
+    shape = ("train.steps=6", "checkpoint.every=20", *RICH)
+    whole = tiny_grpo(tmp_path, *shape, name="whole")
+    run(whole)
+    resumed = tiny_grpo(tmp_path, *shape, name="resumed")
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(resumed, 2, 3)
+    run(tiny_grpo(tmp_path, *shape, "parallel.cp=2", name="resumed"), 4)
+    assert_rows_close(resumed, whole)
+
+
+def test_what_a_run_writes(tmp_path):
+    write_prompts(tmp_path / "val.jsonl", count=9, seed=1)
+    recipe = tiny_grpo(
+        tmp_path,
+        f"data.val.path={tmp_path}/val.jsonl",
+        "train.validate_every=2",
+        "train.steps=4",
+        "grpo.rewards=[{fn: tests.methods.judges.even}, {fn: tests.methods.judges.wanted, weight: 2.0}]",
+    )
+    run(recipe)
+    rows = [row for row in lines(recipe) if "loss" in row]
+    assert all(FIELDS <= row.keys() for row in rows) and all(row["tokens"] > 0 for row in rows)
+    assert ["rollout_time" in row for row in rows] == [True, False, True, False]
+    assert all(row["train_time"] > 0 for row in rows)
+    samples = lines(recipe, "samples")
+    assert [row["step"] for row in samples] == [1] * 16 + [3] * 16
+    for row in samples:
+        assert row["reward"] == pytest.approx(row["rewards"]["even"] + 2 * row["rewards"]["wanted"])
+    for row in rows:
+        mine = torch.tensor([s["reward"] for s in samples if s["step"] == row["step"] - (row["step"] + 1) % 2])
+        assert row["reward_mean"] == pytest.approx(mine.double().mean().item())
+        assert row["reward_std"] == pytest.approx(mine.double().view(4, 4).std(1).mean().item())
+    val = [row for row in lines(recipe) if "loss" not in row]
+    assert [row["step"] for row in val] == [2, 4]
+    assert all(row.keys() == {"step", *(f"val_{n}" for n in ("reward_mean", "completion_len", "truncated_frac"))} for row in val)  # fmt: skip
+
+
+def test_a_reward_is_learnt(tmp_path):
+    recipe = tiny_grpo(tmp_path, "train.steps=40", "grpo.group_size=8", "train.global_batch=32", "optimizer.lr=3e-2")
+    run(recipe)
+    rewards = [row["reward_mean"] for row in rows_of(recipe)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
+
+
+@pytest.mark.parametrize("mode", ["drop", "refill"])
+def test_groups_that_teach_nothing_are_left_out(tmp_path, mode):
+    """One token a completion: many groups of two are alike."""
+    fixed = ("grpo.group_size=2", "train.global_batch=8", "grpo.sampling.max_new_tokens=1", "train.steps=3")
+    recipe = tiny_grpo(tmp_path, f"grpo.dynamic_sampling={mode}", *fixed, name=mode)
+    run(recipe, 2)
+    plain = tiny_grpo(tmp_path, *fixed, name="plain")
+    run(plain)
+    rows, counted = rows_of(recipe), []
+    assert 0 < rows[0]["frac_zero_std"] < 1
+    for step in (1, 2, 3):
+        rewards = torch.tensor([row["reward"] for row in lines(recipe, "samples") if row["step"] == step]).view(-1, 2)
+        assert len(rewards) == 4
+        counted.append(int((rewards[:, 0] != rewards[:, 1]).sum()))
+    if mode == "drop":
+        assert [row["epoch"] for row in rows] == [row["epoch"] for row in rows_of(plain)]
+        assert any(count < 4 for count in counted)
+    else:
+        assert rows[0]["epoch"] > rows_of(plain)[0]["epoch"] and max(counted) == 4
+    groups = [row["group"] for row in lines(recipe, "samples") if row["step"] == 1]
+    assert groups == sorted(groups)
+
+
+def test_epochs_end_with_a_short_rollout(tmp_path):
+    """24 prompts by 5: four rollouts of 20 completions and one of 16, 10 a step."""
+    recipe = tiny_grpo(
+        tmp_path, "train.steps=null", "train.epochs=1", "grpo.prompts_per_step=5", "train.global_batch=10", name="one"
+    )
+    run(recipe)
+    rows = rows_of(recipe)
+    assert len(rows) == 10 and rows[-1]["epoch"] == 1.0
+    assert len(lines(recipe, "samples")) == 24 * 4
+
+
+def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from dtrain.rollout.native import NativeEngine
+
+    exact = NativeEngine.generate
+
+    def off(self, requests):
+        return [replace(one, logprobs=[value - 0.2 for value in one.logprobs]) for one in exact(self, requests)]
+
+    monkeypatch.setattr(NativeEngine, "generate", off)
+    recipe = tiny_grpo(tmp_path, "train.steps=2")
+    with pytest.raises(UserError, match=r"disagree by 0\.2 .* more than grpo.max_mismatch=0\.1"):
+        run(recipe)
+    assert not any("loss" in row for row in lines(recipe)) if (tmp_path / "runs/run/metrics.jsonl").exists() else True
+    run(tiny_grpo(tmp_path, "train.steps=2", "grpo.max_mismatch=0.3", name="other"))

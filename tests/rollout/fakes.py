@@ -1,0 +1,179 @@
+"""Servers that speak vLLM's and SGLang's protocols, written from their documentation, with faults on demand.
+
+vLLM: openai/completion/protocol.py (token_ids, tokens as `token_id:N`), serve/dev/rlhf (pause, resume, collective_rpc).
+SGLang: docs/basic_usage/sampling_params.md (generate) and docs/advanced_features/sglang_for_rl.md.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+# A fault gets the handler and the body; it answers itself and returns True, or returns what to change in the answer.
+Fault = Callable[[BaseHTTPRequestHandler, dict], bool | None]
+
+
+def drawn(prompt: list[int], seed: int, most: int) -> tuple[list[int], list[float]]:
+    """What these servers "draw": a function of prompt and seed."""
+    ids = [(sum(prompt) * 31 + seed * 7 + position * position) % 60 + 2 for position in range(most)]
+    return ids, [-0.5 - 0.01 * token for token in ids]
+
+
+class Fake:
+    """A server in a thread. calls: (path, body) of every POST. faults: one for each of the next completions."""
+
+    owner = "nobody"
+
+    def __init__(self):
+        self.calls: list[tuple[str, dict]] = []
+        self.faults: list[Fault] = []
+        self.version = "default"
+        self.lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format, *arguments):
+                pass
+
+            def do_GET(self):
+                self.answer(200, fake.get(self.path))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+                fake.post(self, self.path, body)
+
+            def answer(self, status, body):
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        class Quiet(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 256
+
+            def handle_error(self, request, client_address):
+                pass
+
+        self.server = Quiet(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def get(self, path):
+        return {"data": [{"id": "policy", "owned_by": self.owner}]} if path == "/v1/models" else {"tp_size": 1}
+
+    def post(self, handler, path, body):
+        with self.lock:
+            self.calls.append((path, body))
+            fault = self.faults.pop(0) if self.faults and path == self.completions else None
+        if fault is not None and fault(handler, body):
+            return
+        answer = self.complete(body) if path == self.completions else self.other(path, body)
+        handler.answer(404 if answer is None else 200, answer or {"detail": "Not Found"})
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class FakeVllm(Fake):
+    owner = "vllm"
+    completions = "/v1/completions"
+    routes = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache")
+    token_ids = True  # False: a release before 0.10.2
+    logprobs = True
+    samples = 0  # how many more or fewer than asked for
+    short = False
+
+    def complete(self, body):
+        assert body["return_tokens_as_token_ids"] and body["return_token_ids"] and body["logprobs"] == 0
+        assert body["ignore_eos"] and body["repetition_penalty"] == 1.0
+        choices = [self.choice(body, index) for index in range(body["n"] + self.samples)]
+        return {"object": "text_completion", "choices": choices[::-1], "usage": {}}
+
+    def choice(self, body, index):
+        ids, logprobs = drawn(body["prompt"], body["seed"] + index, body["max_tokens"])
+        finish = "length"
+        stops = [ids.index(token) for token in body["stop_token_ids"] if token in ids]
+        if stops:
+            ids, logprobs, finish = ids[: min(stops) + 1], logprobs[: min(stops) + 1], "stop"
+        if self.short:
+            ids, logprobs = ids[:-1], logprobs[:-1]
+        choice = {"index": index, "text": "...", "finish_reason": finish, "logprobs": None}
+        if self.logprobs:
+            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": logprobs}
+        return {**choice, "token_ids": ids} if self.token_ids else choice
+
+    def other(self, path, body):
+        return {} if path.split("?")[0] in self.routes else None
+
+
+class FakeSglang(Fake):
+    owner = "sglang"
+    completions = "/generate"
+    succeeds = True
+
+    def complete(self, body):
+        assert body["return_logprob"] and len(body["input_ids"]) == len(body["sampling_params"])
+        return [self.one(*pair) for pair in zip(body["input_ids"], body["sampling_params"], strict=True)]
+
+    def one(self, prompt, sampling):
+        ids, logprobs = drawn(prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
+        triples = [[value, token, None] for value, token in zip(logprobs, ids, strict=True)]
+        meta = {"finish_reason": {"type": "length", "length": len(ids)}, "weight_version": self.version}
+        return {"text": "...", "output_ids": ids, "meta_info": {**meta, "output_token_logprobs": triples}}
+
+    def other(self, path, body):
+        if path == "/update_weights_from_disk":
+            if self.succeeds:
+                self.version = body["weight_version"]
+            return {"success": self.succeeds, "message": "no such layer"}
+        return {"message": "ok"}
+
+
+def status(code: int) -> Fault:
+    def fault(handler, body):
+        handler.answer(code, {"error": {"message": "the cloud passes"}})
+        return True
+
+    return fault
+
+
+def half_answer(handler, body):
+    """As many bytes as were promised do not come."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices": [')
+    handler.close_connection = True
+    return True
+
+
+def no_json(handler, body):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "6")
+    handler.end_headers()
+    handler.wfile.write(b"<html>")
+    return True
+
+
+def hang_up(handler, body):
+    handler.close_connection = True
+    return True
+
+
+def aborted(handler, body):
+    handler.answer(200, {"choices": [{"index": i, "finish_reason": "abort", "token_ids": [], "logprobs":
+                                      {"tokens": [], "token_logprobs": []}} for i in range(body["n"])]})  # fmt: skip
+    return True
+
+
+def slow(seconds: float) -> Fault:
+    def fault(handler, body):
+        time.sleep(seconds)
+
+    return fault

@@ -1,0 +1,113 @@
+"""A real `dtrain serve` process for tests, the tiny model that it serves, and plain HTTP to talk to it."""
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from dtrain import models
+from dtrain.checkpoint.huggingface_write import write_directory
+from tests.tiny import write_model
+
+TEMPLATE = "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+
+
+def make_model(directory: Path, seed: int, out: str = "model") -> Path:
+    """A whole model's directory with random weights of `seed`, its tokenizer, and a chat template."""
+    source = write_model(directory / "source", "qwen3")
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    model = models.build(models.read_config(source), torch.float32)
+    models.init_weights(model, seed)
+    with torch.no_grad():  # so that the likeliest token is not the last one again
+        for name, tensor in model.named_parameters():
+            if "norm" not in name:
+                tensor.mul_(4)
+    write_directory(model, directory / out, source)
+    return directory / out
+
+
+def naive(directory: Path, prompt: Sequence[int], count: int, stop_ids=(1,)) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their logprobs, each from a whole forward of its own, float64."""
+    model = models.from_pretrained(directory, torch.float64)
+    ids, logprobs = list(prompt), []
+    while len(logprobs) < count and not (logprobs and ids[-1] in stop_ids):
+        with torch.no_grad():
+            row = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    return ids[len(prompt) :], logprobs
+
+
+class Process:
+    """`dtrain serve DIRECTORY ...` on a free port. `lines` is what it printed."""
+
+    def __init__(self, directory: Path, *arguments: str, dtype: str = "float64"):
+        command = [sys.executable, "-m", "dtrain", "serve", str(directory), "--port", "0", "--dtype", dtype]
+        self.process = subprocess.Popen(
+            [*command, "--device", "cpu", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait_until(lambda: self.url is not None or self.process.poll() is not None, 60)
+        assert self.url is not None, self.lines
+
+    @property
+    def url(self) -> str | None:
+        line = next((line for line in self.lines if line.startswith("serving ")), None)
+        return None if line is None else line.split(" at ")[1].split()[0]
+
+    def end(self, signum: int) -> int:
+        self.process.send_signal(signum)
+        status = self.process.wait(30)
+        self._reader.join(5)
+        return status
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def ask(url: str, path: str, body: dict | bytes | None = None, **headers: str) -> tuple[int, dict]:
+    """(status, JSON) of one call: GET without a body, else POST."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    connection.request("GET" if body is None else "POST", path, data, headers)
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
+    """The server-sent events of a streamed answer, and the last line."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request("POST", path, json.dumps({**body, "stream": True}).encode())
+    response = connection.getresponse()
+    assert response.status == 200 and response.headers["Content-Type"] == "text/event-stream"
+    lines = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
+    connection.close()
+    return [json.loads(line) for line in lines[:-1]], lines[-1]

@@ -1,0 +1,243 @@
+"""Answers taken out of texts and compared: pairs that are equal, pairs that are not, and texts made to be slow."""
+
+import doctest
+import importlib
+import math
+import time
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from dtrain.config import rewards as config
+from dtrain.errors import UserError
+from dtrain.rollout.rewards import BUILT_IN
+from dtrain.rollout.rewards.format_tags import format_tags
+from dtrain.rollout.rewards.json_valid import json_valid
+from dtrain.rollout.rewards.math_answers import answer_in, read
+from dtrain.rollout.rewards.math_exact import math_exact
+from dtrain.rollout.rewards.numeric import numeric
+from dtrain.rollout.rewards.regex import regex
+
+EQUAL = [  # what a completion says, what the data has
+    ("The answer is 42.", "42"),
+    ("6*7=42", "so it is 42 #### 42"),
+    ("#### 1,234", "1234"),
+    ("#### 1,234\nThe end.", 1234),
+    (r"\boxed{42}", 42.0),
+    (r"first \boxed{1}, then $\boxed{42}$.", "42"),
+    (r"\boxed{\frac{1}{2}}", "0.5"),
+    (r"\boxed{\dfrac{-3}{6}}", "-1/2"),
+    (r"\boxed{-\frac12}", "-.5"),
+    (r"\boxed{1\frac{1}{2}}", "1.5"),
+    ("answer: 2 1/2", "5/2"),
+    (r"\boxed{3.0}", "3"),
+    (r"\boxed{1{,}000{,}000}", "1000000"),
+    (r"\boxed{12\,345}", "12345"),
+    (r"\boxed{\$18}", "18"),
+    ("She makes $18 every day.", "18"),
+    ("**Answer:** $-7$", "-7"),
+    ("The final answer is: \u22127", "-7"),
+    (r"\boxed{25\%}", "25"),
+    (r"\boxed{25\%}", "0.25"),
+    ("25 percent", "25%"),
+    (r"\boxed{42\text{ cm}}", "42"),
+    (r"\boxed{42\,\mathrm{cm}^2}", "42"),
+    (r"\boxed{90^\circ}", "90"),
+    ("answer is 5 apples.", "5"),
+    (r"\boxed{3.2\times10^5}", "320000"),
+    (r"\boxed{1e-3}", "0.001"),
+    (r"\boxed{x = 7}", "7"),
+    (r"\boxed{(1, 2)}", r"\left(1,2\right)"),
+    (r"\boxed{(\frac{1}{2}, 3)}", "(0.5, 3)"),
+    (r"\boxed{2\sqrt{3}}", r"2 \sqrt{3}"),
+    (r"\boxed{\frac{x}{2}}", "x/2"),
+    (r"\boxed{\text{Yes}}", "yes"),
+    ("The answer is yes.", "Yes"),
+    (r"\boxed{\{1, 2\}}", r"\{1,2\}"),
+    ("... = 3 + 4 = 7", "7"),
+    ("between 3-5", "5"),
+    (r"\boxed{0.1}", 0.1),
+    (r"\boxed{0.0000001}", 1e-7),
+    (r"\boxed 7", "7"),
+    (r"a truncated \boxed{8} and \boxed{9", "8"),
+    ("answer is 10 because 2*5=10 and 3*3=9", "10"),
+    ("9" * 300, "9" * 300),
+    ("#### " + "9" * 450, "9" * 450),
+]
+DIFFERENT = [
+    ("42", "43"),
+    ("", "42"),
+    ("no number", "42"),
+    (r"\boxed{}", "0"),
+    (r"\boxed{3 or 4}", "3"),
+    (r"\boxed{5x}", "5"),
+    (r"\boxed{2\pi}", "2"),
+    (r"\boxed{(1, 2)}", "(2, 1)"),
+    (r"\boxed{(1, 2)}", "[1, 2]"),
+    (r"\boxed{(1, 2, 3)}", "(1, 2)"),
+    (r"\boxed{1/0}", "0"),
+    (r"\boxed{25\%}", "2500"),
+    (r"\boxed{0.3333}", "1/3"),
+    (r"\boxed{42} no, \boxed{41}", "42"),
+    ("#### 42 #### 41", "42"),
+    (r"\boxed{x}", "X"),
+    (r"\boxed{2^10}", "2"),
+    ("9" * 300 + "8", "9" * 300 + "7"),
+    (r"\boxed{1e99999999}", "1"),
+]
+SLOW = [
+    r"\boxed{" * 14_000,
+    r"\boxed{" + "{" * 99_000,
+    r"\boxed{1}" * 11_000,
+    r"\text{" * 16_000,
+    r"\frac{" * 16_000,
+    r"\boxed" + " " * 99_000,
+    "answer" + " " * 99_000,
+    "answer is " * 10_000,
+    "#### " * 20_000,
+    "1" * 100_000,
+    "1," * 50_000,
+    "111," * 25_000 + "1111",
+    "1/" * 50_000,
+    "1." * 50_000,
+    "-" * 100_000,
+    " " * 100_000,
+    "answer is " + "(" * 100_000,
+    r"\boxed{" + "(" * 90_000 + "}",
+    "<think>" * 14_000,
+    "[" * 100_000,
+    "```\n" + "\n" * 99_000,
+    "{" * 50_000 + "}" * 50_000,
+    "1e" * 50_000,
+    "\u0664\u0665\ud800" * 30_000,
+]
+
+
+@pytest.mark.parametrize(("said", "right"), EQUAL)
+def test_equal_answers(said, right):
+    assert math_exact([said], answer=[right]) == [1.0]
+
+
+@pytest.mark.parametrize(("said", "right"), DIFFERENT)
+def test_different_answers(said, right):
+    assert math_exact([said], answer=[right]) == [0.0]
+
+
+def test_numbers_are_exact():
+    assert read("0.1").value == Fraction(1, 10)
+    assert read(r"\frac{22}{7}").value == Fraction(22, 7)
+    assert read("1,234.5").value == Fraction(2469, 2)
+    assert answer_in("nothing here") is None
+
+
+def test_a_row_without_an_answer_has_no_reward_and_a_missing_column_is_named():
+    assert math_exact(["1", "2", "0"], answer=[None, "", 0]) == [None, None, 1.0]
+    assert numeric(["1", "2", "3"], answer=[None, "no number", 3]) == [None, None, 1.0]
+    with pytest.raises(UserError, match=r"no column 'answer' \(it has gold\); set its kwargs.column"):
+        math_exact(["1"], gold=["1"])
+    assert math_exact(["1"], column="gold", gold=["1"]) == [1.0]
+
+
+def test_close_numbers():
+    assert numeric(["3.14"] * 3, answer=[3.1415] * 3, absolute=0.01) == [1.0] * 3
+    assert numeric(["3.14"], answer=["3.1415"]) == [0.0]
+    assert numeric(["99.5", "98.9"], answer=[100, 100], relative=0.01) == [1.0, 0.0]
+    assert numeric(["0.1"], answer=[0.1], relative=0.0) == [1.0]
+
+
+def test_tags_in_order_once_each():
+    good = "<think> a </think>\n\n<answer>b</answer>\n"
+    for text, strict, loose in (
+        (good, 1, 1),
+        ("so " + good, 0, 1),
+        (good + "!", 0, 1),
+        (good + good, 0, 0),
+        ("<answer>b</answer><think>a</think>", 0, 0),
+        ("<think><answer>b</answer></think>", 0, 0),
+        ("</think>a<think><answer>b</answer>", 0, 0),
+        ("<think>a</think>", 0, 0),
+        ("", 0, 0),
+    ):
+        assert format_tags([text]) == [strict], text
+        assert format_tags([text], strict=False) == [loose], text
+    assert format_tags(["a</x>"], tags=["x"], prefix="<x>") == [1.0]
+
+
+def test_json():
+    for text, valid in (("1", 1), (" [1, 2] ", 1), ("NaN", 0), ("", 0), ("{'a': 1}", 0), ("9" * 9000, 1), ("[1] x", 0)):
+        assert json_valid([text]) == [valid], text[:9]
+    assert json_valid(["```json\n{}\n```", "```\n{}\n```\nand more"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("text", SLOW, ids=[ascii(text[:12]) for text in SLOW])
+def test_any_text_gives_a_number_soon(text):
+    """100,000 characters made to be slow: a number each, in a time that only a quadratic rule would exceed."""
+    started = time.process_time()
+    scores = [
+        math_exact([text], answer=["1"]),
+        math_exact(["1"], answer=[text]),
+        numeric([text], answer=["1"]),
+        format_tags([text]),
+        json_valid([text]),
+        regex([text], pattern="a+b"),
+    ]
+    assert all(type(score) is float for (score,) in scores)
+    assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_docstrings_examples(name):
+    module = importlib.import_module(BUILT_IN[name].partition(":")[0])
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
+    assert not doctest.testmod(importlib.import_module("dtrain.rollout.rewards.math_answers")).failed
+
+
+def test_the_recipes_table_is_the_functions():
+    import inspect
+
+    for name, options in config.REWARDS.items():
+        module, _, function = BUILT_IN[name].partition(":")
+        parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters.values()
+        own = {
+            p.name: config.REQUIRED if p.default is p.empty else p.default
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY
+        }
+        assert own == options
+    assert config.REWARDS.keys() == BUILT_IN.keys()
+
+
+@dataclass
+class Reward:
+    fn: str | None
+    weight: float = 1.0
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def test_what_a_recipe_may_say():
+    good = [
+        Reward("math_exact", 1.0, {"column": "gold"}),
+        Reward("regex", 0.5, {"pattern": "a|b", "full": True}),
+        Reward("length_penalty", -0.5, {"target_tokens": 10, "max_tokens": 20}),
+        Reward("json_valid", 1, {"required_keys": ["a"]}),
+        Reward("my.module.fn", 1, {"anything": [1]}),
+        Reward("my.module:fn"),
+    ]
+    assert config.problems(good) == []
+    for reward, message in (
+        (Reward("math_exat"), ".fn=math_exat is no reward; did you mean math_exact?"),
+        (Reward("my module.fn"), ".fn=my module.fn is no reward; there are math_exact, "),
+        (Reward(None), ".fn is missing: name a reward (math_exact, "),
+        (Reward("numeric", math.nan), ".weight=nan must be a finite number"),
+        (Reward("regex"), ".kwargs.pattern is required by regex"),
+        (Reward("regex", 1, {"pattern": "("}), ".kwargs.pattern=( must be a regular expression"),
+        (Reward("numeric", 1, {"colum": "a"}), ".kwargs.colum is not read by numeric; did you mean grpo.rewards[1]"),
+        (Reward("length_penalty", 1, {"target_tokens": 9, "max_tokens": 9}), ".kwargs.target_tokens=9 must be below"),
+        (Reward("format_tags", 1, {"tags": []}), ".kwargs.tags=[] must be"),
+    ):
+        (found,) = config.problems([good[0], reward])
+        assert found.startswith(f"grpo.rewards[1]{message}"), found
+    assert len(config.problems([Reward("regex", 1, {"colum": 1, "full": 3})])) == 3
