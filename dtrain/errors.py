@@ -20,6 +20,10 @@ class RecipeError(UserError):
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
+class Unavailable(UserError):
+    """Something beside the run failed that it cannot go on without, such as a server; its own state is sound."""
+
+
 class Stopped(Exception):
     """A signal asked the run to end, and it did so in order.
 

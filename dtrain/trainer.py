@@ -12,6 +12,7 @@ The files that a batch passes through:
 """
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import BEST, SCHEDULES, Recipe
-from dtrain.errors import Stopped, UserError
+from dtrain.errors import Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, Run
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
@@ -85,6 +86,7 @@ class Trainer:
         saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
         self.saver = stack.enter_context(saver)
         self._measured: dict[str, float] = {}  # of the step that is done
+        self._cursor = self.start.cursor  # behind it
         self._report_choices()
 
     def resume(self) -> Start:
@@ -118,10 +120,11 @@ class Trainer:
         if signum := self._agreed_signal():
             raise Stopped(signum, "stopped before the first step: nothing is lost; the same command starts here again")
         clock = time.perf_counter()
-        for batch in batches:
+        while (batch := self._next(batches, step, saved)) is not None:
             fetched = time.perf_counter()
             result = self._step(batch)
             step += 1
+            self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
             self._log(step, batch.epoch, result, clock, fetched)
             last = step == self.total_steps
@@ -138,6 +141,16 @@ class Trainer:
             clock = time.perf_counter()
         if recipe.checkpoint.export == "final":
             self.export()
+
+    def _next(self, batches: Iterator[data.GlobalBatch], step: int, saved: int | None) -> data.GlobalBatch | None:
+        """The next batch. Where what makes it has failed, the steps so far are saved before that is told."""
+        try:
+            return next(batches, None)
+        except Unavailable as error:
+            if self.recipe.checkpoint.every is not None and saved != step > 0:
+                self.save(step, self._cursor, wait=True)
+                saved = step
+            raise Unavailable(f"{error}\n{self._farewell(step, saved)}" if step else str(error)) from error
 
     def validate(self, step: int) -> None:
         """The method's measures over all of `data.val`."""

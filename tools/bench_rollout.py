@@ -92,17 +92,15 @@ def transformers_side(directory: Path, case: dict, batch: int) -> dict:
             return input_ids.shape[1] - self.start >= self.lengths
 
     def run(lengths: list[list[int]], temperature: float) -> list[list[int]]:
-        rows = [
-            (prompt, length)
-            for prompt, some in zip(case["prompts"], lengths, strict=False)
-            for length in some
-        ]
+        rows = [(prompt, length) for prompt, some in zip(case["prompts"], lengths, strict=False) for length in some]
         found = []
         for start in range(0, len(rows), batch):
             some = rows[start : start + batch]
             ids = torch.tensor([prompt for prompt, _ in some])
             counts = [length for _, length in some]
-            sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            sampled = (
+                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            )
             output = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -141,7 +139,9 @@ SIDES = {"dtrain": dtrain_side, "transformers": transformers_side}
 def run_side(side: str, python: str, directory: Path, case: Path, batch: int, threads: int) -> dict:
     root = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path} | {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    environ = {**os.environ, "PYTHONPATH": path} | {
+        name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
     command = [python, __file__, "--side", side, str(directory), str(case), str(batch)]
     finished = subprocess.run(command, env=environ, capture_output=True, text=True)
     if finished.returncode:
@@ -171,11 +171,13 @@ def compare(workload: str, directory: Path, args: argparse.Namespace) -> dict:
                 ours.append(run("dtrain"))
             else:
                 theirs.append(run("transformers", best))
+    greedy = [run.pop("greedy") for run in [*ours, *theirs]]
+    agree = all(one == greedy[0] for one in greedy)
     ratios = [a["tokens_per_sec"] / b["tokens_per_sec"] for a, b in zip(ours, theirs, strict=True)]
     return {
         "speed_ratio": round(statistics.median(ratios), 3),
         "speed_ratios": [round(ratio, 3) for ratio in ratios],
-        "greedy_tokens_agree": all(run.pop("greedy") == ours[0].get("greedy", None) for run in [*theirs]),
+        "greedy_tokens_agree": agree,
         "peer_batch": best,
         "peer_batches_tried": tried,
         "dtrain": ours,

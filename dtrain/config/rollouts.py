@@ -89,9 +89,7 @@ def _sizes(recipe: Recipe) -> list[str]:
 
 def _rewards(recipe: Recipe) -> list[str]:
     section = recipe.grpo
-    found = reward_problems(section.rewards)
-    if not section.rewards and section.environment is None:
-        found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
+    found = [] if section.environment is not None and not section.rewards else reward_problems(section.rewards)
     path = section.environment
     if path is not None and "." not in path:
         found.append(f"grpo.environment={path} must be an import path, such as package.module.make")

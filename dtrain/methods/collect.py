@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,11 @@ from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
 from dtrain.losses.advantages import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.methods.engines import Draws
+from dtrain.methods.episodes import Episodes
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.rollout.request import Completion, Request, SamplingParams
+from dtrain.rollout.request import Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
-
-
-class Draws(Protocol):
-    """An engine on the mesh: every rank passes all requests and gets all completions, in their order."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,10 @@ class Groups:
 
 
 class Collector:
-    """Draws rollouts. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
+    """Draws rollouts. Collective: every rank makes the same calls; rank 0 alone asks the rewards.
+
+    version: the optimizer steps behind the weights, as the engine counts them.
+    """
 
     def __init__(
         self,
@@ -82,15 +81,16 @@ class Collector:
         rows: Rows,
         tokenizer: Tokenizer,
         rewards: Rewards | None,
+        episodes: Episodes | None,
         max_length: int,
         seed: int,
     ):
         self.section, self.engine, self.rows, self.tokenizer = section, engine, rows, tokenizer
-        self.rewards, self.max_length, self.seed = rewards, max_length, seed
+        self.rewards, self.episodes, self.max_length, self.seed = rewards, episodes, max_length, seed
         self.ranks = Ranks()
-        self.names: list[str] = self.ranks.first(lambda: rewards.names)
+        self.names: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
 
-    def collect(self, cursor: Cursor) -> Rollout | None:
+    def collect(self, cursor: Cursor, version: int) -> Rollout | None:
         """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError."""
         section, began = self.section, time.perf_counter()
         placements = self.rows.placements(cursor)
@@ -104,13 +104,15 @@ class Collector:
             asked = list(self._asked(taken, at))
             last = taken[-1]
             at = last.after
-            samples = self._draw(asked)
+            samples = self._draw(asked, self._requests(asked), version)
             rewards, parts = self._judge(asked, samples)
             groups.add(asked, samples, rewards, parts)
             drawn += len(asked)
             without += int(zero_variance_groups(rewards, size)[::size].sum())
         if last is None:
             return None
+        following = list(islice(self.rows.placements(last.after), wanted))
+        self.engine.expect(self._requests(list(self._asked(following, last.after))), version)
         if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             teaching = self._teaching(groups)
             others = [group for group in range(drawn) if group not in teaching]
@@ -119,9 +121,9 @@ class Collector:
         measured |= {"frac_zero_std": without / drawn, "rollout_time": time.perf_counter() - began}
         return self._rollout(groups, last, measured)
 
-    def judge_greedily(self, asked: Sequence[Asked]) -> tuple[list[Sample], Tensor]:
+    def judge_greedily(self, asked: Sequence[Asked], version: int) -> tuple[list[Sample], Tensor]:
         """A completion of the likeliest tokens for each prompt, and its reward [n]."""
-        samples = self._draw(asked, greedy=True)
+        samples = self._draw(asked, self._requests(asked, greedy=True), version)
         return samples, self._judge(asked, samples)[0]
 
     def asked(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[Asked]:
@@ -144,15 +146,20 @@ class Collector:
         alike = zero_variance_groups(groups.rewards, size)[::size]
         return (~alike).nonzero().flatten().tolist()
 
-    def _draw(self, asked: Sequence[Asked], greedy: bool = False) -> list[Sample]:
-        section = self.section
-        count = 1 if greedy else section.group_size
-        requests = [
+    def _requests(self, asked: Sequence[Asked], greedy: bool = False) -> list[Request]:
+        count = 1 if greedy else self.section.group_size
+        return [
             Request(one.ids, self._sampling(one, greedy), self.seed, one.index, number)
             for one in asked
             for number in range(count)
         ]
-        completions = self.engine.generate(requests)
+
+    def _draw(self, asked: Sequence[Asked], requests: Sequence[Request], version: int) -> list[Sample]:
+        if self.episodes is not None:
+            count = len(requests) // max(1, len(asked))
+            rows = [one.row for one in asked for _ in range(count)]
+            return self.episodes.play(self.engine, requests, rows, version)
+        completions = self.engine.generate(requests, version)
         return [
             Sample(request.prompt, done.ids, [True] * len(done.ids), done.logprobs, done.finish, done.version)
             for request, done in zip(requests, completions, strict=True)
@@ -176,6 +183,8 @@ class Collector:
         names = dict.fromkeys(name for row in rows for name in row["columns"])
 
         def judge() -> tuple[list[float], list[list[float]]]:
+            if self.rewards is None:
+                return [float("nan")] * len(samples), []
             ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
             scores = self.rewards.score(
                 [row["prompt"] for row in rows],
@@ -186,8 +195,8 @@ class Collector:
             return scores.total, [scores.parts[name] for name in self.names]
 
         total, parts = self.ranks.first(judge)
-        rewards = torch.tensor(total, dtype=torch.float64)
-        by_name = torch.tensor(parts, dtype=torch.float64).view(-1, len(samples))  # [rewards, N]
+        rewards = _plus_earned(torch.tensor(total, dtype=torch.float64), samples)
+        by_name = torch.tensor(parts, dtype=torch.float64).view(len(self.names), len(samples))
         if self.section.overlong_cache is not None:
             lengths = torch.tensor([len(sample.ids) for sample in samples])
             rewards = rewards + soft_overlong_penalty(
@@ -233,6 +242,8 @@ class Collector:
                     "advantage": values[index].item(),
                     "tokens": len(sample.ids),
                     "finish": sample.finish,
+                    **({} if sample.version is None else {"version": sample.version}),
+                    **({} if sample.earned is None else {"earned": sample.earned}),
                 }
             )
         return lines
@@ -245,6 +256,13 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
         "completion_len": sum(sum(sample.sampled) for sample in samples) / count,
         "truncated_frac": sum(sample.finish == "length" for sample in samples) / count,
     }
+
+
+def _plus_earned(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Rewards and what samples earned in their environments; NaN where neither is known."""
+    earned = torch.tensor([float("nan") if one.earned is None else one.earned for one in samples], dtype=torch.float64)
+    is_known = ~(rewards.isnan() & earned.isnan())
+    return torch.where(is_known, rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0), rewards)
 
 
 def _spread(rewards: Tensor) -> Tensor:

@@ -1,16 +1,31 @@
-"""What draws a method's completions and what judges them, as the recipe's `grpo` section says it."""
+"""What draws a method's completions and what judges them, as the recipe's `grpo` section says it.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+Every engine draws with the weights of now: `generate` is collective, every rank passes all requests and gets all
+completions, in their order. `expect` says which requests come next, for an engine that can draw ahead of time.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
+from dtrain.errors import Unavailable, UserError
 from dtrain.methods.method import Run
 from dtrain.policy import Policy
+from dtrain.rollout.ahead import Ahead
+from dtrain.rollout.http import HttpEngine
 from dtrain.rollout.native import NativeEngine
+from dtrain.rollout.publish import DirectoryPublisher, StreamPublisher
 from dtrain.rollout.request import Completion, Request
 from dtrain.rollout.rewards import Rewards
+
+
+class Draws(Protocol):
+    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]: ...
+
+    def expect(self, requests: Sequence[Request], version: int) -> None: ...
 
 
 class OnTheMesh:
@@ -26,25 +41,89 @@ class OnTheMesh:
             unshard=recipe.grpo.unshard,
         )
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Collective; the same on every rank."""
-        with self.generating():
+    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
+        if not self.offload:
             return self.engine.generate(requests)
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Inside, memory is the engine's."""
-        if self.offload:
-            self.policy.offload_before_refit()
+        self.policy.offload_before_refit()
         try:
-            yield
+            return self.engine.generate(requests)
+        finally:
+            self.policy.prepare_for_training()
+
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        """Nothing: the weights are at work."""
+
+
+class OverHttp:
+    """Servers, which are given the weights whenever these have changed. Rank 0 alone talks to them.
+
+    A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
+    servers fail.
+    """
+
+    def __init__(self, recipe: Recipe, policy: Policy, run: Run):
+        section = recipe.grpo.server
+        self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
+        self._engine: HttpEngine | None = None
+        self._ahead: Ahead | None = None
+        self._expected: list[Request] = []
+        self._published: int | None = None
+
+        def connect() -> None:
+            engine = self._engine = HttpEngine(
+                section.urls,
+                kind=section.kind,
+                model=section.model,
+                timeout=section.timeout,
+                retries=section.retries,
+                concurrency=section.concurrency,
+                say=run.metrics.say,
+            )
+            if recipe.grpo.max_off_policy_steps:
+                self._ahead = Ahead(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
+                run.stack.callback(self._ahead.close)
+            run.stack.callback(engine.close)  # runs first, and ends what is under way
+
+        self.ranks.first(connect)
+        dtype = policy.precision.compute
+        if section.weights == "broadcast":
+            stream = StreamPublisher(self._engine, device=policy.device, dtype=dtype)
+            run.stack.callback(stream.close)
+            self._publish: Callable[[int], Any] = lambda version: stream.publish(policy, version)
+        else:
+            shared = Path(section.weights_dir or run.path / "weights")
+            files = DirectoryPublisher(shared, Path(recipe.model.path), self._engine, dtype=dtype)
+            self._publish = lambda version: files.publish(policy.model, version)
+
+    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
+        try:
+            if self._published != version:
+                self._publish(version)
+                self._published = version
+            if self.offload:
+                self.policy.offload_after_refit()
+            return self.ranks.first(lambda: self._draw(list(requests), version))
+        except UserError as error:
+            raise Unavailable(str(error)) from error
         finally:
             if self.offload:
                 self.policy.prepare_for_training()
 
+    def expect(self, requests: Sequence[Request], version: int) -> None:
+        if self._ahead is not None and requests:
+            self._expected = list(requests)
+            self._ahead.begin(self._expected, version)
 
-def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: Run):
-    """The engine of `grpo.engine`. Collective."""
+    def _draw(self, requests: list[Request], version: int) -> list[Completion]:
+        if self._ahead is not None and self._ahead.is_under_way and requests == self._expected:
+            return self._ahead.take(version)
+        return self._engine.generate(requests)
+
+
+def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: Run) -> Draws:
+    """The engine of `grpo.engine`. Collective. Raises UserError."""
+    if recipe.grpo.engine == "http":
+        return OverHttp(recipe, policy, run)
     return OnTheMesh(recipe, policy, tokenizer)
 
 
@@ -53,8 +132,9 @@ def open_rewards(section: Grpo, run: Run) -> Rewards | None:
     opened: list[Rewards] = []
 
     def start() -> None:
-        rewards = Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say)
-        opened.append(run.stack.enter_context(rewards))
+        if section.rewards:
+            rewards = Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say)
+            opened.append(run.stack.enter_context(rewards))
 
     Ranks().first(start)
     return opened[0] if opened else None

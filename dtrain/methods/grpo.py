@@ -18,12 +18,14 @@ from dtrain.batch import IGNORE, Batch
 from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, GlobalBatch, PromptOptions, Rows, Tokenizer
 from dtrain.data.order import key, permute
+from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy import top_entropy_threshold
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
 from dtrain.methods.collect import Collector, Rollout, lengths_of
 from dtrain.methods.engines import open_engine, open_rewards
+from dtrain.methods.episodes import Episodes
 from dtrain.methods.method import Method, Run
 from dtrain.methods.rollout_buffer import Buffer
 from dtrain.methods.shares import share_out
@@ -76,6 +78,7 @@ class Grpo(Method):
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=open_rewards(section, run),
+            episodes=self._episodes(tokenizer) if section.environment is not None else None,
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,
         )
@@ -94,7 +97,8 @@ class Grpo(Method):
         place = self._place
         while True:
             if self._buffer is None or place["done"] >= self._steps(len(self._buffer)):
-                rollout = self._collector.collect(Cursor(*(place["cursor"] if place["rollout"] else cursor)))
+                begin = Cursor(*(place["cursor"] if place["rollout"] else cursor))
+                rollout = self._collector.collect(begin, place["step"])
                 if rollout is None:
                     return
                 self._adopt(rollout)
@@ -168,13 +172,13 @@ class Grpo(Method):
         samples, total, known, first = [], 0.0, 0, 0
         placements = rows.placements()
         size = self.recipe.grpo.prompts_per_step * self.recipe.grpo.group_size
-        with self._generating():
-            while taken := list(islice(placements, size)):
-                drawn, rewards = self._collector.judge_greedily(self._collector.asked(rows, taken, first))
-                first += len(taken)
-                samples += drawn
-                total += torch.where(rewards.isnan(), 0, rewards).sum().item()
-                known += int((~rewards.isnan()).sum())
+        while taken := list(islice(placements, size)):
+            asked = self._collector.asked(rows, taken, first)
+            drawn, rewards = self._collector.judge_greedily(asked, self._place["step"])
+            first += len(taken)
+            samples += drawn
+            total += torch.where(rewards.isnan(), 0, rewards).sum().item()
+            known += int((~rewards.isnan()).sum())
         found = {"reward_mean": total / max(1, known)} | lengths_of(samples)
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -274,5 +278,11 @@ class Grpo(Method):
                 "grpo.max_mismatch"
             )
 
-    def _generating(self):
-        return self._collector.engine.generating()
+    def _episodes(self, tokenizer: Tokenizer) -> Episodes:
+        section, limits = self.recipe.grpo, self.recipe.data
+        template = choose_template(
+            tokenizer.directory, tokenizer.special_tokens, limits.chat_template, limits.template_kwargs
+        )
+        return Episodes(
+            section.environment, tokenizer, template, max_turns=section.max_turns, max_length=limits.max_length
+        )

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
 from dtrain.plan import report
 from dtrain.plan.hardware import GPUS, Hardware
 from dtrain.plan.plan import Plan, make_plan
+from dtrain.plan.search import search, smallest_change
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,34 @@ def run(recipe: Recipe, options: Options, say: Callable[[str], None]) -> None:
     """Plan `recipe` and say what came out. Raises UserError where it does not fit, with what would."""
     world_size = options.world_size or recipe.launch.nproc
     plan = make_plan(recipe, world_size, options.hardware, options.budget)
+    found = None
+    if options.search:
+        if plan.device == "cpu":
+            raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
+        found = search(plan.recipe, plan.config, world_size, plan.hardware, plan.budget)
     if options.as_json:
-        say(json.dumps(report.as_json(plan, options.step_time), indent=2))
+        shown = report.as_json(plan, options.step_time)
+        say(json.dumps(shown if found is None else shown | {"search": report.search_as_json(found, plan)}, indent=2))
     else:
         say(report.text(plan, options.step_time))
+        if found is not None:
+            say("\n" + report.search_text(found, plan))
     if plan.device == "cuda" and not plan.fits:
-        raise UserError(too_much(plan))
+        raise UserError(_too_much(plan))
 
 
-def too_much(plan: Plan) -> str:
-    """By how much a plan does not fit, and on which part."""
+def _too_much(plan: Plan) -> str:
+    """By how much a plan does not fit, on which part, and what would."""
     over = plan.step.peak - plan.budget
     name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
+    found = smallest_change(plan.recipe, plan.sizes.world_size, plan.hardware, plan.budget)
+    fix = (
+        "none of the changes that were tried fits (micro_batch, activation_checkpointing, tp, cp, up to 128 times the "
+        "ranks): take a smaller model, shorter rows, or devices with more memory"
+        if found is None
+        else f"the smallest change that fits is {found[0]}, with a peak of {report.gib(found[1].peak)}"
+    )
     return (
         f"this does not fit: the peak is {report.gib(plan.step.peak)}, {report.gib(over)} more than the budget of "
-        f"{report.gib(plan.budget)}; the largest part is {name} ({report.gib(size)})"
+        f"{report.gib(plan.budget)}; the largest part is {name} ({report.gib(size)}); {fix}"
     )

@@ -1,12 +1,12 @@
 """What a step's operations cost a device, whichever it is: arithmetic of matrix products by dtype, and bytes moved."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 _aten = torch.ops.aten
@@ -33,16 +33,17 @@ class Cost:
         return self
 
 
-def cost(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> Cost:
-    """Of one operation. Attention counts all pairs of queries and keys, hidden ones too."""
+def cost(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out: Any, tensors: Iterable[Tensor]) -> Cost:
+    """Of one operation; tensors: its inputs and outputs. Attention counts all pairs of queries and keys, hidden ones
+    too."""
     formula = _FORMULAS.get(func._overloadpacket)
     if formula is not None:
         dtype = next(one.dtype for one in args if isinstance(one, Tensor))
         return Cost(Counter({dtype: formula(*args, **kwargs, out_val=out)}), 0, 1)
     if func.is_view or func.namespace not in ("aten", "fsdp") or not _computes(func):
         return Cost()
-    tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
-    return Cost(Counter(), sum(one.numel() * one.element_size() for one in {id(one): one for one in tensors}.values()), 1)
+    distinct = {id(one): one for one in tensors}.values()
+    return Cost(Counter(), sum(one.numel() * one.element_size() for one in distinct), 1)
 
 
 def _computes(func: torch._ops.OpOverload) -> bool:

@@ -45,9 +45,7 @@ def attention(
     if k.shape[1] != heads:
         k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
     if q.dtype == torch.float32:
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, dropout_p, is_causal, scale=scale
-        )[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
 
 

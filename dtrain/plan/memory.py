@@ -78,9 +78,10 @@ class Storages:
         """Look at the storages whose sizes change by themselves."""
         for key in self._resized:
             reference, allocation = self._live[key]
-            storage = reference()
-            if storage is not None:
-                self._resize(allocation, storage.nbytes())
+            if allocation.size:  # what is empty grows just before an operation that fills it
+                storage = reference()
+                if storage is not None and storage.nbytes() != allocation.size:
+                    self._resize(allocation, storage.nbytes())
 
     def mark(self, label: Hashable) -> None:
         """A new piece of the timeline begins here."""

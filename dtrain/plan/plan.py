@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,9 +60,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     return planned(recipe, read_config(recipe.model.path), sizes(recipe, world_size), hardware, budget)
 
 
-def planned(
-    recipe: Recipe, config: ModelConfig, world: Sizes, hardware: Hardware, budget: int | None = None
-) -> Plan:
+def planned(recipe: Recipe, config: ModelConfig, world: Sizes, hardware: Hardware, budget: int | None = None) -> Plan:
     """As `make_plan`, of a recipe in which `problems` found none."""
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
     step = plan_step(recipe, config, world, device=device)

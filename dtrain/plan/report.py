@@ -5,6 +5,7 @@ from typing import Any
 
 from dtrain.plan.hardware import ARITHMETIC, BANDWIDTH
 from dtrain.plan.plan import Plan
+from dtrain.plan.search import Found, Search
 
 _PARTS = (
     ("parameters", "parameters", "this rank's share of the master weights"),
@@ -85,7 +86,9 @@ def _memory(plan: Plan) -> str:
     rows.append(("  peak", gib(step.peak), moment(plan)))
     if plan.device == "cuda":
         free = plan.budget - step.peak
-        rows.append((f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}"))
+        rows.append(
+            (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
+        )
     rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.state), ""))
     return _table(rows, right=(1,))
 
@@ -168,3 +171,43 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         else None,
         **given,
     }
+
+
+def search_text(found: Search, plan: Plan) -> str:
+    """The best candidates as a table, and what became of the others."""
+    rows = [("", "dp_replicate", "dp_shard", "cp", "tp", "micro_batch", "peak", "step", "MFU")]
+    for number, one in enumerate(found.best, 1):
+        rows.append((str(number), *_mesh(one), gib(one.step.peak), seconds(one.time.total), f"{_mfu(one, plan):.1%}"))
+    lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=tuple(range(len(rows[0]))))]
+    if not found.best:
+        lines = ["No mesh and micro-batch of those that were traced fits."]
+    lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in found.counts.items() if count))
+    if found.too_large:
+        close = min(found.too_large, key=lambda one: one.step.peak)
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
+        shape = ", ".join(f"{name} {size}" for name, size in zip(names, _mesh(close), strict=True))
+        lines.append(f"The one that nearly fits: {shape}, {gib(close.step.peak - plan.budget)} too much")
+    return "\n".join(lines)
+
+
+def search_as_json(found: Search, plan: Plan) -> dict[str, Any]:
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
+
+    def entry(one: Found) -> dict[str, Any]:
+        shape = {name: getattr(one.sizes, name) for name in names}
+        return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": _mfu(one, plan)}
+
+    return {
+        "best": [entry(one) for one in found.best],
+        "too_large": [entry(one) for one in found.too_large],
+        "counts": dict(found.counts),
+    }
+
+
+def _mesh(one: Found) -> tuple[str, ...]:
+    sizes = one.sizes
+    return tuple(map(str, (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp, sizes.micro_batch)))
+
+
+def _mfu(one: Found, plan: Plan) -> float:
+    return plan.mfu(one.time.total) or 0.0

@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dtrain.config import Sizes, check, sizes
+from dtrain import models
+from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig, read_config
-from dtrain.plan.hardware import ARITHMETIC, BANDWIDTH, Hardware, Time, estimate, link, wire_bytes
-from dtrain.plan.plan import problems, rows_of_a_sample, row_length
-from dtrain.plan.step import Step, plan_step
 from dtrain.parallel.fits import misfits
+from dtrain.plan.hardware import ARITHMETIC, BANDWIDTH, Hardware, Time, estimate, link, wire_bytes
+from dtrain.plan.optimizer import state_bytes
+from dtrain.plan.plan import problems, row_length, rows_of_a_sample
+from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
 
 
@@ -79,9 +81,7 @@ def search(
     return Search(sorted(fitting, key=lambda one: one.time.total), too_large, counts)
 
 
-def candidates(
-    recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter
-) -> Iterator[Sizes]:
+def candidates(recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter) -> Iterator[Sizes]:
     """Every mesh and micro-batch that the model and the recipe allow; `counts` is told of those that they do not."""
     total, length = recipe.train.global_batch, recipe.data.max_length
     for tp in _divisors(world_size):
@@ -120,3 +120,135 @@ def _alike(world: Sizes) -> tuple:
     """What a trace depends on, but for the sizes of shards."""
     sharded = world.dp_shard * world.cp > 1
     return world.tp, world.cp, sharded, world.dp_replicate > 1, world.micro_batch, min(world.accumulation, 3)
+
+
+def _carried(traced: Sizes, step: Step, world: Sizes, closed: "_ClosedForms") -> Step:
+    """`step`, traced on `traced`, on `world`, which differs in the ranks that share and copy parameters alone."""
+    if traced == world:
+        return step
+    before, after = traced.dp_shard * traced.cp, world.dp_shard * world.cp
+
+    def shared(size: int) -> int:
+        return -(-size * before // after)
+
+    parameters, gradients, state = shared(step.parameters), shared(step.gradients), shared(step.state)
+    grown = parameters - step.parameters + state - step.state
+    if world.accumulation == 1:  # else they are whole, whoever shares them
+        grown += gradients - step.gradients
+    ranks = {"fsdp": after, "dp_replicate": world.dp_replicate}
+    traffic = {
+        (dimension, kind, ranks.get(dimension, group), on_host): (
+            count,
+            shared(size) if dimension == "dp_replicate" else size,
+        )
+        for (dimension, kind, group, on_host), (count, size) in step.traffic.items()
+    }
+    return replace(
+        step, parameters=parameters, gradients=gradients, state=state, peak=step.peak + grown, traffic=traffic
+    )
+
+
+class _ClosedForms:
+    """What a candidate takes at least, and about how long, from sizes alone."""
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, hardware: Hardware):
+        self.recipe, self.config, self.hardware = recipe, config, hardware
+        self.precision = choose_precision(recipe.train.dtype, "cuda")
+        model = models.build(config, device="meta")
+        self.elements = sum(parameter.numel() for parameter in model.parameters())
+        self.flops_per_token = model.flops_per_token(recipe.data.max_length)
+        itemsize, sample = self.precision.master.itemsize, 1024
+        kept = state_bytes(recipe.optimizer, [(sample, sample)], self.precision.master)
+        self.held = 0.0 if recipe.parallel.cpu_offload else self.elements * (2 * itemsize + kept / sample**2)
+
+    def shards(self, world: Sizes) -> float:
+        """Bytes of a rank's parameters, gradients and optimizer state, if all were shared out evenly."""
+        return self.held / (world.tp * world.dp_shard * world.cp)
+
+    def time(self, world: Sizes) -> float:
+        """Seconds of a step, roughly: what is sent by the formulas of dtrain/parallel/README.md."""
+        recipe, config, hardware = self.recipe, self.config, self.hardware
+        again = recipe.train.activation_checkpointing == "full"
+        compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
+        rows = world.micro_batch * rows_of_a_sample(recipe)
+        tokens = rows * row_length(recipe) / world.cp  # of a pass, on a rank
+        peak = hardware.arithmetic[self.precision.compute] * ARITHMETIC
+        computing = world.accumulation * tokens * self.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
+        shards = world.dp_shard * world.cp
+        whole, layers = self.elements / world.tp, config.num_hidden_layers
+        keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
+        gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
+        lanes = [
+            ("fsdp", "all-gather", shards, world.accumulation * gathers * whole * compute),
+            ("fsdp", "reduce-scatter", shards, whole * reduce),
+            ("dp_replicate", "all-reduce", world.dp_replicate, whole / shards * reduce),
+            (
+                "tp",
+                "all-reduce",
+                world.tp,
+                world.accumulation * (4 + again) * layers * tokens * config.hidden_size * compute,
+            ),
+            ("cp", "all-gather", world.cp, world.accumulation * (2 + again) * layers * keys),
+        ]
+        sent = {
+            name: wire_bytes(kind, ranks, size) / (link(name, world, hardware) * BANDWIDTH)
+            for name, kind, ranks, size in lanes
+            if ranks > 1
+        }
+        hidden = sent.get("fsdp", 0.0) + sent.get("dp_replicate", 0.0)
+        return max(computing, hidden) + sent.get("tp", 0.0) + sent.get("cp", 0.0)
+
+
+# What may be changed so that a plan fits, the least change first: none of these changes a number that the run computes.
+def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget: int) -> tuple[str, Step] | None:
+    """The first of the changes that makes `recipe` fit into `budget` bytes a rank, as overrides, and its step.
+
+    Tried: smaller micro-batches, activation checkpointing, both, no replicas, more tp or cp, then more ranks.
+    """
+    config = read_config(recipe.model.path)
+    closed = _ClosedForms(recipe, config, hardware)
+    for words, changed, ranks in _changes(recipe, world_size, hardware.per_node):
+        if problems(changed, ranks):
+            continue
+        world = sizes(changed, ranks)
+        if closed.shards(world) > budget:
+            continue
+        step = plan_step(changed, config, world)
+        if step.peak <= budget:
+            return words, step
+    return None
+
+
+def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[str, Recipe, int]]:
+    train, parallel = recipe.train, recipe.parallel
+    lower = [n for n in reversed(_divisors(train.micro_batch)) if n < train.micro_batch]
+    for micro in lower:
+        yield f"train.micro_batch={micro}", replace(recipe, train=replace(train, micro_batch=micro)), world_size
+    least = replace(train, micro_batch=1, activation_checkpointing="full")
+    words = "" if train.micro_batch == 1 else "train.micro_batch=1 "
+    for kind in ("selective", "full"):
+        if train.activation_checkpointing in ("none", "mlp") or (train.activation_checkpointing, kind) == (
+            "selective",
+            "full",
+        ):
+            changed = replace(recipe, train=replace(train, activation_checkpointing=kind))
+            yield f"train.activation_checkpointing={kind}", changed, world_size
+    if least != train:
+        if train.activation_checkpointing != "full" and words:
+            yield f"{words}train.activation_checkpointing=full", replace(recipe, train=least), world_size
+        words += "" if train.activation_checkpointing == "full" else "train.activation_checkpointing=full "
+    lean = replace(recipe, train=least)
+    if parallel.dp_replicate > 1:
+        shared = replace(parallel, dp_replicate=1, dp_shard=-1)
+        yield f"{words}parallel.dp_replicate=1", replace(lean, parallel=shared), world_size
+    parallel = replace(parallel, dp_replicate=1, dp_shard=-1)
+    words += "" if recipe.parallel.dp_replicate == 1 else "parallel.dp_replicate=1 "
+    for ranks in (world_size, *(world_size * 2**n for n in range(1, 8))):
+        more = "" if ranks == world_size else f" --world-size {ranks}"
+        for tp in (n for n in _divisors(per_node) if n >= parallel.tp):
+            for cp in (parallel.cp, 2 * parallel.cp):
+                if (ranks, tp, cp) == (world_size, recipe.parallel.tp, recipe.parallel.cp):
+                    continue
+                keys = [f"parallel.tp={tp}"] * (tp != parallel.tp) + [f"parallel.cp={cp}"] * (cp != parallel.cp)
+                shape = replace(parallel, tp=tp, cp=cp)
+                yield f"{words}{' '.join(keys)}{more}".strip(), replace(lean, parallel=shape), ranks

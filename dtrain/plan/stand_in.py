@@ -68,7 +68,9 @@ class OnDevice(TorchFunctionMode):
     def _device_of(self, tensor: Tensor, asking: str) -> torch.device:
         if not tensor.is_meta:
             return tensor.device
-        if asking == "torch.utils.checkpoint":  # compares answers given inside an operation, where no mode is, with others
+        if (
+            asking == "torch.utils.checkpoint"
+        ):  # compares answers given inside an operation, where no mode is, with others
             return _META
         return self.device if asking.startswith("dtrain.") else _HOST
 
@@ -77,7 +79,7 @@ class OnDevice(TorchFunctionMode):
 
 
 class Stubbed(TorchDispatchMode):
-    """What a meta tensor has no kernel for. The outermost of the dispatch modes of a trace."""
+    """What a meta tensor has no kernel for."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

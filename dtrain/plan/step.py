@@ -16,6 +16,7 @@ from dtrain.plan.costs import Cost
 from dtrain.plan.memory import Piece
 from dtrain.plan.trace import TRACED, Lane, Watched, watch_step
 
+_QUESTION = 16  # bytes: two numbers
 _MARGIN = 2  # layers at either end that differ from those between: prefetched, kept gathered
 
 
@@ -56,8 +57,10 @@ def plan_step(
         return watch_step(recipe, cut, sizes, rank=rank, device=device)
 
     if whole or few + 2 * period > layers:
-        return _of_micro_batches(watched(layers), sizes.accumulation)
-    return _of_micro_batches(_extended(watched(few), watched(few + period), layers), sizes.accumulation)
+        seen = watched(layers)
+    else:
+        seen = _extended(watched(few), watched(few + period), layers)
+    return _of_micro_batches(seen, sizes)
 
 
 def _period(types: tuple[str, ...]) -> int:
@@ -116,17 +119,22 @@ def _anchored(key: tuple, layers: int, first_half: int) -> tuple:
     return phase, number, layer if layer is None or layer < first_half else layer - layers
 
 
-def _of_micro_batches(seen: Watched, accumulation: int) -> Step:
+def _of_micro_batches(seen: Watched, sizes: Sizes) -> Step:
     """The step of all micro-batches from at most `TRACED` of them."""
     traffic: dict[Lane, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    if sizes.world_size > 1:  # the trainer asks whether any rank was told to stop
+        traffic["all", "all-reduce", sizes.world_size, True] = 1, _QUESTION
     total = Cost()
+    more = max(1, sizes.accumulation - TRACED + 1)
     for number in {*seen.traffic, *seen.costs}:
-        times = accumulation - TRACED + 1 if accumulation > TRACED and number is not None and number % TRACED == 1 else 1
+        times = more if number is not None and number % TRACED == 1 else 1
         for lane, (count, size) in seen.traffic.get(number, {}).items():
             known = traffic[lane]
             traffic[lane] = known[0] + times * count, known[1] + times * size
         cost = seen.costs.get(number, Cost())
-        total += Cost(Counter({k: v * times for k, v in cost.flops.items()}), cost.moved * times, cost.operations * times)
+        total += Cost(
+            Counter({k: v * times for k, v in cost.flops.items()}), cost.moved * times, cost.operations * times
+        )
     moment, piece = max(seen.pieces.items(), key=lambda entry: entry[1].peak)
     parts = Counter({name: size for name, size in piece.parts.items() if size})
     return Step(

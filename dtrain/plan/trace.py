@@ -5,22 +5,22 @@ out over a process group of as many ranks as are planned, of which this process 
 optimizer's step is left out; `optimizer.state_bytes` says what it holds.
 """
 
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dtrain.batch import Batch
+from dtrain.batch import IGNORE, Batch
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
-from dtrain.methods import METHODS
+from dtrain.methods import METHODS, Method
 from dtrain.models.config import ModelConfig
 from dtrain.parallel.mesh import Mesh, build_mesh
 from dtrain.parallel.placement import local_tensor
@@ -79,7 +79,7 @@ class Watched:
     lightest: int
 
 
-class Watch(TorchDispatchMode):
+class Watch(Stubbed):
     """Hands every operation to those who count."""
 
     def __init__(self, groups: Groups):
@@ -96,15 +96,24 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         self.storages.poll()
-        out = func(*args, **kwargs)
-        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
-        self.storages.saw(func, [one for one in tensors if one.is_meta])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [one for one in _tensors((args, tuple(kwargs.values()), out)) if one.is_meta]
+        self.storages.saw(func, tensors)
         sent = collective(func, args, out, self._groups, self.current is not None)
         if sent is not None:
             self.sent.append((self.current, sent))
-        elif any(one.is_meta for one in tensors):
-            self.costs[self.current] += cost(func, args, kwargs, out)
+        elif tensors:
+            self.costs[self.current] += cost(func, args, kwargs, out, tensors)
         return out
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors in nested tuples and lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 class PlannedPolicy(Policy):
@@ -175,20 +184,17 @@ class _WatchedScorer(Scorer):
         return result
 
 
-def watch_step(
-    recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda"
-) -> "Watched":
+def watch_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda") -> "Watched":
     """One step of `recipe` on the model of `config`, as rank `rank` of `sizes.world_size` computes it on a device of
     type `device`. No collective is sent; torch.distributed must not be up."""
     micro_batches = min(sizes.accumulation, TRACED)
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's own, of what a later release will want
         stack.enter_context(world(rank, sizes.world_size))
         runtime = Runtime(rank=rank, world_size=sizes.world_size)  # FSDP on stand-ins is FSDP on a CPU
-        mesh = build_mesh(
-            runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp
-        )
+        mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         on_device = stack.enter_context(OnDevice(device))
-        stack.enter_context(Stubbed())
         policy = PlannedPolicy(recipe, config, mesh, rank, on_device.device)
         _mark_layers(policy)
         method = METHODS[recipe.method](recipe)
@@ -226,15 +232,15 @@ def _seen(policy: PlannedPolicy, layers: int) -> Watched:
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
 
 
-def _keep_beside(policy: PlannedPolicy, method) -> None:
+def _keep_beside(policy: PlannedPolicy, method: Method) -> None:
     """The other models that a method holds: a reference, a teacher."""
-    storages = policy.watch.storages
-    recipe = policy.recipe
-    if recipe.method == "dpo" and method.objective.needs_reference and not recipe.dpo.precompute:
+    storages, recipe = policy.watch.storages, policy.recipe
+    if _has_reference(recipe, method):
         policy.init_reference_model()
         for tensor in policy.reference.tensors.values():
             storages.see(local_tensor(tensor), "reference")
     if recipe.method == "distill":
+
         def build(own, config, mesh, precision, device):
             return lay_out(own, config, mesh, precision, torch.device("cpu"))
 
@@ -243,25 +249,38 @@ def _keep_beside(policy: PlannedPolicy, method) -> None:
             storages.see(local_tensor(parameter.detach()), "teacher")
 
 
-def full_batch(recipe: Recipe, method, micro_batches: int) -> Batch:
+def _has_reference(recipe: Recipe, method: Method) -> bool:
+    if recipe.method == "dpo":
+        return method.objective.needs_reference and not recipe.dpo.precompute
+    return recipe.method == "grpo" and recipe.grpo.beta > 0
+
+
+def full_batch(recipe: Recipe, method: Method, micro_batches: int) -> Batch:
     """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
-    pairs twice as many), every token trained; packed rows hold documents, so that the masks are those of packing."""
+    pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
+    are those of packing."""
     length, packed = recipe.data.max_length, recipe.data.packing
-    pairs = getattr(method, "kind", "pairs" if getattr(method, "pairs", False) else "") == "pairs"
-    rows = micro_batches * method.micro_rows
-    documents = 2 if packed or (pairs and packed) else 1
-    if pairs and packed:
+    rows = micro_batches * (method.micro_rows if isinstance(method.micro_rows, int) else recipe.train.micro_batch)
+    if method.kind == "pairs" and packed:
         length *= 2
+    documents = 1 if method.kind == "prompts" or not packed else 2
     places = torch.arange(length)
     seq_ids = places * documents // length
-    starts = torch.searchsorted(seq_ids, seq_ids)
-    one = {
-        "input_ids": torch.ones(length, dtype=torch.int64),
-        "labels": torch.ones(length, dtype=torch.int64),
-        "position_ids": places - starts,
+    begins = torch.searchsorted(seq_ids, seq_ids)
+    streams = {
+        "input_ids": torch.ones_like(places),
+        "labels": torch.where((begins.roll(-1) == places + 1) | (places == length - 1), IGNORE, 1),
+        "position_ids": places - begins,
         "seq_ids": seq_ids,
     }
-    return {name: stream.expand(rows, length).clone() for name, stream in one.items()}
+    if method.kind == "prompts":
+        streams |= {name: torch.zeros(length, dtype=torch.float64) for name in _of_rollouts(recipe)}
+    return {name: stream.expand(rows, length).clone() for name, stream in streams.items()}
+
+
+def _of_rollouts(recipe: Recipe) -> list[str]:
+    """The streams that a rollout adds to its rows."""
+    return ["old_logprobs", "sampling_logprobs", "advantages"] + ["reference_logprobs"] * (recipe.grpo.beta > 0)
 
 
 def _mark_layers(policy: PlannedPolicy) -> None:

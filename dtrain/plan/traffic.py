@@ -54,9 +54,7 @@ class Groups:
         return "tp" if name == self._tp else "cp"
 
 
-def collective(
-    func: torch._ops.OpOverload, args: tuple, out: Any, groups: Groups, in_pass: bool
-) -> Sent | None:
+def collective(func: torch._ops.OpOverload, args: tuple, out: Any, groups: Groups, in_pass: bool) -> Sent | None:
     """What operation `func` sent; None where it is no collective. in_pass: inside a pass through the model."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None

@@ -35,6 +35,7 @@ def build_model(
     """
     model = lay_out(recipe, config, mesh, precision, device)
     model.to_empty(device="cpu" if _offloads(recipe, device) else device)
+    model.tie_weights()  # memory is given parameter by parameter where FSDP does not hold them
     if recipe.model.init == "scratch":
         models.init_weights(model, recipe.run.seed)
     else:

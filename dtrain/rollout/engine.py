@@ -218,9 +218,6 @@ class Engine:
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
         sampler = Sampler([row.request.sampling for row in entering], [row.key for row in entering], self.device)
         tokens = self._draw(entering, logits, sampler, torch.zeros(len(entering), dtype=torch.int64).to(self.device))
-        for ids in dict.fromkeys(row.prompt for row in entering):
-            if ids not in self._waiting:
-                self._prompts[ids].logits = None
         if self._look_every == 1:
             self._look()  # a first token may be the last
         staying = [index for index, row in enumerate(entering) if not row.has_all and not row.is_done]
@@ -371,7 +368,7 @@ class _Sequence:
 
 
 class _Prompt:
-    """A prompt in the cache: its place once read, the logits after it while samples wait, and its rows' number."""
+    """A prompt in the cache: its place and the logits after it once read, and its rows' number."""
 
     def __init__(self):
         self.place: Place | None = None

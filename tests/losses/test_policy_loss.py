@@ -550,3 +550,13 @@ def test_rows_and_documents_are_one_face():
     assert torch.equal(rows.sum(values), documents.sum(values))
     sums = rows.sum(values)
     assert torch.equal(rows.spread(sums), documents.spread(sums))
+
+
+def test_vespos_weight_is_of_the_sequences_own_tokens():
+    """Weights below a bound above 1 are cut to 0, at padding too, which must not enter the product."""
+    streams = completions()
+    streams["sampling_logps"] = streams["old_logps"] - 0.2
+    wider = {key: torch.nn.functional.pad(value, (0, 3)) for key, value in streams.items()}
+    options = {"sampling_correction": "token_mask", "sampling_clip_min": 1.05}
+    losses = [loss_of("vespo", one, **options)[0] for one in (streams, wider)]
+    torch.testing.assert_close(*losses, **EXACT)

@@ -1,63 +1,85 @@
-"""Generation with the KV cache gives the logits of a whole forward, in rows of different lengths."""
+"""Reading prompts and decoding with a cache gives the logits of a whole forward, in rows of different lengths."""
 
 import pytest
 import torch
 
 from dtrain import models
-from dtrain.attention.cache import KVCache
+from dtrain.attention.cache import SMALLEST_SLOT, KeyValues
+from dtrain.attention.decode import Decode, Prefill
+from dtrain.models.config import SLIDING
 from tests.models.oracle import VARIANTS, VOCAB
 
 
-def build(variant):
-    model = models.build(models.parse_config(VARIANTS[variant]().to_dict()), dtype=torch.float64)
+def build(variant, dtype=torch.float64):
+    model = models.build(models.parse_config(VARIANTS[variant]().to_dict()), dtype=dtype)
     models.init_weights(model, 0)
     return model
+
+
+def store_of(model):
+    config = model.config
+    return KeyValues([config.sliding_window if kind == SLIDING else None for kind in config.layer_types])
 
 
 @pytest.mark.parametrize("variant", ["llama3.1", "mistral-window", "qwen2-window", "qwen3", "gemma3-softcap"])
 @torch.no_grad()
 def test_cached_decoding_is_a_whole_forward(variant):
-    model = build(variant)
-    lengths, steps = torch.tensor([3, 17, 9]), 14
-    tokens = torch.randint(0, VOCAB, (3, 17 + steps), generator=torch.Generator().manual_seed(0))
-    cache = KVCache(model.config.num_hidden_layers, max_length=17 + steps)
-    prompts = torch.where(torch.arange(17) < lengths[:, None], tokens[:, :17], 0)
-    logits = model(prompts, cache=cache)
-    for row, length in enumerate(lengths):
-        expected = model(tokens[row : row + 1, :length])[0]
-        torch.testing.assert_close(logits[row, :length], expected, rtol=1e-11, atol=1e-12)
-    rows = torch.arange(3)
+    """Prompts shorter and longer than the window, on shelves of two sizes; three rows of one, and rows that outgrow
+    their first slots."""
+    model, store, cpu = build(variant), store_of(build(variant)), torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 17, 40)]
+    samples = [0, 2, 1, 2, 2]  # the prompt of each row
+    steps = SMALLEST_SLOT + 9
+    added = torch.randint(0, VOCAB, (len(samples), steps), generator=generator)
+
+    def whole(ids):
+        return model(ids[None])[0, -1]
+
+    places = {}
+    for some in ([0, 1], [2]):  # one shelf each
+        taken = [store.new_prompt(len(prompts[index])) for index in some]
+        padded = torch.nn.utils.rnn.pad_sequence([prompts[index] for index in some], batch_first=True)
+        logits = model.next_logits(padded, Prefill(store, taken, cpu))
+        for index, place, found in zip(some, taken, logits, strict=True):
+            places[index] = place
+            torch.testing.assert_close(found, whole(prompts[index]), rtol=1e-11, atol=1e-12)
+    for row in range(len(samples)):
+        store.new_row(row)
+    decode = None
     for step in range(steps):
-        positions = (lengths + step)[:, None]
-        logits = model(tokens[rows, positions[:, 0]][:, None], position_ids=positions, cache=cache)
-        for row, length in enumerate(lengths + step):
-            expected = model(tokens[row : row + 1, : length + 1])[0, -1]
-            torch.testing.assert_close(logits[row, 0], expected, rtol=1e-11, atol=1e-12)
+        if step == 5:  # a row leaves: another takes its slot
+            store.release([store.rows_in_order()[1]])
+            decode = None
+        if store.grow() or decode is None:
+            rows = [place.owner for place in store.rows_in_order()]
+            decode = Decode(store, [places[samples[row]] for row in rows], cpu)
+        decode.begin()
+        logits = model.next_logits(added[rows, step][:, None], decode)
+        decode.end()
+        for row, found in zip(rows, logits, strict=True):
+            expected = whole(torch.cat([prompts[samples[row]], added[row, : step + 1]]))
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    assert rows != sorted(rows) and len(rows) == 4
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3"])
 @torch.no_grad()
-def test_several_tokens_at_once_and_positions_that_follow():
-    model = build("gemma3")
-    tokens = torch.randint(0, VOCAB, (2, 100), generator=torch.Generator().manual_seed(0))
-    whole = model(tokens)
-    cache = KVCache(model.config.num_hidden_layers, max_length=100)
-    parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 80), (80, 81), (81, 100))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-11, atol=1e-12)
-
-
-@torch.no_grad()
-def test_rows_can_be_selected_and_repeated():
-    model = build("qwen3")
-    tokens = torch.randint(0, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
-    cache = KVCache(model.config.num_hidden_layers, max_length=9)
-    model(tokens[:, :8], cache=cache)
-    rows = torch.tensor([2, 0, 2, 2])
-    cache.select(rows)
-    torch.testing.assert_close(model(tokens[rows, 8:], cache=cache)[:, 0], model(tokens[rows])[:, -1])
-
-
-def test_a_full_cache_says_so():
-    model = build("qwen3")
-    cache = KVCache(model.config.num_hidden_layers, max_length=4)
-    with pytest.raises(ValueError, match="holds 4 positions; 0 \\+ 5 do not fit"):
-        model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
+def test_bfloat16_is_float32_but_for_rounding(variant):
+    wide, narrow, cpu = build(variant, torch.float32), build(variant, torch.bfloat16), torch.device("cpu")
+    prompt, added = torch.arange(20), torch.arange(30, 50)
+    found = {}
+    for model in (wide, narrow):
+        store = store_of(model)
+        place = store.new_prompt(len(prompt))
+        model.next_logits(prompt[None], Prefill(store, [place], cpu))
+        store.new_row()
+        decode = Decode(store, [place], cpu)
+        for token in added:
+            decode.begin()
+            logits = model.next_logits(token[None, None], decode)
+            decode.end()
+        found[model] = logits.float()
+    whole = narrow(torch.cat([prompt, added])[None])[0, -1:].float()
+    error = (found[narrow] - found[wide]).norm() / found[wide].norm()
+    assert error < 2 * (whole - found[wide]).norm() / found[wide].norm() + 1e-3

@@ -47,7 +47,7 @@ def naive(directory: Path, prompt: Sequence[int], count: int, stop_ids=(1,)) -> 
 
 
 class Process:
-    """`dtrain serve DIRECTORY ...` on a free port. `lines` is what it printed."""
+    """`dtrain serve DIRECTORY ...` on a free port; `url` waits until it listens. `lines` is what it printed."""
 
     def __init__(self, directory: Path, *arguments: str, dtype: str = "float64"):
         command = [sys.executable, "-m", "dtrain", "serve", str(directory), "--port", "0", "--dtype", dtype]
@@ -61,13 +61,15 @@ class Process:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        wait_until(lambda: self.url is not None or self.process.poll() is not None, 60)
-        assert self.url is not None, self.lines
 
     @property
-    def url(self) -> str | None:
-        line = next((line for line in self.lines if line.startswith("serving ")), None)
-        return None if line is None else line.split(" at ")[1].split()[0]
+    def url(self) -> str:
+        wait_until(lambda: self._listening() or self.process.poll() is not None, 60)
+        assert self._listening(), self.lines
+        return self._listening()[0].split(" at ")[1].split()[0]
+
+    def _listening(self) -> list[str]:
+        return [line for line in self.lines if line.startswith("serving ")]
 
     def end(self, signum: int) -> int:
         self.process.send_signal(signum)

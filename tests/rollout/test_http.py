@@ -1,20 +1,16 @@
-"""The client of servers: against `dtrain serve` itself, and against vLLM's and SGLang's protocols with their faults."""
+"""The client of servers: against vLLM's and SGLang's protocols and their faults; test_serve.py has dtrain's own."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
-from dtrain import models
 from dtrain.errors import UserError
 from dtrain.rollout.dialects import derived_seed
-from dtrain.rollout.engine import Engine
 from dtrain.rollout.http import HttpEngine, group
 from dtrain.rollout.request import Request, SamplingParams
 from tests.rollout import fakes
 from tests.rollout.fakes import FakeSglang, FakeVllm, drawn
-from tests.rollout.serving import Process, make_model
 
 SAMPLING = SamplingParams(max_new_tokens=7, temperature=0.9, top_k=30, top_p=0.95, stop_ids=(1,))
 
@@ -44,31 +40,6 @@ def sglang():
 def engine_of(*servers, **options):
     settings = {"timeout": 20.0, "start_timeout": 5.0, **options}
     return HttpEngine([getattr(server, "url", server) for server in servers], **settings)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("http"), 1)
-
-
-@pytest.fixture(scope="module")
-def server(model):
-    process = Process(model, "--max-rows", "8")
-    yield process
-    process.kill()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("samples_per_call", [None, 3, 1])
-def test_tokens_of_dtrain_serve_are_those_of_the_engine(server, model, temperature, samples_per_call):
-    sampling = SamplingParams(max_new_tokens=7, temperature=temperature, top_k=30, min_p=0.01, stop_ids=(1, 9))
-    requests = requests_of(sampling=sampling)
-    expected = Engine(models.from_pretrained(model, torch.float64)).generate(requests)
-    engine = engine_of(server, samples_per_call=samples_per_call)
-    assert [one.dialect.name for one in engine.servers] == ["dtrain"]
-    for got, ours in zip(engine.generate(requests), expected, strict=True):
-        assert (got.ids, got.finish, got.version) == (ours.ids, ours.finish, 0)
-        assert got.logprobs == pytest.approx(ours.logprobs, abs=1e-9)
 
 
 def test_samples_of_a_prompt_are_one_call():
@@ -151,11 +122,6 @@ def test_answers_that_cannot_be_used_say_why(vllm, change, words):
     with pytest.raises(UserError, match=words) as caught:
         engine_of(vllm).generate(requests_of(2, 2))
     assert vllm.url in str(caught.value) and len(vllm.calls) <= 2  # the second try would be no better
-
-
-def test_a_request_that_is_refused_is_not_sent_again(server):
-    with pytest.raises(UserError, match="context holds 128"):
-        engine_of(server).generate(requests_of(sampling=SamplingParams(max_new_tokens=1000)))
 
 
 def test_other_servers_go_on_where_one_dies(vllm):

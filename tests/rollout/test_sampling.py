@@ -1,83 +1,146 @@
-"""Sampling: transformers' filters, the distribution that is drawn from, and draws that do not depend on the batch."""
+"""Sampling: filters against a dense oracle and transformers, the distribution that is drawn from, and draws that do not
+depend on the batch."""
 
 import pytest
 import torch
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dtrain.rollout.sampling import filter_sorted, sample, uniforms
+from dtrain.rollout import sampling
+from dtrain.rollout.request import Request, SamplingParams
+from dtrain.rollout.sampling import Sampler, look_up, random_key
+
+CPU = torch.device("cpu")
+SETTINGS = [
+    SamplingParams(9, 1.0),
+    SamplingParams(9, 0.0),
+    SamplingParams(9, 0.7, top_k=5),
+    SamplingParams(9, 1.0, top_p=0.8),
+    SamplingParams(9, 1.6, min_p=0.1),
+    SamplingParams(9, 1.2, top_k=20, top_p=0.9, min_p=0.05),
+    SamplingParams(9, 0.0, top_k=1, top_p=0.1, min_p=1.0),
+    SamplingParams(9, 1.0, top_k=-1, top_p=1.0, min_p=0.0),
+    SamplingParams(9, 2.0, top_k=500),
+    SamplingParams(9, 1.0, top_p=1e-9),
+]
 
 
-def logits_of(rows=5, vocab=50, seed=0):
-    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def logits_of(rows, vocab, seed=0, dtype=torch.float64):
+    return (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
+
+
+def dense(logits, settings):
+    """log-probabilities [V] of one row, -inf where left out, token by token and in float64."""
+    if settings.temperature == 0:
+        return logits.double().log_softmax(-1)
+    scores = logits.double() / settings.temperature
+    if settings.top_k is not None and settings.top_k > 0:
+        least = sorted(scores.tolist())[-min(settings.top_k, len(scores))]
+        scores = torch.where(scores >= least, scores, float("-inf"))
+    if settings.top_p < 1:
+        probabilities = scores.softmax(-1).tolist()
+        kept, total = set(), 0.0
+        for token in sorted(range(len(scores)), key=lambda token: -probabilities[token]):
+            kept.add(token)
+            total += probabilities[token]
+            if total >= settings.top_p:
+                break
+        scores = torch.where(torch.tensor([token in kept for token in range(len(scores))]), scores, float("-inf"))
+    probabilities = scores.softmax(-1)
+    scores = torch.where(probabilities >= settings.min_p * probabilities.max(), scores, float("-inf"))
+    return scores.log_softmax(-1)
+
+
+@pytest.mark.parametrize("vocab", [97, 128, 1500])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_draws_and_logprobs_are_those_of_a_dense_oracle(vocab, dtype, tolerance):
+    """Each row's draw is where its number falls in the distribution function of the dense oracle's probabilities."""
+    logits = logits_of(len(SETTINGS), vocab, dtype=dtype)
+    keys = [random_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
+    for position in range(20):
+        at = torch.full((len(SETTINGS),), position)
+        tokens, logprobs = Sampler(SETTINGS, keys, CPU).draw(logits, at)
+        numbers = sampling.uniform(at, torch.tensor(keys))
+        for row, settings in enumerate(SETTINGS):
+            expected = dense(logits[row], settings)
+            token = int(tokens[row])
+            assert abs(float(logprobs[row]) - float(expected[token])) < tolerance
+            if settings.temperature == 0:
+                assert token == int(logits[row].argmax())
+            else:
+                upper = expected.exp().cumsum(-1)[token]
+                lower = upper - expected.exp()[token]
+                assert lower - 1e-6 <= numbers[row] <= upper + 1e-6
+
+
+def test_rows_do_not_depend_on_what_stands_beside_them(monkeypatch):
+    logits = logits_of(len(SETTINGS), 300, dtype=torch.float32)
+    keys, at = list(range(len(SETTINGS))), torch.arange(len(SETTINGS))
+    together = Sampler(SETTINGS, keys, CPU).draw(logits, at)
+    monkeypatch.setattr(sampling, "_CHUNK", {"cpu": 700})
+    monkeypatch.setattr(sampling, "_LIKELIEST", 4)
+    cut = Sampler(SETTINGS, keys, CPU).draw(logits, at)
+    for row in range(len(SETTINGS)):
+        alone = Sampler(SETTINGS[row : row + 1], keys[row : row + 1], CPU).draw(
+            logits[row : row + 1], at[row : row + 1]
+        )
+        for found in (together, cut):
+            assert torch.equal(alone[0], found[0][row : row + 1]) and torch.equal(alone[1], found[1][row : row + 1])
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 3, 50, 90])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-9])
-def test_filters_are_transformers(top_k, top_p):
-    logits = logits_of()
+@pytest.mark.parametrize("min_p", [0.0, 0.2])
+def test_filters_are_transformers(top_k, top_p, min_p):
+    logits = logits_of(5, 50)
     expected = logits
     if top_k is not None:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1.0:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    ordered, ids = logits.sort(-1, descending=True)
-    found = torch.empty_like(logits).scatter_(-1, ids, filter_sorted(ordered, top_k, top_p))
-    assert torch.equal(found, expected)
+    if min_p > 0.0:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    found = sampling.filter_probabilities(
+        logits.softmax(-1),
+        None if top_k is None else torch.full((5,), top_k),
+        torch.full((5, 1), top_p),
+        torch.full((5, 1), min_p),
+        top_k or 0,
+    )
+    assert torch.equal(found > 0, expected.isfinite())
 
 
-@pytest.mark.parametrize("off", [None, 0, -1])
-def test_top_k_off_and_ties_with_the_kth_stay(off):
-    ordered = torch.tensor([[4.0, 3.0, 3.0, 3.0, 1.0]])
-    assert torch.equal(filter_sorted(ordered, off, 1.0), ordered)
-    assert filter_sorted(ordered, 2, 1.0).isfinite().tolist() == [[True, True, True, True, False]]
+def test_equals_of_the_last_one_kept_stay():
+    equal = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
+    assert (sampling.filter_probabilities(equal, top_k=torch.tensor([2]), most=2) > 0).all()
+    assert (sampling.filter_probabilities(equal, top_p=torch.tensor([[0.5]])) > 0).all()
 
 
-def test_top_p_keeps_the_token_that_crosses():
-    ordered = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
-    for top_p, kept in ((0.4, 1), (0.5000001, 2), (0.79, 2), (0.81, 3), (0.99, 4)):
-        assert filter_sorted(ordered, None, top_p).isfinite().sum() == kept
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (0.7, None, 1.0), (1.3, 4, 1.0), (1.0, 6, 0.8)]
-)
-def test_draws_have_the_distribution(temperature, top_k, top_p):
-    logits = logits_of(1, 8)
-    count = 40_000
-    uniform = uniforms(0, [0], count)[0]
-    drawn = sample(logits.expand(count, -1), uniform, temperature, top_k, top_p)
-    expected = logits / temperature
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1.0:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    shares = drawn.bincount(minlength=8) / count
-    probabilities = expected.softmax(-1)[0]
-    assert (shares - probabilities).abs().max() < 4 * 0.5 / count**0.5
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], SETTINGS[3], SETTINGS[4]])
+def test_draws_have_the_distribution(settings):
+    logits, count = logits_of(1, 8), 40_000
+    tokens, _ = Sampler([settings] * count, [7] * count, CPU).draw(logits.expand(count, -1), torch.arange(count))
+    shares = tokens.bincount(minlength=8) / count
+    probabilities = dense(logits[0], settings).exp()
+    assert (shares - probabilities).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations at the most
     assert not shares[probabilities == 0].any()
 
 
-def test_greedy_takes_the_likeliest():
-    logits = logits_of()
-    assert torch.equal(sample(logits, torch.zeros(5), 0.0, None, 1.0), logits.argmax(-1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_largest_uniform_number_stays_in_the_vocabulary(dtype):
-    logits = torch.full((1, 1000), -1.0, dtype=dtype)
-    uniform = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert 0 <= sample(logits, uniform, 1.0, None, 1.0).item() < 1000
+@pytest.mark.parametrize("number", [2**-54, 0.5, 1 - 2**-53])
+def test_a_token_of_no_probability_is_never_drawn_at_an_edge(dtype, number):
+    logits = torch.full((1, 1000), float("-inf"), dtype=dtype)
+    logits[0, [3, 700]] = 1.0
+    token = look_up(logits.float().softmax(-1), torch.tensor([number], dtype=torch.float64))
+    assert int(token) in (3, 700)
 
 
-def test_a_token_of_no_probability_is_never_drawn_at_the_edge():
-    logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
-    for uniform in (0.0, 0.5, 1 - 2**-53):
-        assert sample(logits, torch.tensor([uniform], dtype=torch.float64), 1.0, None, 1.0).item() == 1
-
-
-def test_uniforms_depend_on_seed_and_row_alone():
-    numbers = uniforms(7, [3, 5, 4], 10)
-    assert torch.equal(numbers[1], uniforms(7, [5], 10)[0])
-    assert torch.equal(numbers[1, :4], uniforms(7, [5], 4)[0])
-    assert not torch.equal(numbers[0], numbers[1]) and not torch.equal(numbers, uniforms(8, [3, 5, 4], 10))
-    assert numbers.min() >= 0 and numbers.max() < 1
+def test_numbers_depend_on_seed_prompt_sample_and_position():
+    one = SamplingParams(5)
+    keys = {
+        random_key(Request([1], one, seed, prompt, sample))
+        for seed, prompt, sample in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0)]
+    }
+    assert len(keys) == 6
+    assert random_key(Request([1, 2], SamplingParams(9, 0.3))) == random_key(Request([4], one))
+    numbers = sampling.uniform(torch.arange(100_000), 5)
+    assert 0 < numbers.min() and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.005

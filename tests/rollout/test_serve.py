@@ -5,13 +5,16 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from dtrain import models
+from dtrain.errors import UserError
 from dtrain.rollout.engine import Engine
+from dtrain.rollout.http import HttpEngine
 from dtrain.rollout.request import Request, SamplingParams
 from dtrain.rollout.serve.text import TextStream
 from dtrain.rollout.shared_directory import mark
@@ -83,6 +86,20 @@ def test_draws_are_the_native_engines_whatever_else_is_asked(server, model):
             assert got.allclose(torch.tensor(expected.logprobs, dtype=torch.float64), rtol=0, atol=1e-9)
             assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in expected.ids]
     assert len({json.dumps(choices[0]["token_ids"]) for choices in answers}) > 3
+
+
+@pytest.mark.parametrize("samples_per_call", [None, 3])
+def test_the_client_gives_what_the_engine_gives(server, model, samples_per_call):
+    sampling = SamplingParams(max_new_tokens=7, temperature=0.9, top_k=30, min_p=0.01, stop_ids=(1, 9))
+    requests = [Request([5 + i, 6, 7], sampling, 5, i, j) for i in range(3) for j in range(4)]
+    expected = Engine(models.from_pretrained(model, torch.float64)).generate(requests)
+    client = HttpEngine([server.url], samples_per_call=samples_per_call)
+    assert [one.dialect.name for one in client.servers] == ["dtrain"]
+    for got, ours in zip(client.generate(requests), expected, strict=True):
+        assert (got.ids, got.finish, got.version) == (ours.ids, ours.finish, 0)
+        assert got.logprobs == pytest.approx(ours.logprobs, abs=1e-9)
+    with pytest.raises(UserError, match="context holds 128"):
+        client.generate([replace(requests[0], sampling=SamplingParams(max_new_tokens=1000))])
 
 
 def test_seeds_repeat_and_none_is_another_each_time(server):
@@ -221,35 +238,12 @@ def test_the_same_prompt_may_join_while_it_is_being_answered(server, model):
             assert answer[1]["choices"][0]["token_ids"] == ids
 
 
-def test_weights_from_a_directory_once_it_is_whole(model, root):
-    other = make_model(root, 2, "other")
-    process = Process(model, "--max-rows", "4", "--api-key-file", str(key_file(root)))
-    key = {"Authorization": "Bearer secret"}
-    try:
-        assert ask(process.url, "/v1/completions", GREEDY)[0] == 401
-        assert ask(process.url, "/health")[0] == 200
-        body = {"model_path": str(other), "weight_version": "7"}
-        status, answer = ask(process.url, "/update_weights_from_disk", body, **key)
-        assert status == 409 and "no marker" in answer["error"]["message"]
-        assert choice_of(process, key)["token_ids"] == naive(model, PROMPT, 12)[0]
-        mark(other)
-        status, answer = ask(process.url, "/update_weights_from_disk", body, **key)
-        assert status == 200 and answer["success"] and answer["weight_version"] == 7
-        assert ask(process.url, "/health")[1]["weight_version"] == 7
-        choice = choice_of(process, key)
-        expected = naive(other, PROMPT, 12)
-        assert choice["token_ids"] == expected[0] != naive(model, PROMPT, 12)[0] and choice["weight_version"] == 7
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected[1], abs=1e-9)
-        wrong = make_model(root, 3, "wrong")
-        (wrong / "config.json").unlink()
-        (wrong / "model.safetensors").write_bytes(b"no weights")
-        mark(wrong)
-        status, answer = ask(process.url, "/update_weights_from_disk", {"model_path": str(wrong)}, **key)
-        assert status == 400 and "damaged" in answer["error"]["message"]
-        assert choice_of(process, key)["token_ids"] == expected[0]
-        assert ask(process.url, "/health")[1]["weight_version"] == 7
-    finally:
-        process.kill()
+def test_a_port_that_is_taken_is_told(model, server, capsys):
+    from dtrain.cli import main
+
+    port = str(urlsplit(server.url).port)
+    assert main(["serve", str(model), "--port", port, "--device", "cpu"]) == 1
+    assert f"cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def key_file(root):
@@ -257,41 +251,70 @@ def key_file(root):
     return root / "key"
 
 
-def choice_of(process, key):
-    return ask(process.url, "/v1/completions", GREEDY, **key)[1]["choices"][0]
+def test_weights_from_directories_once_they_are_whole(model, root):
+    """By a call, by following a shared directory; with a key; and an end without grace."""
+    shared = root / "shared"
+    other = make_model(shared, 2, "other")
+    options = ("--api-key-file", str(key_file(root)), "--watch", str(shared), "--max-rows", "2", "--grace", "0")
+    process = Process(model, *options)
+    key = {"Authorization": "Bearer secret"}
+
+    def choice():
+        return ask(process.url, "/v1/completions", GREEDY, **key)[1]["choices"][0]
+
+    try:
+        assert ask(process.url, "/v1/completions", GREEDY)[0] == 401
+        assert ask(process.url, "/health")[0] == 200
+        body = {"model_path": str(other), "weight_version": "7"}
+        status, answer = ask(process.url, "/update_weights_from_disk", body, **key)
+        assert status == 409 and "no marker" in answer["error"]["message"]
+        assert choice()["token_ids"] == naive(model, PROMPT, 12)[0]
+        mark(other)
+        status, answer = ask(process.url, "/update_weights_from_disk", body, **key)
+        assert status == 200 and answer["success"] and answer["weight_version"] == 7
+        assert ask(process.url, "/health")[1]["weight_version"] == 7
+        expected = naive(other, PROMPT, 12)
+        assert choice()["token_ids"] == expected[0] != naive(model, PROMPT, 12)[0] and choice()["weight_version"] == 7
+        assert choice()["logprobs"]["token_logprobs"] == pytest.approx(expected[1], abs=1e-9)
+
+        wrong = make_model(root, 3, "wrong")
+        (wrong / "model.safetensors").write_bytes(b"no weights")
+        mark(wrong)
+        status, answer = ask(process.url, "/update_weights_from_disk", {"model_path": str(wrong)}, **key)
+        assert status == 400 and "damaged" in answer["error"]["message"]
+        assert choice()["token_ids"] == expected[0]
+        assert ask(process.url, "/health")[1]["weight_version"] == 7
+
+        make_model(shared, 4, ".writing").rename(shared / "step-8")
+        (shared / "step-9").mkdir()  # being written
+        mark(shared / "step-8")
+        wait_until(lambda: ask(process.url, "/health")[1]["weight_version"] == 8)
+        assert choice()["token_ids"] == naive(shared / "step-8", PROMPT, 12)[0]
+
+        got = []
+        long = {"prompt": PROMPT, "max_tokens": 120, "n": 500, "ignore_eos": True}
+        asking = threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long, **key)))
+        asking.start()
+        wait_until(lambda: ask(process.url, "/health")[1]["running"] == 2)
+        assert process.end(signal.SIGINT) == 128 + signal.SIGINT
+        asking.join()
+        assert got[0][0] == 503 and "ending" in got[0][1]["error"]["message"]
+        assert "refused" in process.lines[-1] and any("version 8 of the weights" in line for line in process.lines)
+    finally:
+        process.kill()
 
 
-def test_it_ends_in_order(model):
-    """SIGTERM: what is under way is answered, what comes after is refused; the status is the signal's."""
-    process = Process(model, "--max-rows", "2")
+def test_it_ends_in_order(server):
+    """SIGTERM: what is under way is answered, what comes after is refused; the status is the signal's. The last test
+    of this file: the server is gone after it."""
+    url = server.url
     got = []
-    long = {"prompt": PROMPT, "max_tokens": 120, "n": 6, "ignore_eos": True}
-    asking = threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long)))
+    long = {"prompt": PROMPT, "max_tokens": 120, "n": 12, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: got.append(ask(url, "/v1/completions", long)))
     asking.start()
-    wait_until(lambda: ask(process.url, "/health")[1]["running"] == 2)
-    assert process.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    wait_until(lambda: ask(url, "/health")[1]["running"] == 4)
+    assert server.end(signal.SIGTERM) == 128 + signal.SIGTERM
     asking.join()
     status, answer = got[0]
-    assert status == 200 and [len(choice["text"].split()) for choice in answer["choices"]] == [120] * 6
-    assert "every completion under way was answered" in process.lines[-1]
-
-
-def test_a_grace_that_is_over_refuses_the_rest(model):
-    process = Process(model, "--max-rows", "2", "--grace", "0")
-    got = []
-    long = {"prompt": PROMPT, "max_tokens": 120, "n": 500, "ignore_eos": True}
-    asking = threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long)))
-    asking.start()
-    wait_until(lambda: ask(process.url, "/health")[1]["running"] == 2)
-    assert process.end(signal.SIGINT) == 128 + signal.SIGINT
-    asking.join()
-    assert got[0][0] == 503 and "ending" in got[0][1]["error"]["message"]
-    assert "refused" in process.lines[-1]
-
-
-def test_a_port_that_is_taken_is_told(model, server, capsys):
-    from dtrain.cli import main
-
-    port = str(urlsplit(server.url).port)
-    assert main(["serve", str(model), "--port", port, "--device", "cpu"]) == 1
-    assert f"cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
+    assert status == 200 and [len(choice["text"].split()) for choice in answer["choices"]] == [120] * 12
+    assert "every completion under way was answered" in server.lines[-1]

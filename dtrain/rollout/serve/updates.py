@@ -153,14 +153,13 @@ class Updates:
 
 def _by_every_name(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors under all names that it and checkpoints know them by; a tied one under both."""
-    tensors = model_tensors(model)
     names = aliases(model)
-    return {
-        candidate: tensor.detach()
-        for first, tensor in tensors.items()
-        for name in names[first]
-        for candidate in (name, *model.checkpoint_names(name))
-    }
+    found: dict[str, Tensor] = {}
+    for first, tensor in model_tensors(model).items():
+        data = tensor.detach()
+        for name in names[first]:
+            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], data))
+    return found
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -1,0 +1,87 @@
+"""A plan held to the truth: its shards and its traffic against what real trainer runs on gloo ranks hold and send."""
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain import config
+from dtrain.models.config import read_config
+from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.plan.step import plan_step
+from dtrain.trainer import Trainer
+from tests.tiny import tiny_recipe, write_model
+from tests.world import run_world
+
+LENGTH = 16  # tokens of a sample: two of them fill a row, as in a plan's batch
+
+
+class Sent(TorchDispatchMode):
+    """Messages and bytes by kind and size of the group, each collective read by its own signature."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = str(func).rpartition(".")[0]
+        if name == "c10d._allgather_base_":
+            self.add("all-gather", args[0], args[2])
+        elif name == "c10d._reduce_scatter_base_":
+            self.add("reduce-scatter", args[1], args[2])
+        elif name == "c10d.allreduce_":
+            self.add("all-reduce", args[0][0], args[1])
+        elif name == "c10d.send":
+            self.add("send", args[0][0], args[1])
+        elif name == "_c10d_functional.all_gather_into_tensor":
+            self.add("all-gather", out, args[2])
+        elif name == "_c10d_functional.reduce_scatter_tensor":
+            self.add("reduce-scatter", args[0], args[3])
+        elif name == "_c10d_functional.all_reduce":
+            self.add("all-reduce", args[0], args[2])
+        else:
+            quiet = ("c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd")
+            assert func.namespace not in ("c10d", "_c10d_functional") or name in quiet, name
+        return out
+
+    def add(self, kind, tensor, group):
+        if isinstance(group, str):
+            ranks = dist.distributed_c10d._resolve_process_group(group).size()
+        else:
+            ranks = ProcessGroup.unbox(group).size()
+        self.found[kind, ranks, "messages"] += 1
+        self.found[kind, ranks, "bytes"] += tensor.numel() * tensor.element_size()
+
+
+def trained(rank, recipe, world_size):
+    """This rank's bytes of parameters, gradients and optimizer state, and what one step sends: a run of three steps
+    less a run of two."""
+    sent, held = [], {}
+    for steps in (2, 3):
+        changed = config.load(config.to_yaml_dict(recipe), [f"train.steps={steps}", f"run.name=steps{steps}"])
+        with ExitStack() as stack, Sent() as counted:
+            trainer = Trainer(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
+            start = trainer.resume()
+            policy = trainer.policy
+
+            def weigh(optimizer, *_, policy=policy):
+                grads = [local_tensor(p.grad) for p in policy.model.parameters()]
+                held["gradients"] = sum(grad.numel() * grad.element_size() for grad in grads)
+
+            policy.optimizer.register_step_pre_hook(weigh)
+            trainer.loop(start)
+        sent.append(counted.found)
+    shards = [local_tensor(parameter.detach()) for parameter in policy.model.parameters()]
+    held["parameters"] = sum(shard.numel() * shard.element_size() for shard in shards)
+    states = [value for state in policy.optimizer.state.values() for value in state.values()]
+    locals_ = [local_tensor(value) for value in states]
+    held["state"] = sum(value.numel() * value.element_size() for value in locals_)
+    return held, sent[1] - sent[0]
