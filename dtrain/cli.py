@@ -112,11 +112,43 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="default: 0")
     generate.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    judge = add("eval", _eval, "answer the prompts of data files and judge the answers")
+    judge.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
+    judge.add_argument(
+        "data", metavar="DATA", nargs="+", help="JSON lines (or CSV, parquet) of prompts, as GRPO's data"
+    )
+    judged = "a reward's name or import path, options as JSON after =; may be repeated (default: math_exact)"
+    judge.add_argument("--reward", action="append", metavar="FN[={...}]", help=judged)
+    judge.add_argument(
+        "--samples", type=_at_least(1), default=1, metavar="N", help="answers to each prompt (default: 1)"
+    )
+    judge.add_argument("--limit", type=_at_least(1), metavar="N", help="the first N prompts only")
+    judge.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
+    judge.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
+    judge.add_argument("--max-new-tokens", type=_at_least(1), default=512, metavar="N", help="default: 512")
+    judge.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    judge.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    judge.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+    judge.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="draw from those P times as likely as the first"
+    )
+    judge.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends an answer")
+    judge.add_argument("--seed", type=int, default=0, help="default: 0")
+    passing = "the reward from which an answer passes, for pass@k (default: 1)"
+    judge.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help=passing)
+    timed = "seconds that a reward may take over 512 answers (default: 60)"
+    judge.add_argument("--reward-timeout", type=float, default=60.0, metavar="S", help=timed)
+    judge.add_argument("--out", type=Path, metavar="FILE", help="write each answer with its rewards as a JSON line")
+    judge.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    judge.add_argument("--max-rows", type=_at_least(1), metavar="N", help="answers decoded together")
+    judge.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
+    judge.add_argument("--device", default="auto", help="auto, cpu or cuda")
     serve = add("serve", _serve, "answer completions over HTTP, as OpenAI's API has them")
     serve.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
     serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine only)")
     serve.add_argument("--port", type=_at_least(0), default=8000, help="default: 8000; 0 takes a free one")
     serve.add_argument("--name", help="what clients call the model (default: DIR as it is typed)")
+    serve.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
     serve.add_argument("--max-length", type=_at_least(1), metavar="N", help="tokens of prompt and completion together")
     serve.add_argument("--max-rows", type=_at_least(1), metavar="N", help="completions decoded together")
     serve.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="positions of keys and values in memory")
@@ -287,6 +319,38 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from dtrain.rollout.evaluate import evaluate, read_reward
+    from dtrain.rollout.request import SamplingParams
+
+    report = evaluate(
+        arguments.directory,
+        arguments.data,
+        [read_reward(text) for text in arguments.reward or ["math_exact"]],
+        sampling=SamplingParams(
+            arguments.max_new_tokens,
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.min_p,
+            stop=tuple(arguments.stop),
+        ),
+        samples=arguments.samples,
+        seed=arguments.seed,
+        limit=arguments.limit,
+        system=arguments.system,
+        chat_template=arguments.chat_template,
+        pass_reward=arguments.pass_reward,
+        reward_timeout=arguments.reward_timeout,
+        out=arguments.out,
+        max_rows=arguments.max_rows,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    print(report.as_json() if arguments.json else report.as_table())
+    return 0
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from dtrain.rollout.serve.start import serve_directory
 
@@ -295,6 +359,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         name=arguments.name,
+        chat_template=arguments.chat_template,
         max_length=arguments.max_length,
         max_rows=arguments.max_rows,
         max_tokens=arguments.max_tokens,

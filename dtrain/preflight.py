@@ -17,6 +17,7 @@ from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
 from dtrain.models.config import read_config
 from dtrain.parallel.fits import misfits
+from dtrain.rollout.rewards.find import find
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -58,6 +59,8 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
     if recipe.method == "dpo" and recipe.dpo.reference not in ("start", "none"):
         named.append(("dpo.reference", recipe.dpo.reference, True))
+    if recipe.method == "grpo" and recipe.grpo.beta and recipe.grpo.reference != "start":
+        named.append(("grpo.reference", recipe.grpo.reference, True))
     if recipe.method == "distill":
         named.append(("distill.teacher", recipe.distill.teacher, True))
     return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
@@ -74,7 +77,11 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
         problems += _data(recipe.data.val, "data.val")
     problems += _checkpoint(recipe)
     if recipe.method == "dpo" and recipe.model.path and not absent:
-        problems += _reference(recipe)
+        problems += _reference(recipe, "dpo.reference", recipe.dpo.reference, "start, none")
+    if recipe.method == "grpo":
+        if recipe.grpo.beta and recipe.model.path and not absent:
+            problems += _reference(recipe, "grpo.reference", recipe.grpo.reference, "start")
+        problems += _paths(recipe)
     if recipe.method == "distill" and recipe.model.path and recipe.distill.teacher and not absent:
         problems += _teacher(recipe, Path(recipe.distill.teacher))
     return problems
@@ -124,15 +131,14 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
     return []
 
 
-def _reference(recipe: Recipe) -> list[str]:
+def _reference(recipe: Recipe, key: str, path: str | None, words: str) -> list[str]:
     """The reference takes the policy's place in one and the same model, so what computes must be equal."""
-    path = recipe.dpo.reference
     if path in (None, "none", "start"):
         return []
     if not Path(path).is_dir():
         return [
-            f"dpo.reference={path}: there is no such directory; give start (the weights that training starts from), "
-            "none, a model's directory, or its id on the hub"
+            f"{key}={path}: there is no such directory; give {words} (start: the weights that training starts from), a "
+            "model's directory, or its id on the hub"
         ]
     try:
         ours, theirs = read_config(recipe.model.path), read_config(path)
@@ -143,8 +149,22 @@ def _reference(recipe: Recipe) -> list[str]:
     differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
     if differing:
         pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
-        return [f"dpo.reference={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
-    return _weights(Path(path), key="dpo.reference")
+        return [f"{key}={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
+    return _weights(Path(path), key=key)
+
+
+def _paths(recipe: Recipe) -> list[str]:
+    """Import paths of rewards and environments lead somewhere; nothing of theirs is run."""
+    named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+    named.append(("grpo.environment", recipe.grpo.environment, "environment"))
+    problems = []
+    for key, path, what in named:
+        if path and set(".:") & set(path):
+            try:
+                find(path, what)
+            except UserError as error:
+                problems.append(f"{key}: {error}")
+    return problems
 
 
 def _teacher(recipe: Recipe, directory: Path) -> list[str]:

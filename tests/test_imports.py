@@ -44,7 +44,8 @@ TORCH_FREE = """
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
     dtrain.data.preferences dtrain.data.pairs
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
-    dtrain.rollout.rewards.worker
+    dtrain.rollout.rewards.worker dtrain.rollout.http dtrain.rollout.ahead dtrain.rollout.shared_directory
+    dtrain.rollout.serve.answers
 """.split()
 
 

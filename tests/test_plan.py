@@ -3,10 +3,8 @@
 import json
 from collections import Counter
 from contextlib import ExitStack
-from functools import cache
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,8 +64,9 @@ def trained(rank, recipe, world_size):
     less a run of two."""
     sent, held = [], {}
     for steps in (2, 3):
-        changed = config.load(config.to_yaml_dict(recipe), [f"train.steps={steps}", f"run.name=steps{steps}"])
-        with ExitStack() as stack, Sent() as counted:
+        changed = config.load(recipe, [f"train.steps={steps}", f"run.name=steps{steps}"])
+        counted = Sent()
+        with ExitStack() as stack:
             trainer = Trainer(changed, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
             start = trainer.resume()
             policy = trainer.policy
@@ -77,7 +76,8 @@ def trained(rank, recipe, world_size):
                 held["gradients"] = sum(grad.numel() * grad.element_size() for grad in grads)
 
             policy.optimizer.register_step_pre_hook(weigh)
-            trainer.loop(start)
+            with counted:
+                trainer.loop(start)
         sent.append(counted.found)
     shards = [local_tensor(parameter.detach()) for parameter in policy.model.parameters()]
     held["parameters"] = sum(shard.numel() * shard.element_size() for shard in shards)
@@ -85,3 +85,48 @@ def trained(rank, recipe, world_size):
     locals_ = [local_tensor(value) for value in states]
     held["state"] = sum(value.numel() * value.element_size() for value in locals_)
     return held, sent[1] - sent[0]
+
+
+MESHES = {
+    "dp2, llama, nothing even": ("llama", {"tied": False}, 2, []),
+    "dp_replicate2 dp2, qwen3": ("qwen3", {}, 4, ["parallel.dp_replicate=2"]),
+    "dp2 tp2, sp off, biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+        4,
+        ["parallel.tp=2", "parallel.sequence_parallel=false"],
+    ),
+    "tp4 with 2 KV heads, checkpointing": (
+        "qwen3",
+        {"tied": False},
+        4,
+        ["parallel.tp=4", "train.activation_checkpointing=full", "train.dtype=float32"],
+    ),
+    "cp2, gather, SGD": ("qwen2", {}, 2, ["parallel.cp=2", "optimizer.name=sgd", "optimizer.kwargs={momentum: 0.9}"]),
+    "cp3, ring, mixed": ("qwen3", {}, 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "train.dtype=bfloat16"]),
+    "dp2 tp2 cp2, gemma3": ("gemma3", {}, 8, ["parallel.tp=2", "parallel.cp=2"]),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, name):
+    family, changes, ranks, options = MESHES[name]
+    path = write_model(tmp_path / "model", family, **changes)
+    rows = tmp_path / "full.jsonl"
+    row = json.dumps({"input_ids": [7] * LENGTH, "labels": [7] * LENGTH}) + "\n"
+    rows.write_text(row * 100)
+    settings = [f"model.path={path}", f"data.train.path={rows}", "train.global_batch=16", "train.micro_batch=2"]
+    recipe = tiny_recipe(tmp_path, *settings, "launch.device=cpu", *options)
+    sizes = config.sizes(recipe, ranks)
+    real = run_world(trained, ranks, recipe, ranks)
+    for rank in sorted({0, ranks - 1}):
+        held, sent = real[rank]
+        step = plan_step(recipe, read_config(path), sizes, rank=rank, device="cpu")
+        assert {"parameters": step.parameters, "gradients": step.gradients, "state": step.state} == held
+        planned = Counter()
+        for (_, kind, group, _), (count, size) in step.traffic.items():
+            planned[kind, group, "messages"] += count
+            planned[kind, group, "bytes"] += size
+        assert planned == sent
+    assert step.lightest == min(held["parameters"] for held, _ in real)
+    assert max(held["parameters"] for held, _ in real) == real[0][0]["parameters"]

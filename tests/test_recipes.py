@@ -61,7 +61,7 @@ MODELS = {
     "gemma3-1b-sft": (published.GEMMA3_1B, 999.9),
     "gemma3-4b-sft": (published.GEMMA3_4B, 3880.3),
 }
-DPO_MODELS = {name.replace("-sft", "-dpo"): shape for name, (shape, _) in MODELS.items()}
+OTHERS = {name.replace("-sft", method): shape for name, (shape, _) in MODELS.items() for method in ("-dpo", "-grpo")}
 NAMES = [name for name, _ in config.shipped()]
 
 
@@ -84,12 +84,13 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 
 
 def test_the_recipes_that_are_promised_ship():
-    assert {*MODELS, *DPO_MODELS, "sft", "dpo", "quickstart", "distill"} <= set(NAMES)
+    quickstarts = {"quickstart", "quickstart-dpo", "quickstart-grpo"}
+    assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", *quickstarts} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", sorted([*MODELS, *DPO_MODELS]))
+@pytest.mark.parametrize("name", sorted([*MODELS, *OTHERS]))
 def test_a_models_recipe_fits_its_shape_on_its_own_mesh_and_on_others(name, files):
-    shape = MODELS[name][0] if name in MODELS else DPO_MODELS[name]
+    shape = MODELS[name][0] if name in MODELS else OTHERS[name]
     for world_size in (None, 1, 2, 4, 8):
         assert problems(name, files, world_size, shape) == []
 
@@ -120,7 +121,7 @@ def test_the_generic_recipe_asks_for_what_it_cannot_know(files):
     assert "model.path is missing" in found and "data.train.path is missing" in found
     assert problems("sft", files) == []
     assert problems("sft", files, 8) == []
-    assert problems("dpo", files, 8) == []
+    assert problems("dpo", files, 8) == problems("grpo", files, 8) == []
 
 
 def test_the_distillation_recipe_asks_for_its_teacher(files):
@@ -140,8 +141,9 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     (tmp_path / "build" / "arithmetic" / "pairs.jsonl").touch()
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(parents=True)
     assert recipe.checkpoint.keep_every == 300  # which the second quickstart starts from
-    preferences = config.load("quickstart-dpo")
-    assert preflight(preferences, preferences.launch.nproc) == []
+    for name in ("quickstart-dpo", "quickstart-grpo"):
+        following = config.load(name)
+        assert preflight(following, following.launch.nproc) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,7 +156,7 @@ def test_headers_say_what_how_and_what_to_override(name):
     commands = re.findall(rf"dtrain run {re.escape(name)}\b", text)
     assert commands, "the header shows the command with the recipe's own name"
     known = set(config.keys())
-    sections = "model|data|train|optimizer|launch|run|scheduler|checkpoint|dpo|distill"
+    sections = "model|data|train|optimizer|launch|run|scheduler|checkpoint|dpo|grpo|distill"
     for key in re.findall(rf"\b((?:{sections})(?:\.\w+)+)", text):
         if not key.endswith((".jsonl", ".py")):
             assert key in known, key

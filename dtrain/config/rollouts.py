@@ -89,9 +89,11 @@ def _sizes(recipe: Recipe) -> list[str]:
 
 def _rewards(recipe: Recipe) -> list[str]:
     section = recipe.grpo
-    found = [] if section.environment is not None and not section.rewards else reward_problems(section.rewards)
+    found = reward_problems(section.rewards)
     path = section.environment
-    if path is not None and "." not in path:
+    if not section.rewards and path is None:
+        found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
+    if path is not None and not set(".:") & set(path):
         found.append(f"grpo.environment={path} must be an import path, such as package.module.make")
     return found
 

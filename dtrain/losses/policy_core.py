@@ -208,12 +208,13 @@ def policy_terms(
     logps [n, S]: log π of the tokens, with gradient; old_logps, ref_logps, sampling_logps: of the policy that the
     update started from (None: π itself), of the reference, of the sampler; entropies [n, S]: with gradient where
     entropy_coef is not 0; advantages [n, S]; mask [n, S]: the tokens that count. What stands at other places is never
-    read, NaN and infinities included. sequences: where the sequences of the micro-batch lie; sums over them are its
-    collectives, the same number on every rank. entropy_threshold: `top_entropy_threshold` of the global batch.
+    read, NaN and infinities included; logps and entropies alone get a gradient. sequences: where the sequences of the
+    micro-batch lie; sums over them are its collectives, the same number on every rank. entropy_threshold:
+    `top_entropy_threshold` of the global batch.
 
     Computed in max(float32, the dtype of logps). A token with log −inf, which a filter left out since it was drawn, has
-    ratio 0 and no gradient, a sequence's ratio is that of its other tokens, and the metrics leave it out; so it is
-    where old_logps has −inf. Where ref_logps has −inf there is no KL term, and where sampling_logps has −inf or NaN
+    ratio 0 and no gradient, counts as a log ratio of 0 in its sequence's, and the metrics leave it out; so it is where
+    old_logps has −inf. Where ref_logps has −inf there is no KL term, and where sampling_logps has −inf or NaN
     (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
     is zero. Raises ValueError for what `spec` needs and is not given.
     """
@@ -224,14 +225,18 @@ def policy_terms(
     def at(where: Tensor, values: Tensor | None) -> Tensor | None:
         return None if values is None else torch.where(where, values.to(dtype), 0.0)
 
-    old_logps = logps.detach() if old_logps is None else old_logps
+    def constant(where: Tensor, values: Tensor | None) -> Tensor | None:
+        return None if values is None else at(where, values.detach())
+
+    old_logps = logps if old_logps is None else old_logps
     possible = is_known(old_logps, is_known(logps, mask))
     has_reference = is_known(ref_logps, possible)
     is_sampled = is_known(sampling_logps, possible)
     if sampling_logps is not None:
         is_sampled = is_sampled & ~sampling_logps.isnan()
-    logps, old_logps, advantages = at(possible, logps), at(possible, old_logps), at(mask, advantages)
-    sampling_logps, entropies = at(is_sampled, sampling_logps), at(possible, entropies)
+    old_logps, advantages = constant(possible, old_logps), constant(mask, advantages)
+    ref_logps, sampling_logps = constant(has_reference, ref_logps), constant(is_sampled, sampling_logps)
+    logps, entropies = at(possible, logps), at(possible, entropies)
 
     log_ratio = logps - old_logps
     level = options["importance_sampling_level"] or spec.loss.level
@@ -262,7 +267,7 @@ def policy_terms(
     if weights is not None and not spec.loss.corrects_itself:
         loss = loss * weights.weights
     if spec.beta:
-        kl = kl_term(logps, at(has_reference, ref_logps), ratio, options["kl_estimator"], options["kl_gradient"])
+        kl = kl_term(logps, ref_logps, ratio, options["kl_estimator"], options["kl_gradient"])
         loss = loss + spec.beta * torch.where(has_reference, kl, 0.0)
     if options["old_kl_coef"]:
         loss = loss + options["old_kl_coef"] * log_ratio.square()
@@ -277,7 +282,7 @@ def policy_terms(
     with torch.no_grad():
         sums = _measure(tokens, surrogate, mask)
         if ref_logps is not None:
-            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, at(has_reference, ref_logps)))
+            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, ref_logps))
         if entropies is not None:
             sums |= _sums(possible, "entropy_tokens", entropy=entropies)
         if sampling_logps is not None:

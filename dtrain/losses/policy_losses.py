@@ -111,7 +111,7 @@ def vespo(
     if tokens.correction is not None:
         log_correction = tokens.correction.weights.log().clamp(_SMALLEST_WEIGHT, _LARGEST_LOG)
         if not tokens.correction.by_sequence:
-            log_correction = log_correction * 1.0
+            log_correction = torch.where(tokens.possible, log_correction, 0.0)
             log_correction = tokens.sequences.spread(tokens.sequences.sum(log_correction))
         log_weight = log_weight + log_correction
     log_weight = log_weight.clamp(_SMALLEST_WEIGHT, _LARGEST_LOG)

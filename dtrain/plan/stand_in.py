@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.plan.kernels import attention, rms_norm
 
 _META = torch.device("meta")
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
+_HOST = torch.device("cpu", 0)  # what real tensors answer, to tell it from a planned CPU
 
 
 class OnDevice(TorchFunctionMode):
@@ -59,23 +60,28 @@ class OnDevice(TorchFunctionMode):
                 )
         if func is Tensor.cpu and args[0].is_meta:
             return torch.ones(args[0].shape, dtype=args[0].dtype)
-        # Who means the device passes on one that a tensor or the policy named; the host is "cpu", or nothing.
-        if isinstance(kwargs.get("device"), torch.device):
+        if _is_device(kwargs.get("device")):
             kwargs["device"] = _META
-        args = tuple(_META if isinstance(arg, torch.device) else arg for arg in args)
+        args = tuple(_META if _is_device(arg) else arg for arg in args)
         return func(*args, **kwargs)
 
     def _device_of(self, tensor: Tensor, asking: str) -> torch.device:
         if not tensor.is_meta:
-            return tensor.device
+            return _HOST
         if (
             asking == "torch.utils.checkpoint"
         ):  # compares answers given inside an operation, where no mode is, with others
             return _META
-        return self.device if asking.startswith("dtrain.") else _HOST
+        return self.device if asking.startswith("dtrain.") else _CPU
 
     def _is_cuda(self, tensor: Tensor, asking: str) -> bool:
         return self._device_of(tensor, asking).type == "cuda"
+
+
+def _is_device(value: Any) -> bool:
+    """Whether an argument names the planned device: one that a stand-in or the policy answered with. The host is where
+    a real tensor is, or "cpu", or nothing."""
+    return isinstance(value, torch.device) and value != _HOST
 
 
 class Stubbed(TorchDispatchMode):

@@ -7,11 +7,14 @@ and the last differ from those between.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig
+from dtrain.plan.children import side_by_side
 from dtrain.plan.costs import Cost
 from dtrain.plan.memory import Piece
 from dtrain.plan.trace import TRACED, Lane, Watched, watch_step
@@ -45,21 +48,22 @@ def plan_step(
 ) -> Step:
     """A step of `recipe` on rank `rank` of `sizes.world_size`, on a device of type `device` (cpu or cuda).
 
-    whole: trace every layer. torch.distributed must not be up in this process; nothing is sent, no weight is read.
+    whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
+    which torch.distributed must not be up.
     """
     recipe = replace(recipe, train=replace(recipe.train, compile=False))
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     few = 2 * max(_MARGIN, period + 1 if period > 1 else 0)
     few += (layers - few) % period
 
-    def watched(count: int) -> Watched:
+    def watched(count: int) -> Callable[[], Watched]:
         cut = replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
-        return watch_step(recipe, cut, sizes, rank=rank, device=device)
+        return partial(watch_step, recipe, cut, sizes, rank=rank, device=device)
 
     if whole or few + 2 * period > layers:
-        seen = watched(layers)
+        (seen,) = side_by_side([watched(layers)])
     else:
-        seen = _extended(watched(few), watched(few + period), layers)
+        seen = _extended(*side_by_side([watched(few), watched(few + period)]), layers)
     return _of_micro_batches(seen, sizes)
 
 

@@ -217,12 +217,6 @@ class Sglang:
 
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Vllm(), Sglang(), Dtrain())}
-LOGPROBS = {
-    "vllm": "start vLLM with --logprobs-mode processed_logprobs",
-    "sglang": "SGLang's logprobs are taken before top-k, top-p and min-p: leave those off, and unset "
-    "SGLANG_RETURN_ORIGINAL_LOGPROB",
-    "dtrain": "is the server's --dtype the trainer's, and did it take the last weights (/health)?",
-}
 
 
 def recognise(wire: Wire, seconds: float) -> tuple[Dialect, list[str]]:

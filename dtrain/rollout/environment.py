@@ -100,8 +100,8 @@ def run_episodes(
     its result on every rank (`Ranks.first`); once for each round.
 
     A completion that was cut (finish "length") is still stepped, so that what it earned is known, and ends its episode
-    even where the environment is done.
-    Raises UserError for an observation that is neither text nor messages, or a reward that is no number, and ValueError
+    as cut even where the environment is done. An observation that leaves no room for a completion is left out. Raises
+    UserError for an observation that is neither text nor messages, or a reward that is no number, and ValueError
     for a prompt that leaves no room.
     """
     episodes = [Episode(request.prompt) for request in requests]
@@ -127,11 +127,13 @@ def run_episodes(
             episode = episodes[one]
             if reply.earned is not None:
                 episode.earned = (episode.earned or 0.0) + reply.earned
-            if completion.finish == "length" or len(reply.ids) >= _room(episode, max_length):
+            if completion.finish == "length":
                 episode.finish = "length"
             elif reply.done:
                 episode.finish = "stop"
-            else:
+            elif turn + 1 < max_turns and len(reply.ids) >= _room(episode, max_length):
+                episode.finish = "length"
+            elif turn + 1 < max_turns:
                 episode.add(reply.ids)
                 going_on.append(one)
         live = going_on

@@ -55,8 +55,8 @@ def generate_text(
     template, the beginning of a text. dtype and device: as `train.dtype` and `launch.device` of a recipe. Raises
     UserError.
     """
-    torch_device = _device(device)
-    model, tokenizer = load(Path(directory), _dtype(dtype, torch_device), torch_device)
+    torch_device = choose_device(device)
+    model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=tuple(tokenizer.eos_ids))
     engine = Engine(model)
     tickets = [
@@ -110,7 +110,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:
     return tokenizer.encode(text)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """auto, cpu or cuda. Raises UserError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -120,7 +121,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto (bfloat16 on CUDA, else float32) or a name. Raises UserError."""
     names = ("bfloat16", "float16", "float32", "float64")
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

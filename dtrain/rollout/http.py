@@ -162,6 +162,8 @@ class HttpEngine:
                     raise UserError(
                         f"{tries.told()}: the server did not come up; start it, or take it out of the servers"
                     ) from error
+                if count == 1:
+                    self.say(f"{wire.url}: {error}; waiting for it to come up")
                 tries.stop.wait(_pause(count))
         dialect, models = known
         if model is not None and model not in models:

@@ -176,7 +176,7 @@ def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
     if whole < size:
         inside = inside.masked_fill(columns >= size, 0.0)
     index, _ = _fall(inside, share)
-    return (block * _BLOCK + index).squeeze(1)
+    return (block * _BLOCK + index).squeeze(1).clamp(max=size - 1)  # beyond it: of NaNs
 
 
 def _fall(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def _fall(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     total = sums[:, -1:]
     # Below the total, whatever the product is rounded to: the first larger sum is then of a weight above 0.
     target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(sums, target, right=True).clamp(max=weights.shape[1] - 1)  # beyond it: of NaNs
+    index = torch.searchsorted(sums, target, right=True).clamp(max=weights.shape[1] - 1)
     upper = sums.gather(1, index)
     lower = torch.where(index > 0, sums.gather(1, (index - 1).clamp(min=0)), 0.0)
     return index, ((target - lower) / (upper - lower)).clamp(0.0, 1.0)

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,29 +14,29 @@ from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.store import CheckpointStore
 from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.test_trainer import metrics, run, trajectory, weights
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_grpo, tiny_recipe
 
-STEPS = 120
-SHAPE = (
-    f"train.steps={STEPS}",
-    "train.dtype=float32",
-    "train.global_batch=4",
-    "train.micro_batch=1",
-    "checkpoint.every=1",
-    "launch.nproc=2",
-)
+SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")
+
+
+def recipe_of(method, root, *overrides):
+    if method == "sft":
+        sizes = ("train.steps=120", "train.global_batch=4", "train.micro_batch=1")
+        return tiny_recipe(root, *SHAPE, *sizes, *overrides)
+    # A rollout every fourth step: kills meet the drawing, the rewards and the updates.
+    return tiny_grpo(root, *SHAPE, "train.steps=60", "grpo.updates_per_rollout=2", "grpo.beta=0.1", *overrides)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """The same run, in one piece."""
-    return run(tiny_recipe(tmp_path_factory.mktemp("whole"), *SHAPE, "checkpoint.every=40"), 2)
+def uninterrupted(request, tmp_path_factory):
+    """A run of the method, in one piece."""
+    return run(recipe_of(request.param, tmp_path_factory.mktemp("whole"), "checkpoint.every=40"), 2)
 
 
 def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
     """Start the run once per target and kill that at a random instant, then let it end; compare it with one piece."""
-    recipe = tiny_recipe(tmp_path, *SHAPE)
-    store = checkpoints(recipe)
+    recipe = recipe_of(uninterrupted.method, tmp_path)
+    store, steps = checkpoints(recipe), recipe.train.steps
     for target in targets:
         before = max(store.published(), default=0)
         started = Processes(recipe)
@@ -50,7 +51,7 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
             "worker": [draw.choice(workers or [started.launcher.pid])],
         }
         started.kill(chosen[target])
-        assert started.end(30) != 0 or rows(started.directory) == STEPS
+        assert started.end(30) != 0 or rows(started.directory) == steps
         assert max(store.published(), default=0) >= before
         for step in store.published():
             assert store.damage(step) == []
@@ -58,21 +59,26 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
     finished = Processes(recipe)
     assert finished.end(120) == 0, finished.text()
     if newest is not None:
-        assert f"step-{newest}" in finished.text() or newest == STEPS
-    assert [row["step"] for row in metrics(recipe)] == list(range(1, STEPS + 1))
+        assert f"step-{newest}" in finished.text() or newest == steps
+    assert [row["step"] for row in metrics(recipe)] == list(range(1, steps + 1))
     assert trajectory(recipe) == trajectory(uninterrupted)
-    expected = weights(uninterrupted, STEPS)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(recipe, STEPS).items())
+    if recipe.method == "grpo":
+        drawn, whole = (Path(one.run.dir) / one.run.name / "samples.jsonl" for one in (recipe, uninterrupted))
+        assert drawn.read_bytes() == whole.read_bytes()
+    expected = weights(uninterrupted, steps)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(recipe, steps).items())
     assert len(store.published()) == 3
     hidden = [path.name for path in store.directory.iterdir() if path.name.startswith(".")]
     assert hidden == []
 
 
+@pytest.mark.parametrize("uninterrupted", ["sft", "grpo"], indirect=True)
 def test_killed_runs_go_on(tmp_path, uninterrupted):
     kill_and_go_on(tmp_path, uninterrupted, random.Random(0), ["worker", "launcher", "all"])
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("uninterrupted", ["sft", "grpo"], indirect=True)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_killed_runs_go_on_whenever(tmp_path, uninterrupted, seed):
     draw = random.Random(seed)

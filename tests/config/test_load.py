@@ -46,6 +46,8 @@ def problems(recipe=None, *overrides):
 def contains(whole, part):
     if isinstance(part, dict):
         return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    if isinstance(part, list) and part and isinstance(part[0], dict):
+        return len(whole) == len(part) and all(map(contains, whole, part))
     return whole == part and type(whole) is type(part)
 
 

@@ -420,6 +420,14 @@ def test_a_token_that_cannot_be_drawn_counts_as_ratio_zero():
     assert (metrics["approx_kl"].item(), metrics["entropy"].item()) == (0.0, 1.0)
 
 
+def test_the_policys_own_logps_as_the_old_ones_are_constants():
+    streams = trained(completions())
+    for name in LOSSES:
+        losses = [loss_of(name, streams | {"old_logps": old}) for old in (None, streams["logps"])]
+        (first, _), (second, _) = (gradients(loss, streams) for loss, _ in losses)
+        assert torch.equal(first, second) and first.any(), name
+
+
 def test_a_nan_at_a_real_token_is_not_hidden():
     streams = completions()
     streams["logps"][0, 1] = math.nan
@@ -560,3 +568,16 @@ def test_vespos_weight_is_of_the_sequences_own_tokens():
     options = {"sampling_correction": "token_mask", "sampling_clip_min": 1.05}
     losses = [loss_of("vespo", one, **options)[0] for one in (streams, wider)]
     torch.testing.assert_close(*losses, **EXACT)
+
+
+def test_sequences_that_have_drifted_off_are_left_out_where_their_advantage_is_negative():
+    logps = torch.tensor([[-2.0, -1.0]] * 3, dtype=torch.float64)
+    old = logps + torch.tensor([[1.0, -0.4], [1.0, -0.4], [0.1, 0.1]], dtype=torch.float64)  # means 0.3, 0.3, 0.1
+    arguments = (logps, old, torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, 2))
+    loss, metrics = policy_loss("reinforce", *arguments, off_policy_mask_threshold=0.2)
+    assert loss.item() == pytest.approx((3.0 - 3.0) / 6, abs=1e-15)
+    assert metrics["off_policy_frac"].item() == pytest.approx(2 / 6)
+    loss, _ = policy_loss("reinforce", *arguments, off_policy_mask_threshold=0.35)
+    assert loss.item() == pytest.approx((3.0 - 3.0 - 3.0) / 6)
+    loss, _ = policy_loss("reinforce", *arguments, off_policy_mask_threshold=0.05)
+    assert loss.item() == pytest.approx(3.0 / 6)

@@ -1,4 +1,4 @@
-"""Rewards for tests, found by import path. No torch: the rewards' worker imports this file."""
+"""Rewards and an environment for tests, found by import path. No torch: the rewards' worker imports this file."""
 
 
 def even(completion_ids):
@@ -9,3 +9,20 @@ def even(completion_ids):
 def wanted(completion_ids, wanted):
     """1 where the prompt's wanted token was drawn."""
     return [float(token in ids) for ids, token in zip(completion_ids, wanted, strict=True)]
+
+
+class Asks:
+    """Two or three turns, by the environment's seed: each earns the share of even words, and a word is given back."""
+
+    def __init__(self, row, seed):
+        self.turns = 2 + seed % 2
+        self.done = False
+
+    def step(self, completion):
+        self.turns -= 1
+        self.done = self.turns == 0
+        words = completion.split()
+        return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
+
+    def observe(self):
+        return "w5 w6 w7"

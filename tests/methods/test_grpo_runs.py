@@ -158,7 +158,8 @@ def test_what_a_run_writes(tmp_path):
         assert row["reward_std"] == pytest.approx(mine.double().view(4, 4).std(1).mean().item())
     val = [row for row in lines(recipe) if "loss" not in row]
     assert [row["step"] for row in val] == [2, 4]
-    assert all(row.keys() == {"step", *(f"val_{n}" for n in ("reward_mean", "completion_len", "truncated_frac"))} for row in val)  # fmt: skip
+    names = {"step", "val_reward_mean", "val_completion_len", "val_truncated_frac"}
+    assert all(row.keys() == names for row in val)
 
 
 def test_a_reward_is_learnt(tmp_path):
@@ -218,3 +219,22 @@ def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatc
         run(recipe)
     assert not any("loss" in row for row in lines(recipe)) if (tmp_path / "runs/run/metrics.jsonl").exists() else True
     run(tiny_grpo(tmp_path, "train.steps=2", "grpo.max_mismatch=0.3", name="other"))
+
+
+@pytest.mark.parametrize("world_size, shape", [(2, ()), (4, ("parallel.cp=2", "parallel.tp=2"))])
+def test_turns_in_an_environment(tmp_path, world_size, shape):
+    """The same on every mesh; what the environment says is read and not trained."""
+    fixed = ("grpo.environment=tests.methods.judges.Asks", "grpo.rewards=[]", "train.steps=4", "train.micro_batch=2")
+    turns = ("grpo.sampling.stop=[w1,w2,w3]", "grpo.beta=0.1")  # about every second word ends a turn
+    one = tiny_grpo(tmp_path, *fixed, *turns, name="one")
+    mesh = tiny_grpo(tmp_path, *fixed, *turns, *shape, name="mesh")
+    run(one)
+    run(mesh, world_size)
+    assert_same(mesh, one, rtol=1e-9)
+    assert_same_samples(mesh, one)
+    samples = lines(one, "samples")
+    assert any("w5 w6 w7" in row["completion"] for row in samples)
+    assert all(row["reward"] == row["earned"] for row in samples)
+    rows = rows_of(one)
+    mean = sum(row["tokens"] for row in samples if row["step"] == 1) / 16
+    assert rows[0]["completion_len"] < mean  # of which some are the environment's

@@ -14,7 +14,7 @@ from dtrain.losses import VocabShard, weighted_logprob_sum
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.tensor import TensorParallel, vocab_embedding
+from dtrain.parallel.tensor import TensorParallel, vocab_embedding, whole_sequences
 from tests.parallel.dense import (
     LLAMA_BIASES,
     assert_gradients,
@@ -137,25 +137,37 @@ def test_a_head_used_outside_the_roots_forward_is_refused(tmp_path, fsdp):
 
 
 def generate_from_a_cache(rank, config):
-    from dtrain.attention.cache import KVCache
+    from dtrain.attention.cache import KeyValues
+    from dtrain.attention.decode import Decode, Prefill
 
     model = random_model(config)
     model.use_kernel(KERNELS["sdpa"])
     ids = torch.arange(1, 9).view(2, 4)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def decoded(model):
+        store = KeyValues([None] * config.num_hidden_layers)
+        places = [store.new_prompt(3), store.new_prompt(3)]
+        first = model.next_logits(ids[:, :3], Prefill(store, places, ids.device))
+        for _ in places:
+            store.new_row()
+        step = Decode(store, places, ids.device)
+        step.begin()
+        return torch.stack([first, model.next_logits(ids[:, 3:], step)], 1)
+
     with torch.no_grad():
-        expected = model(ids)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        expected = model(ids)[:, 2:]
         parallel = copy.deepcopy(model)
         apply_plan(parallel, mesh, parallel.plan, sequence_parallel=False)
-        cache = KVCache(config.num_hidden_layers, 8)
-        first = parallel(ids[:, :3], cache=cache).full_tensor()
-        last = parallel(ids[:, 3:], cache=cache).full_tensor()
-        assert torch.allclose(torch.cat([first, last], 1), expected, rtol=1e-12)
+        assert torch.allclose(decoded(parallel), expected, rtol=1e-12)
         sequence = copy.deepcopy(model)
         apply_plan(sequence, mesh, sequence.plan, sequence_parallel=True)
         with pytest.raises(ValueError, match="cache does not go with sequence parallel"):
-            sequence(ids, cache=KVCache(config.num_hidden_layers, 8))
+            decoded(sequence)
+        with whole_sequences(sequence):
+            assert torch.allclose(decoded(sequence), expected, rtol=1e-12)
+        assert torch.allclose(sequence(ids).full_tensor()[:, 2:], expected, rtol=1e-12)
 
 
-def test_a_cache_goes_with_tensor_parallel_alone(tmp_path):
+def test_a_cache_goes_with_tensor_parallel_and_whole_sequences(tmp_path):
     run_world(generate_from_a_cache, 2, config_of(tmp_path))

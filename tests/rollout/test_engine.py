@@ -60,7 +60,8 @@ def test_greedy_tokens_and_logprobs_are_transformers(variant, tmp_path):
         assert found.ids == output.sequences[0, ids.shape[1] :].tolist()
         scores = torch.cat(output.logits).double().log_softmax(-1)
         expected = scores.gather(1, torch.tensor(found.ids)[:, None])[:, 0].tolist()
-        assert found.logprobs == pytest.approx(expected, rel=0, abs=1e-12) and found.finish == "length"
+        # 1e-6: generate hands its logits out in float32.
+        assert found.logprobs == pytest.approx(expected, rel=0, abs=1e-6) and found.finish == "length"
 
 
 @pytest.mark.parametrize("variant", ["llama3.1", "gemma3-softcap"])
@@ -182,7 +183,7 @@ def test_work_may_come_and_go_while_others_decode():
             engine.cancel(cancelled[-1])
             engine.cancel(cancelled[-1])
         found.update(engine.step())
-    assert len(cancelled) == 2 and not cancelled[0] in found
+    assert len(cancelled) == 2 and cancelled[0] not in found
     assert found.keys() == tickets.keys() - set(cancelled)
     for ticket, completion in found.items():
         same([completion], [expected[tickets[ticket]]])
@@ -236,15 +237,16 @@ def test_stop_texts_whose_characters_are_cut():
     def decode(ids):
         return b"".join(pieces[token] for token in ids).decode("utf-8", errors="replace")
 
-    def ends(ids, *stop):
+    def tokens_until(ids, *stop):
         texts = StopTexts(stop, decode)
-        return [texts.complete(ids[: n + 1]) for n in range(len(ids))]
+        return next((n for n in range(1, len(ids) + 1) if texts.complete(ids[:n])), None)
 
-    assert ends([0, 1, 2, 3, 4, 5], "é") == [False, False, True] + [False] * 3
-    assert ends([0, 1, 2, 3, 4, 5], "é €") == [False] * 5 + [True]
-    assert ends([0, 1, 2, 3, 4, 5, 6], "€x") == [False] * 6 + [True]
-    assert ends([6, 7, 4, 5], "xy") == [False, True, False, False]  # complete beside a character that is not
-    assert ends([6, 6, 7, 4, 5], "xy€")[-1]
+    assert tokens_until([0, 1, 2, 3, 4, 5], "é") == 3
+    assert tokens_until([0, 1, 2, 3, 4, 5], "é €") == 6
+    assert tokens_until([0, 1, 2, 3, 4, 5, 6], "€x") == 7
+    assert tokens_until([6, 7, 4, 5], "xy") == 2  # complete beside a character that is not
+    assert tokens_until([6, 6, 7, 4, 5], "xy€") == 5
+    assert tokens_until([0, 1, 2, 3, 4], "€", "f\ufffd€") is None
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,13 @@ def test_a_turn_that_a_stop_text_ended_is_closed_by_the_template(tmp_path):
     assert "assistant\nb<|im_end|>" in tokenizer.decode(observations.encode(messages, Completion()))
 
 
+def test_an_observation_of_a_plain_text_continues_it(tmp_path):
+    """Also where the tokenizer puts a space in front of what it begins with."""
+    tokenizer, _ = family(tmp_path, "gemma3")
+    ids = Observations(tokenizer, None).encode("stop", Completion())
+    assert tokenizer.decode([*tokenizer.encode("say"), *ids]) == "saystop"
+
+
 def test_turns_go_together_and_each_draw_has_a_seed_of_its_own(tmp_path):
     tokenizer, _ = family(tmp_path, "qwen25")
     engine = Scripted(tokenizer, {0: ["a"], 1: ["b", "c", "d"], 2: ["e", "f"]})
@@ -181,6 +188,9 @@ def test_bounds(tmp_path):
     assert episode.sampled[-1]  # nothing is read after the last turn
     episode, _ = run(["a" * 30], Counting(1, [0.5]), most=3)
     assert (episode.turns, episode.finish, episode.earned, len(episode.ids)) == (1, "length", 0.5, 3)
+    for environment, finish in ((Counting(1), "stop"), (Counting(9), "turns")):  # it ended with the last place
+        episode, _ = run(["a"], environment, max_turns=1, max_length=4 + 2)
+        assert (episode.finish, len(episode.ids)) == (finish, 2)
     room = len(tokenizer.encode("turn 1"))
     for extra, turns in ((0, 1), (1, 2)):  # with an observation that fills the sequence nothing can be said
         episode, engine = run(["a"] * 9, Counting(10**9), max_length=4 + 2 + room + extra)

@@ -1,5 +1,7 @@
 """Generation: transformers' generate token for token, rows of different lengths, stopping, seeds, and directories."""
 
+import io
+
 import pytest
 import torch
 import transformers
@@ -79,8 +81,8 @@ def test_rows_that_end_leave_and_the_others_go_on_the_same(model):
 
 def test_the_last_look_comes_with_the_last_token_where_looks_are_rare(model, monkeypatch):
     expected = generate(model, PROMPTS, max_new_tokens=11, eos_ids=[1, 2, 3], temperature=1.0)
-    monkeypatch.setattr("dtrain.rollout.generate._LOOK_EVERY", {})
-    monkeypatch.setattr("dtrain.rollout.generate._LOOK_EVERY_ELSEWHERE", 4)
+    monkeypatch.setattr("dtrain.rollout.engine._LOOK_EVERY", {})
+    monkeypatch.setattr("dtrain.rollout.engine._LOOK_EVERY_ELSEWHERE", 4)
     assert generate(model, PROMPTS, max_new_tokens=11, eos_ids=[1, 2, 3], temperature=1.0) == expected
 
 
@@ -95,8 +97,8 @@ def test_nothing_asked_nothing_given_and_the_mode_stays(model):
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([[1], []], {}, "prompt 1 is empty"),
-        ([[VOCAB]], {}, f"prompt 0 has a token id outside the model's vocabulary of {VOCAB}"),
+        ([[1], []], {}, "prompt of request 1 is empty"),
+        ([[VOCAB]], {}, f"prompt of request 0 has a token id outside the model's vocabulary of {VOCAB}"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0"),
         ([[1]], {"top_k": -2}, "top_k=-2"),
@@ -133,6 +135,22 @@ def test_text_of_a_run_a_checkpoint_and_an_export_is_the_same(finished):
     (finished / "export").rename(finished / "moved")
     assert text_of(finished) == from_export
     (finished / "moved").rename(finished / "export")
+
+
+def test_prompts_from_a_pipe_give_a_line_each(finished, monkeypatch, capsys):
+    from dtrain.cli import main
+
+    arguments = ["generate", str(finished / "export"), "--raw", "--max-new-tokens", "8", "--device", "cpu"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6 w7\nw9\n"))
+    assert main([*arguments, "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.splitlines() == text_of(finished / "export")
+    monkeypatch.setattr("dtrain.rollout.generate.generate_text", lambda *_, **__: iter(["one\ntwo", "three"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "one\\ntwo\nthree\n"
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    assert main(arguments) == 1
+    assert "no prompt: give --prompt" in capsys.readouterr().err
 
 
 def test_prompts_take_the_chat_template_unless_raw(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,24 +134,35 @@ def test_vllm_takes_no_stream():
         fake.close()
 
 
+def paused_under_way(url, count, talk, mode="keep"):
+    """`talk()` in a thread, paused before all of its `count` completions are done; the thread and where its result
+    comes."""
+    for _ in range(20):
+        got = []
+        thread = threading.Thread(target=lambda got=got: got.append(talk()))
+        thread.start()
+        wait_until(lambda thread=thread: not thread.is_alive() or ask(url, "/health")[1]["running"] == count)
+        is_early = ask(url, "/health")[1]["running"] == count
+        ask(url, "/pause", {"mode": mode})
+        if is_early and (mode != "keep" or ask(url, "/health")[1]["running"] == count):
+            return thread, got
+        ask(url, "/resume", {})
+        thread.join()
+    raise AssertionError("completions are done before a pause comes")
+
+
 def test_completions_under_way_go_on_and_say_their_oldest_version(root, servers, model):
     """Weights change between two tokens: what was begun keeps its first version, what comes after has the next, and is
     what the new weights alone give though the prompt is the same."""
     other = make_model(root, 2, "other")
     mark(other)
     url = servers[0].url
-    ask(url, "/pause", {"mode": "abort"})
-    ask(url, "/resume", {})
     back = root / "model"
     mark(back)
     assert ask(url, "/update_weights_from_disk", {"model_path": str(back), "weight_version": 50})[0] == 200
     before, _ = naive(back, LONG["prompt"], 110, stop_ids=())
     after, _ = naive(other, LONG["prompt"], 110, stop_ids=())
-    streamed = []
-    thread = threading.Thread(target=lambda: streamed.append(events(url, "/v1/completions", LONG)[0]))
-    thread.start()
-    wait_until(lambda: ask(url, "/health")[1]["running"] == 1)
-    ask(url, "/pause", {"mode": "keep"})
+    thread, streamed = paused_under_way(url, 1, lambda: events(url, "/v1/completions", LONG)[0])
     assert ask(url, "/health")[1]["status"] == "paused"
     waits = ask(url, "/update_weights_from_disk", {"model_path": str(other), "weight_version": 51, "mode": "wait"})
     assert waits[0] == 409
@@ -168,18 +180,15 @@ def test_completions_under_way_go_on_and_say_their_oldest_version(root, servers,
     assert fresh[0]["weight_version"] == 51 and fresh[0]["token_ids"][:20] == after[:20]
 
 
-def test_abort_and_wait(servers):
+@pytest.mark.parametrize("mode, status", [("abort", 503), ("wait", 200)])
+def test_abort_and_wait(servers, mode, status):
     url = servers[1].url
-    got = []
-    for mode, status in (("abort", 503), ("wait", 200)):
-        thread = threading.Thread(target=lambda: got.append(ask(url, "/v1/completions", {**LONG, "n": 2})))
-        thread.start()
-        wait_until(lambda: ask(url, "/health")[1]["running"] == 2)
-        ask(url, "/pause", {"mode": mode})
-        assert ask(url, "/health")[1]["running"] == 0
-        ask(url, "/resume", {})
-        thread.join()
-        assert got.pop()[0] == status
+    two = {**LONG, "n": 2}
+    thread, got = paused_under_way(url, 2, lambda: ask(url, "/v1/completions", two), mode)
+    assert ask(url, "/health")[1]["running"] == 0
+    ask(url, "/resume", {})
+    thread.join()
+    assert got[0][0] == status
 
 
 def test_half_an_update_decodes_nothing_until_a_whole_one(servers, root, model):
@@ -220,7 +229,9 @@ def joins_as_sglang(rank, port, shapes):
 
     store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2))
     store = PrefixStore("weight_update_group", store)
-    group, _ = _new_process_group_helper(2, 1, [], Backend("gloo"), store, group_name="weight_update_group")
+    group, _ = _new_process_group_helper(
+        2, 1, [], Backend("gloo"), store, group_name="weight_update_group", timeout=timedelta(seconds=30)
+    )
     message = torch.empty(sum(shapes) * 4, dtype=torch.uint8)
     dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     dist.broadcast(message, src=0, group=group)
@@ -233,8 +244,6 @@ def test_the_group_is_the_one_that_sglang_joins():
 
 
 def test_a_receiver_that_nobody_meets_gives_up():
-    from datetime import timedelta
-
     with pytest.raises(RuntimeError):
         WeightReceiver("127.0.0.1", free_port(), 1, 2, wait=timedelta(seconds=1))
 

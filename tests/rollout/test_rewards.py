@@ -292,10 +292,10 @@ def test_ctrl_c_does_not_wait_for_a_reward(mine):
         import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         from tests.rollout.test_rewards import Spec, scored
         from dtrain.rollout.rewards import Rewards
-        with Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=100) as rewards:
-            scored(rewards)
-            print("ready", flush=True)
-            scored(rewards, "hang")
+        rewards = Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=100)
+        scored(rewards)
+        print("ready", flush=True)
+        scored(rewards, "hang")
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -30,7 +30,7 @@ _SIGNED = re.compile(
 )
 _UNIT = re.compile(
     r"(?:(?:\s*\^\s*\{?\s*\\circ\s*\}?|°)\s*[CF]?"
-    r"|\s+(?!(?:or|and|to|plus|minus|times)\b)[A-Za-z]{2,}[^\d]*"
+    r"|\s+(?!(?:or|and|to|plus|minus|times|hundred|thousand|million|billion|dozen)\b)[A-Za-z]{2,}[^\d]*"
     r"|(?:\s+[mgslh]|\s*(?:km|cm|mm|kg|mg|lbs?|oz|ml|kl|hrs?|min|mph|mi|in|ft|yd|dollars?|cents?|degrees?))"
     r"(?:\s*\^?\s*\{?\s*[23]\s*\}?)?"
     r")\.?",
@@ -89,7 +89,8 @@ def marked_answer(text: str) -> str | None:
         return said.rstrip(".")
     number = _ANY_NUMBER.search(_plain(said))
     sentence = said.partition(". ")[0].rstrip(".")
-    return number.group().strip() if number and not read(sentence).parts else sentence or None
+    is_one = number and not read(sentence).parts and " or " not in sentence
+    return number.group().strip() if is_one else sentence or None
 
 
 def read(text: str) -> Answer:
@@ -111,6 +112,10 @@ def read(text: str) -> Answer:
     if len(pieces) > 1 and all(piece.strip() for piece in pieces):
         brackets = inner[0] + inner[-1] if bare is not inner else ""
         return Answer(brackets, parts=tuple(read(piece) for piece in pieces))
+    if inner[:1] == "(" and bare is not inner:
+        value, percent = _number(bare)
+        if value is not None:
+            return Answer(bare, value, percent)
     text = _ONE_WORD.sub(r"\1", _FRACTION.sub(r"(\1)/(\2)", "".join(inner.replace("$", "").split())))
     return Answer(text.casefold() if text.isalpha() and len(text) > 1 else text)
 

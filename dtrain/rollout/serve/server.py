@@ -24,7 +24,7 @@ from dtrain.rollout.serve.answers import Answer, Piece
 from dtrain.rollout.serve.protocol import ApiError, Ask, Parser
 from dtrain.rollout.serve.updates import Updates
 from dtrain.rollout.serve.worker import MODES, Job, Worker
-from dtrain.rollout.shared_directory import newest
+from dtrain.rollout.shared_directory import MARKER, newest
 
 MOST_BYTES = 1 << 26  # of a request's body
 IDLE_SECONDS = 600  # that a connection may stay open between two requests
@@ -303,13 +303,14 @@ def serve(server: Server, *, grace: float, watch: Path | None = None, say: Calla
     worker.start()
     accepting = threading.Thread(target=server.serve_forever, args=(0.1,), name="http", daemon=True)
     accepting.start()
+    follower = None if watch is None else Follower(watch, server.service.updates, say)
     signum = None
     try:
         while signum is None and worker.failure is None:
             with suppress(queue.Empty):
                 signum = asked.get(timeout=WATCH_SECONDS)
-            if watch is not None and signum is None:
-                _follow(watch, server.service.updates, say)
+            if follower is not None and signum is None:
+                follower.look()
         server.ending = True
         worker.refuse("the server is ending")
         finished = _end(worker, asked, grace)
@@ -335,12 +336,25 @@ def _end(worker: Worker, asked: queue.SimpleQueue, grace: float) -> bool:
     return worker.end(0.0)
 
 
-def _follow(shared: Path, updates: Updates, say: Callable[[str], None]) -> None:
-    found = newest(shared)
-    if found is None or found[0] <= updates.worker.version:
-        return
-    try:
-        updates.load(found[1], found[0])
-        say(f"version {found[0]} of the weights, from {found[1]}")
-    except (UserError, ApiError) as error:
-        say(f"{found[1]} is left alone: {error}")
+class Follower:
+    """Reads the newest whole step-N of a shared directory, each one once."""
+
+    def __init__(self, shared: Path, updates: Updates, say: Callable[[str], None]):
+        self.shared, self.updates, self.say = shared, updates, say
+        self._seen: tuple[Path, int] | None = None
+
+    def look(self) -> None:
+        found = newest(self.shared)
+        if found is None:
+            return
+        version, directory = found
+        with suppress(FileNotFoundError):  # it was pruned just now
+            written = (directory / MARKER).stat().st_mtime_ns
+            if self._seen == (directory, written):
+                return
+            self._seen = (directory, written)
+            try:
+                self.updates.load(directory, version)
+                self.say(f"version {version} of the weights, from {directory}")
+            except (UserError, ApiError) as error:
+                self.say(f"{directory} is left alone: {error}")

@@ -7,9 +7,7 @@ from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.rollout.engine import Engine
-from dtrain.rollout.generate import _device as choose_device
-from dtrain.rollout.generate import _dtype as choose_dtype
-from dtrain.rollout.generate import load
+from dtrain.rollout.generate import choose_device, choose_dtype, load
 from dtrain.rollout.http import read_key
 from dtrain.rollout.serve.protocol import Parser
 from dtrain.rollout.serve.server import Server, Service, serve
@@ -28,6 +26,7 @@ def serve_directory(
     max_tokens: int | None = None,
     max_length: int | None = None,
     name: str | None = None,
+    chat_template: str | None = None,
     api_key_file: Path | None = None,
     watch: Path | None = None,
     grace: float = 30.0,
@@ -36,7 +35,8 @@ def serve_directory(
     """Serve the model of `directory` (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
 
     max_rows, max_tokens: the engine's. max_length: prompt and completion together, at most what the model was built
-    for. name: what clients call the model (default: `directory` as given). Raises UserError.
+    for. name: what clients call the model (default: `directory` as given). chat_template: a file, in place of the
+    model's own. Raises UserError.
     """
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
@@ -45,7 +45,7 @@ def serve_directory(
     most = model.config.max_position_embeddings
     if max_length is not None and max_length > most:
         raise UserError(f"--max-length {max_length}: the model was built for {most} positions")
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens)
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, chat_template)
     length = max_length or most
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
 

@@ -1,0 +1,72 @@
+"""GRPO with its rollouts from a server process: the run of the native engine, number for number; and a dead server."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from dtrain.errors import Unavailable
+from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
+from tests.rollout.serving import Process, ask, make_model, wait_until
+from tests.test_trainer import assert_same, run
+from tests.tiny import tiny_grpo
+
+FIXED = ("train.steps=6", "train.micro_batch=2", "grpo.sampling.temperature=0.8", "grpo.sampling.top_p=0.9")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    process = Process(make_model(tmp_path_factory.mktemp("servers"), 1), "--max-rows", "8")
+    yield process
+    process.kill()
+
+
+def over_http(root, server, *overrides, name):
+    settings = ["grpo.engine=http", f"grpo.server.urls=[{server.url}]", "grpo.server.timeout=60", *overrides]
+    return tiny_grpo(root, *FIXED, *settings, name=name)
+
+
+@pytest.mark.parametrize(
+    "world_size, shape", [(1, ("grpo.server.weights=broadcast",)), (2, ("parallel.tp=2",)), (2, ())]
+)
+def test_a_run_over_a_server_is_the_run_of_the_native_engine(tmp_path, server, world_size, shape):
+    native = tiny_grpo(tmp_path, *FIXED, name="native")
+    served = over_http(tmp_path, server, *shape, name="served")
+    run(native)
+    run(served, world_size)
+    assert_same(served, native, rtol=1e-9)
+    samples = Path(served.run.dir) / "served" / "samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [row.pop("version") for row in rows] == [row["step"] - 1 for row in rows]  # as many steps as went before
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert_same_samples(served, native)
+    assert_rows_close(served, native)
+
+
+def test_rollouts_ahead_are_of_older_weights_within_bounds(tmp_path, server):
+    recipe = over_http(tmp_path, server, "grpo.max_off_policy_steps=2", "grpo.server.weights=broadcast", name="ahead")
+    run(recipe)
+    rows = [row for row in lines(recipe) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["mismatch_kl"] == pytest.approx(0, abs=1e-9) and any(row["mismatch_kl"] > 1e-9 for row in rows[2:])
+    assert ask(server.url, "/health")[1]["status"] == "ok"
+
+
+def test_a_server_that_dies_ends_the_run_in_its_name_with_the_state_saved(tmp_path):
+    process = Process(make_model(tmp_path, 1), "--max-rows", "8")
+    changes = ("grpo.server.retries=0", "grpo.server.timeout=5", "train.steps=100000", "checkpoint.every=100000")
+    recipe = over_http(tmp_path, process, *changes, name="dead")
+    metrics = Path(recipe.run.dir) / "dead" / "metrics.jsonl"
+
+    def kill():
+        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), 60)
+        process.kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(Unavailable, match=process.url):
+        run(recipe)
+    killing.join()
+    last = [row["step"] for row in lines(recipe) if "loss" in row][-1]
+    assert (Path(recipe.run.dir) / "dead" / "checkpoints" / f"step-{last}").is_dir()
