@@ -268,6 +268,8 @@ class Trainer:
             f"global batch {self.recipe.train.global_batch} = micro batch {self.recipe.train.micro_batch} × "
             f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} steps"
         )
+        for line in self.method.choices:
+            say(line)
         say(f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})")
         schedule, longest = self.recipe.scheduler, policy.model.config.max_position_embeddings
         if not isinstance(schedule, list) and schedule.name in SCHEDULES and schedule.warmup_steps >= self.total_steps:

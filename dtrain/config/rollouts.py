@@ -29,6 +29,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("grpo.sampling.max_new_tokens", lambda v: v >= 1, "at least 1"),
     ("grpo.sampling.stop", lambda v: all(v), "texts that are not empty"),
     ("grpo.server.timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
+    ("grpo.server.start_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
     ("grpo.server.retries", lambda v: v >= 0, "at least 0"),
     ("grpo.server.concurrency", lambda v: v >= 1, "at least 1"),
 )
@@ -48,6 +49,8 @@ def problems(recipe: Recipe) -> list[str]:
             "grpo.dynamic_sampling=refill takes as many prompts as it needs, so that train.epochs cannot be counted in "
             "steps: set train.steps"
         )
+    if section.dynamic_batch and recipe.data.packing:
+        found.append("grpo.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out")
     if recipe.data.loss_on != "assistant":
         found.append(
             f"data.loss_on={recipe.data.loss_on} plays no part under method=grpo: what the model draws is trained; "

@@ -314,6 +314,10 @@ class Server:
     """How often a request is sent again where the connection or the server failed."""
     concurrency: int = 64
     """Requests on their way at once, over all servers."""
+    start_timeout: float = 300.0
+    """Seconds that the servers may take to come up, when the run starts."""
+    api_key_file: str | None = None
+    """A file with the key that the servers want. null: none."""
     weights: Literal["directory", "broadcast"] = "directory"
     """How updated weights travel: as safetensors in `weights_dir`, which the servers can read, or over a process group
     of their own."""
@@ -384,6 +388,9 @@ class Grpo:
     unshard: bool | str = "auto"
     """auto | true | false: whether a rank holds the whole weights (its tensor-parallel part of them) while it
     generates, gathered once, or gathers each layer for each token. auto: where memory allows."""
+    dynamic_batch: bool = False
+    """Without `data.packing`: a micro-batch is completions of like length, as many as fill micro_batch × max_length
+    tokens with their padding, instead of micro_batch completions."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
     max_mismatch: float | None = 0.1

@@ -77,6 +77,8 @@ class OverHttp:
                 timeout=section.timeout,
                 retries=section.retries,
                 concurrency=section.concurrency,
+                start_timeout=section.start_timeout,
+                api_key_file=section.api_key_file,
                 say=run.metrics.say,
             )
             if recipe.grpo.max_off_policy_steps:

@@ -30,7 +30,7 @@ from dtrain.methods.method import Method, Run
 from dtrain.methods.rollout_buffer import Buffer
 from dtrain.methods.shares import share_out
 from dtrain.methods.table import SampleTable
-from dtrain.policy import Batching, Packed, Policy
+from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 
 
@@ -60,7 +60,21 @@ class Grpo(Method):
     def micro_rows(self) -> int | Batching:
         """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
         size = self.recipe.train.micro_batch
-        return Packed(size * self.recipe.data.max_length) if self.recipe.data.packing else size
+        tokens = size * self.recipe.data.max_length
+        if self.recipe.data.packing:
+            return Packed(tokens)
+        return DynamicShapes(tokens) if self.recipe.grpo.dynamic_batch else size
+
+    @property
+    def choices(self) -> list[str]:
+        section, rows = self.recipe.grpo, self.micro_rows
+        drawn = section.prompts_per_step * section.group_size
+        words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, {} tokens at most"}
+        how = "" if isinstance(rows, int) else f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
+        return [
+            f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
+            f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
+        ]
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
@@ -211,7 +225,7 @@ class Grpo(Method):
 
     def _most_rows(self, rows: int) -> int | None:
         """Fixed micro-batches are rows: a rank takes no more of them than its part."""
-        return None if self.recipe.data.packing else -(-rows // self._policy.mesh.dp_size)
+        return -(-rows // self._policy.mesh.dp_size) if isinstance(self.micro_rows, int) else None
 
     def _costs(self, indices: list[int]) -> list[float]:
         """FLOPs of training on these completions."""

@@ -58,6 +58,11 @@ class Method:
         per_sample = 2 if self.kind == "pairs" and not self.recipe.data.packing else 1
         return self.recipe.train.micro_batch * per_sample
 
+    @property
+    def choices(self) -> list[str]:
+        """What the terminal is told of the method's sizes when a run starts."""
+        return []
+
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a
         resume. splits: the rows of `train`, and of `val` where there are some. Collective."""

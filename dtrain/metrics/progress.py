@@ -55,6 +55,7 @@ class Progress:
 def _summary(row: Mapping[str, int | float]) -> str:
     shown = {
         "loss": lambda value: f"loss {value:.4f}",
+        "reward_mean": lambda value: f"reward {value:.3f}",
         "grad_norm": lambda value: f"grad norm {value:.3g}",
         "lr": lambda value: f"lr {value:.2e}",
         "tokens_per_sec": lambda value: f"{tqdm.format_sizeof(value)} tokens/s",

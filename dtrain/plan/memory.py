@@ -85,6 +85,11 @@ class Storages:
 
     def mark(self, label: Hashable) -> None:
         """A new piece of the timeline begins here."""
+        for key, (reference, allocation) in self._live.items():
+            storage = reference()
+            if storage is not None and allocation.size and not storage.nbytes():  # FSDP's, in a group of one rank
+                self._resized.add(key)
+                allocation.part = "gathered parameters"
         self.poll()
         self.marks.append((len(self.changes), label))
 

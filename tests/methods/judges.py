@@ -25,4 +25,4 @@ class Asks:
         return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 
     def observe(self):
-        return "w5 w6 w7"
+        return " w5 w6 w7"

@@ -62,8 +62,15 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("world_size, shape", MESHES)
+def cases():
+    """Every mesh; packed and padded take turns, and the rest is for `tools/test --all`."""
+    for index, mesh in enumerate(MESHES):
+        for packing in ("true", "false"):
+            is_due = (packing == "true") == (index % 2 == 0)
+            yield pytest.param(*mesh, packing, marks=() if is_due else pytest.mark.full)
+
+
+@pytest.mark.parametrize("world_size, shape, packing", cases())
 def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
     sizes = [word for word in shape if not word.startswith("parallel.") and "unshard" not in word]
     fixed = (f"data.packing={packing}", "train.steps=8", "train.micro_batch=2", *RICH)
@@ -76,7 +83,7 @@ def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
     assert_same_samples(mesh, one)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.full), "gemma3"])
 def test_every_family(tmp_path, family):
     fixed = ("train.steps=4", "train.micro_batch=1", "grpo.loss=gspo")
     one, mesh = (tiny_grpo(tmp_path, *fixed, family=family, name=name) for name in ("one", "mesh"))
@@ -87,17 +94,22 @@ def test_every_family(tmp_path, family):
     assert_same_samples(mesh, one)
 
 
-@pytest.mark.parametrize(
-    "loss", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "vespo", "dppo_tv", "gmpo"]
-)
+SOME_LOSSES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+OTHER_LOSSES = ["bnpo", "gspo_token", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo", "reinforce"]
+
+
+@pytest.mark.parametrize("loss", [*SOME_LOSSES, *(pytest.param(one, marks=pytest.mark.full) for one in OTHER_LOSSES)])
 def test_losses_do_not_depend_on_the_split(tmp_path, loss):
     fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=4")
     whole = tiny_grpo(tmp_path, *fixed, "data.packing=false", "train.micro_batch=8", name="whole")
     split = tiny_grpo(tmp_path, *fixed, "data.packing=true", "train.micro_batch=1", name="split")
+    dynamic = ("data.packing=false", "grpo.dynamic_batch=true", "train.micro_batch=1")
+    by_length = tiny_grpo(tmp_path, *fixed, *dynamic, name="by_length")
     run(whole)
-    run(split, 2)
-    assert_same(split, whole, rtol=1e-9)
-    assert_rows_close(split, whole)
+    for other in (split, by_length):
+        run(other, 2)
+        assert_same(other, whole, rtol=1e-9)
+        assert_rows_close(other, whole)
 
 
 def test_the_entropies_of_the_whole_minibatch_decide(tmp_path):

@@ -1,0 +1,73 @@
+"""The buffer of a rollout: rows with their streams, what is computed of them back in its place, shares of like cost."""
+
+import random
+
+import pytest
+import torch
+
+from dtrain.batch import IGNORE
+from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.methods.shares import share_out
+
+SAMPLES = [
+    Sample([5, 6], [7, 8, 9], [True, False, True], [-0.1, 0.0, -0.3], "stop"),
+    Sample([4], [3], [True], [-0.5], "length"),
+    Sample([2, 2, 2], [9, 1], [True, True], [-0.7, -0.8], "stop"),
+]
+
+
+def buffer(trains=(True, True, True)):
+    flags = torch.tensor(trains)
+    return Buffer.of(SAMPLES, torch.tensor([1.0, -2.0, 0.5]), torch.ones(3, dtype=torch.bool), flags)
+
+
+def test_a_row_has_its_streams_where_the_labels_stand():
+    batch = buffer().batch([0, 1])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[IGNORE, 7, IGNORE, 9, IGNORE], [3] + [IGNORE] * 4]
+    assert batch["advantages"].tolist() == [[0, 1, 0, 1, 0], [-2, 0, 0, 0, 0]]
+    assert batch["sampling_logprobs"].tolist() == [[0, -0.1, 0, -0.3, 0], [-0.5, 0, 0, 0, 0]]
+    assert batch["seq_ids"].tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_sample_that_is_not_trained_has_no_label():
+    batch = buffer((False, True, True)).batch([0])
+    assert (batch["labels"] == IGNORE).all() and not batch["advantages"].any()
+    assert buffer().batch([])["input_ids"].shape[0] == 0
+
+
+@pytest.mark.parametrize("shares", [[[0, 1, 2]], [[2], [0, 1]], [[1], [], [0, 2]]])
+def test_what_ranks_compute_comes_back_in_its_place(shares):
+    whole = buffer()
+    parts = []
+    for share in shares:
+        batch = whole.batch(share)
+        values = torch.where(batch["labels"] == IGNORE, 0.0, batch["labels"] + 0.25)
+        parts.append(whole.flat(values, share))
+    whole.place("old_logprobs", torch.cat(parts), [index for share in shares for index in share])
+    expected = torch.where(whole.trained, whole.tokens + 0.25, 0.0)
+    assert torch.equal(whole.per_token["old_logprobs"], expected.double())
+
+
+def test_room_for_one_of_that_size():
+    whole = buffer()
+    empty = Buffer.empty(3, len(whole.tokens), list(whole.per_token))
+    shapes = {name: (one.shape, one.dtype) for name, one in whole.tensors().items()}
+    assert {name: (one.shape, one.dtype) for name, one in empty.tensors().items()} == shapes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("most", [None, 9])
+def test_shares_hold_everything_once_and_are_even(ranks, most):
+    draw = random.Random(ranks)
+    costs = [draw.uniform(1, 5) for _ in range(9)]
+    shares = share_out(costs, ranks, most)
+    assert sorted(index for share in shares for index in share) == list(range(9))
+    loads = [sum(costs[index] for index in share) for share in shares]
+    assert max(loads) <= 4 / 3 * max(sum(costs) / ranks, max(costs)) + 1e-9
+
+
+def test_a_share_has_at_most_so_many():
+    assert max(map(len, share_out([10.0, 1.0, 1.0, 1.0], 2, 2))) == 2
+    assert share_out([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]

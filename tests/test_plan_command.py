@@ -1,0 +1,135 @@
+"""`dtrain plan` as its user meets it, and the step of many layers that a few of them tell."""
+
+import json
+import time
+
+import pytest
+
+from dtrain import config
+from dtrain.cli import main
+from dtrain.models.config import read_config
+from dtrain.plan.hardware import GPUS
+from dtrain.plan.plan import make_plan
+from dtrain.plan.search import search
+from dtrain.plan.step import plan_step
+from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
+from tests.tiny import tiny_recipe, write_model
+
+LLAMA_3_1_70B = {
+    **LLAMA_3_1_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+WHOLE = {
+    "cuda, tp2 cp2 dp2, computed again": (
+        "qwen3",
+        {},
+        "cuda",
+        8,
+        ["parallel.tp=2", "parallel.cp=2", "train.activation_checkpointing=full"],
+    ),
+    "cpu, HSDP, given back": (
+        "llama",
+        {"tied": False},
+        "cpu",
+        4,
+        ["parallel.dp_replicate=2", "parallel.reshard_after_forward=true"],
+    ),
+    "cuda, gemma3's pattern": (
+        "gemma3",
+        {"layer_types": ["sliding_attention", "full_attention"] * 6},
+        "cuda",
+        2,
+        ["train.global_batch=2"],
+    ),
+    "cuda, dpo, one GPU": ("qwen2", {}, "cuda", 1, ["method=dpo", "train.global_batch=2", "train.micro_batch=1"]),
+    "cpu, ring": ("qwen3", {}, "cpu", 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "data.packing=false"]),
+}
+SAMPLED = ("cuda, tp2 cp2 dp2, computed again", "cuda, gemma3's pattern")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in WHOLE]
+)
+def test_few_layers_tell_what_all_of_them_would(tmp_path, name):
+    family, changes, device, ranks, options = WHOLE[name]
+    layers = 12 if family == "gemma3" else 9
+    path = write_model(tmp_path / "model", family, **{"num_hidden_layers": layers, **changes})
+    settings = [f"model.path={path}", "train.dtype=auto", "train.global_batch=8", "train.micro_batch=1"]
+    recipe = tiny_recipe(tmp_path, *settings, *options)
+    sizes, model = config.sizes(recipe, ranks), read_config(path)
+    few = plan_step(recipe, model, sizes, device=device)
+    assert few == plan_step(recipe, model, sizes, device=device, whole=True)
+    assert few.peak == sum(few.parts.values())
+
+
+def model_of(tmp_path, shape):
+    """A directory that holds config.json alone."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(shape))
+    return f"model.path={directory}"
+
+
+def test_json_is_all_that_is_printed_and_config_json_all_that_is_read(tmp_path, capfd):
+    began = time.monotonic()
+    words = ["parallel.tp=8", "parallel.dp_replicate=4", "train.global_batch=128", "data.max_length=8192"]
+    model = model_of(tmp_path, LLAMA_3_1_70B)
+    assert main(["plan", "llama3.1-8b-sft", model, *words, "--world-size", "1024", "--json", "--step-time", "4"]) == 0
+    assert time.monotonic() - began < 60
+    told = capfd.readouterr()
+    plan = json.loads(told.out)
+    assert told.err == ""
+    elements = 70_553_706_496
+    assert plan["total_parameters"] == elements and plan["sizes"]["dp_shard"] == 32 and plan["dtype"] == "bfloat16"
+    norms = (2 * 80 + 1) * 8192  # whole on every tp rank
+    assert plan["memory"]["parameters"] == 4 * ((elements - norms) // 8 + norms) // 32
+    assert plan["memory"]["optimizer_state"] == pytest.approx(2 * plan["memory"]["parameters"], rel=1e-5)
+    assert plan["memory"]["peak"] == sum(plan["memory"]["peak_parts"].values()) and plan["memory"]["fits"]
+    flops = plan["flops_per_token"] * plan["tokens"]
+    assert plan["tokens"] == 128 * 8192 and plan["mfu"] == pytest.approx(flops / 4 / 1024 / 989e12)
+    lanes = {(lane["dimension"], lane["kind"]): lane for lane in plan["traffic"] if lane["dimension"] != "all"}
+    assert lanes["fsdp", "all-gather"]["count"] == 80 + 1 + 79  # README's table
+    assert lanes["fsdp", "reduce-scatter"]["count"] == lanes["dp_replicate", "all-reduce"]["count"] == 80 + 1
+    assert plan["estimate"]["is_estimate"] and plan["estimate"]["step_time"] > flops / 1024 / 989e12
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path, capfd):
+    recipe = ["qwen3-8b-sft", model_of(tmp_path, QWEN3_8B), "train.global_batch=8"]
+    assert main(["plan", *recipe, "--world-size", "2"]) == 1
+    told = capfd.readouterr()
+    assert "TOO MUCH of the budget" in told.out and "gradients" in told.out and "estimate" in told.out.lower()
+    assert "this does not fit: the peak is" in told.err and "more than the budget of 72.77 GiB" in told.err
+    change = told.err.split("the smallest change that fits is ")[1].split(", with a peak")[0]
+    words = change.replace("--world-size ", "--world-size=").split()
+    assert main(["plan", *recipe, *(["--world-size=2"] if "--world-size" not in change else []), *words]) == 0
+
+
+def test_a_recipe_that_cannot_run_there_is_refused_as_validate_does(tmp_path, capfd):
+    model = model_of(tmp_path, QWEN3_8B)
+    assert main(["plan", "qwen3-8b-sft", model, "parallel.tp=6", "--world-size", "8"]) == 1
+    told = capfd.readouterr()
+    assert told.out == "" and "tp=6" in told.err and "query heads" in told.err
+    assert main(["plan", "sft", "model.path=/nowhere", "--world-size", "2"]) == 1
+    assert "there is no directory '/nowhere'" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "sft", "--gpu", "abacus"])
+    with pytest.raises(SystemExit):
+        main(["plan", "sft", "--memory", "0"])
+
+
+def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.dtype=auto", "train.global_batch=4", family="llama")
+    plan = make_plan(recipe, 4, GPUS["h100"])
+    found = search(plan.recipe, plan.config, 4, plan.hardware, plan.budget, best=3, most_traces=3)
+    times = [one.time.total for one in found.best]
+    assert len(times) == 3 and times == sorted(times)
+    for one in found.best:
+        sizes = one.sizes
+        assert sizes.dp_replicate * sizes.dp_shard * sizes.cp * sizes.tp == 4
+        assert sizes.dp * sizes.micro_batch * sizes.accumulation == 4 and one.step.peak <= plan.budget
+    assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
+    smallest = min(one.step.peak for one in found.best)
+    assert not search(plan.recipe, plan.config, 4, plan.hardware, smallest // 8, most_traces=2).best
