@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit status."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
+        arguments.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
     if rest:
         _refuse(parser, rest)
     try:

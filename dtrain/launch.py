@@ -99,11 +99,16 @@ def find_place(environ: Mapping[str, str], nproc: int) -> Place | None:
 
 
 def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Rank 0's host, and a port that two jobs on one machine rarely share."""
+    """Rank 0's host, the first of the step's node list, and a port that two steps on one machine rarely share.
+
+    SLURM_LAUNCH_NODE_IPADDR is srun's own host, which may be a login node: it counts where no list is given. The port
+    lies below those that systems give to connections (from 32768 on Linux).
+    """
     lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     nodes = next((environ[name] for name in lists if name in environ), "")
-    host = environ.get("MASTER_ADDR") or first_host(nodes)
-    port = environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", 0)) % 20000
+    listed = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+    step = int(environ.get("SLURM_JOB_ID", 0)) + 1009 * int(environ.get("SLURM_STEP_ID", 0))
+    host, port = environ.get("MASTER_ADDR") or listed, environ.get("MASTER_PORT") or 20000 + step % 12000
     return host, int(port)
 
 

@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.config import Recipe
 from dtrain.errors import UserError
+from dtrain.meeting import Place, join, watched
 
 if TYPE_CHECKING:
     import torch
@@ -33,29 +35,18 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is ho
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
-@dataclass(frozen=True)
-class Place:
-    """This process among those of the run.
-
-    started_by  torchrun, or slurm; None: this process is alone, or a launcher
-    attempt     restarts of all processes before this one
-    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    started_by: str | None = None
-    attempt: int = 0
-    master: tuple[str, int] = ("localhost", 0)
-    agent_store: bool = False
-
-
-def run_rank(recipe: Recipe, place: Place, stop: "StopFlag", threads: int | None, train: Train | None = None) -> None:
+def run_rank(
+    recipe: Recipe,
+    place: Place,
+    stop: "StopFlag",
+    threads: int | None,
+    train: Train | None = None,
+    terminal: int | None = None,
+) -> None:
     """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
 
-    `train` defaults to `dtrain.trainer.train`. Raises what it raises, and a UserError where memory ran out.
+    `train` defaults to `dtrain.trainer.train`. `terminal` is a file that a lost rank is told on, beside this process's
+    stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank was lost.
     """
     import torch
     import torch.distributed as dist
@@ -67,9 +58,15 @@ def run_rank(recipe: Recipe, place: Place, stop: "StopFlag", threads: int | None
     device = choose_device(recipe.launch.device, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with memory_errors(recipe, place, device):
+    with ExitStack() as stack:
+        stack.enter_context(memory_errors(recipe, place, device))
         if place.world_size > 1:
-            _join(place, device)
+            join(place, device)
+        if place.watches:
+            tell = partial(_tell_lost, recipe, terminal)
+            attempt = stack.enter_context(watched(place, recipe.launch.lost_after, tell, _end_lost))
+            stack.enter_context(memory_errors(recipe, place, device))
+            recipe = resumed(recipe) if attempt > place.attempt else recipe
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
@@ -80,7 +77,9 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
     """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
     from dtrain.parallel.runtime import StopFlag
 
+    terminal = None
     if place.rank > 0:
+        terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
         write_to_log(recipe, place.rank)
     if place.attempt:
         recipe = resumed(recipe)
@@ -92,7 +91,26 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
             os.write(2, STOPPING)
 
     with on_signals(ask):
-        run_rank(recipe, place, stop, threads, train)
+        run_rank(recipe, place, stop, threads, train, terminal)
+
+
+def _tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
+    """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
+    checkpoints = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
+    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
+    saved = "no checkpoint was saved yet: the same command starts over"
+    if steps:
+        saved = f"the last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
+    text = f"{who}; the run cannot go on without. {saved[0].upper()}{saved[1:]}"
+    if terminal is not None:
+        os.write(terminal, f"\ndtrain: {text}\n".encode())
+    return text
+
+
+def _end_lost(text: str) -> None:
+    """The last of this process, whose main thread waits in a collective for a rank that is lost."""
+    os.write(2, f"\ndtrain: {text}\n".encode())
+    os._exit(1)
 
 
 def resumed(recipe: Recipe) -> Recipe:
@@ -102,19 +120,6 @@ def resumed(recipe: Recipe) -> Recipe:
     if recipe.checkpoint.resume is None or any(saved):
         return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
     return recipe
-
-
-def _join(place: Place, device: "torch.device") -> None:
-    import torch.distributed as dist
-
-    host, port = place.master
-    if place.agent_store:  # the same one over all restarts: what an earlier attempt left there must not be read
-        store = dist.PrefixStore(f"attempt-{place.attempt}", dist.TCPStore(host, port, is_master=False))
-        where = {"store": store}
-    else:
-        where = {"init_method": f"tcp://{host}:{port}"}
-    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, device_id=device_id, **where)
 
 
 def choose_device(wanted: str, place: Place) -> "torch.device":

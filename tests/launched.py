@@ -59,6 +59,14 @@ def hangs(recipe, runtime):
     time.sleep(60)
 
 
+def reduces(recipe, runtime):
+    """Collectives one after another, for a minute or so, until a rank is lost."""
+    _mark(recipe, runtime)
+    for _ in range(1200):
+        dist.all_reduce(torch.zeros(1))
+        time.sleep(0.05)
+
+
 def starves(recipe, runtime):
     torch.empty(2**60)
 

@@ -18,6 +18,8 @@ FLOORS = (
     ("launch", "plan", "environment"),
     ("agent",),
     ("rank", "preflight"),
+    ("meeting",),
+    ("pulse",),
     ("trainer",),
     ("resume",),
     ("methods",),
@@ -42,7 +44,7 @@ EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
     dtrain dtrain.errors dtrain.config dtrain.cli dtrain.launch dtrain.preflight dtrain.models.config
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
-    dtrain.data.preferences dtrain.data.pairs
+    dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
     dtrain.rollout.rewards.worker dtrain.rollout.http dtrain.rollout.ahead dtrain.rollout.shared_directory
     dtrain.rollout.serve.answers

@@ -60,10 +60,10 @@ class Sent(TorchDispatchMode):
 
 
 def trained(rank, recipe, world_size):
-    """This rank's bytes of parameters, gradients and optimizer state, and what one step sends: a run of three steps
-    less a run of two."""
+    """This rank's bytes of parameters, gradients and optimizer state, and what one step sends: a run of two steps
+    less a run of one."""
     sent, held = [], {}
-    for steps in (2, 3):
+    for steps in (1, 2):
         changed = config.load(recipe, [f"train.steps={steps}", f"run.name=steps{steps}"])
         counted = Sent()
         with ExitStack() as stack:
@@ -108,18 +108,23 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+SAMPLED = ("dp2, llama, nothing even", "tp4 with 2 KV heads, checkpointing", "cp3, ring, mixed", "dp2 tp2 cp2, gemma3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in MESHES]
+)
 def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, name):
     family, changes, ranks, options = MESHES[name]
     path = write_model(tmp_path / "model", family, **changes)
     rows = tmp_path / "full.jsonl"
     row = json.dumps({"input_ids": [7] * LENGTH, "labels": [7] * LENGTH}) + "\n"
     rows.write_text(row * 100)
-    settings = [f"model.path={path}", f"data.train.path={rows}", "train.global_batch=16", "train.micro_batch=2"]
+    settings = [f"model.path={path}", f"data.train.path={rows}", "train.global_batch=8", "train.micro_batch=2"]
     recipe = tiny_recipe(tmp_path, *settings, "launch.device=cpu", *options)
     sizes = config.sizes(recipe, ranks)
     real = run_world(trained, ranks, recipe, ranks)
-    for rank in sorted({0, ranks - 1}):
+    for rank in (0, ranks - 1) if ranks == 2 else (0,):
         held, sent = real[rank]
         step = plan_step(recipe, read_config(path), sizes, rank=rank, device="cpu")
         assert {"parameters": step.parameters, "gradients": step.gradients, "state": step.state} == held

@@ -25,7 +25,7 @@ from tests.world import run_world
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 688,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "head_dim": 32,
     "vocab_size": 2003,
@@ -98,7 +98,7 @@ CASES = {
     "cp2 dp2, selective": (4, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
     "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),
 }
-SAMPLED = ("one process", "dp2, computed again", "tp2, padded", "dpo")
+SAMPLED = ("one process", "dp2, computed again", "tp2, padded")
 
 
 @pytest.mark.parametrize(

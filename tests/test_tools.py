@@ -119,14 +119,6 @@ def test_bench_prints_what_a_recipe_does(tmp_path):
     assert refused.returncode != 0 and "model.path is missing" in refused.stderr
 
 
-def test_bench_compares_rollouts():
-    pytest.importorskip("transformers")
-    small = ["--workload", "even", "--prompts", 1, "--prompt-tokens", 8, "--batches", 8, "--rounds", 1]
-    result = json.loads(run_tool("bench_rollout.py", *small).stdout)
-    assert result["even"]["greedy_tokens_agree"] and result["even"]["peer_batch"] == 8
-    assert result["even"]["speed_ratio"] > 0 and len(result["even"]["dtrain"]) == 1
-
-
 def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic, tmp_path):
     from dtrain import models
 

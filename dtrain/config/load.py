@@ -20,6 +20,9 @@ from dtrain.config import words
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError, UserError
 
+CLUSTERS = ("slurm.sh", "kubernetes.yaml")
+"""What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
+
 _UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
 _PATHS = (("model", "path"), ("run", "dir"), ("data", "cache_dir"), ("data", "chat_template"), ("checkpoint", "resume"))
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
@@ -93,6 +96,8 @@ def shipped() -> list[tuple[str, str]]:
     """(name, first line of its header) of every shipped recipe, by name."""
     found = []
     for path in sorted(recipes_dir().glob("*.yaml")):
+        if path.name in CLUSTERS:
+            continue
         with path.open(encoding="utf-8") as file:
             found.append((path.stem, file.readline().lstrip("# ").strip()))
     return found
@@ -103,8 +108,9 @@ def find(recipe: str | Path) -> Path:
     path = Path(recipe).expanduser()
     if path.is_file():
         return path
-    packaged = recipes_dir() / f"{recipe}.yaml"
-    if path.name == str(recipe) and packaged.is_file():
+    file = str(recipe) if str(recipe) in CLUSTERS else f"{recipe}.yaml"
+    packaged = recipes_dir() / file
+    if path.name == str(recipe) and (file == str(recipe) or file not in CLUSTERS) and packaged.is_file():
         return packaged
     names = [name for name, _ in shipped()]
     near = difflib.get_close_matches(path.stem, names, n=1)

@@ -34,7 +34,11 @@ class Launch:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
     max_restarts: int = 0
-    """How often all processes are started again after one died; they resume from the newest whole checkpoint."""
+    """How often all processes are started again after one died; they resume from the newest whole checkpoint. Under
+    torchrun its own --max-restarts is what counts."""
+    lost_after: float = 60.0
+    """Seconds without a sign of life after which a rank of a run on several hosts is lost, and the run ends with its
+    name and host. A process that died is noticed at once."""
 
 
 @dataclass

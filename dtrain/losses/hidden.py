@@ -65,7 +65,7 @@ def weighted_logprob_sum(
 
 
 def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A head's weight as it goes into products that give `dtype`: a CPU would round those of bfloat16, a GPU does not."""
+    """A head's weight as it goes into products that give `dtype`: a CPU would round those of bfloat16, a GPU not."""
     return weight if weight.is_cuda and compute_dtype(weight.dtype) == dtype else weight.to(dtype)
 
 

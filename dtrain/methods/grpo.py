@@ -28,10 +28,10 @@ from dtrain.methods.engines import open_engine, open_rewards
 from dtrain.methods.episodes import Episodes
 from dtrain.methods.method import Method, Run
 from dtrain.methods.rollout_buffer import Buffer
-from dtrain.methods.shares import share_out
 from dtrain.methods.table import SampleTable
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.rollout.sharing import deal
 
 
 class Grpo(Method):
@@ -69,7 +69,7 @@ class Grpo(Method):
     def choices(self) -> list[str]:
         section, rows = self.recipe.grpo, self.micro_rows
         drawn = section.prompts_per_step * section.group_size
-        words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, {} tokens at most"}
+        words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, up to {} tokens"}
         how = "" if isinstance(rows, int) else f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
         return [
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
@@ -117,7 +117,7 @@ class Grpo(Method):
                     return
                 self._adopt(rollout)
             chosen = self._minibatch()
-            mine = share_out(self._costs(chosen), policy.mesh.dp_size, self._most_rows(len(chosen)))
+            mine = deal(self._costs(chosen), policy.mesh.dp_size, self._most_rows(len(chosen)))
             samples = [chosen[index] for index in mine[policy.mesh.dp_rank]]
             yield GlobalBatch([], samples, len(chosen), Cursor(*place["cursor"]), place["epochs"])
 
@@ -266,7 +266,7 @@ class Grpo(Method):
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""
         everything = list(range(len(self._buffer)))
-        shares = share_out(self._costs(everything), self._policy.mesh.dp_size, self._most_rows(len(everything)))
+        shares = deal(self._costs(everything), self._policy.mesh.dp_size, self._most_rows(len(everything)))
         mine = shares[self._policy.mesh.dp_rank]
         values = self._policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
         gathered, _ = self._policy.gather_over_dp(self._buffer.flat(values, mine))

@@ -4,8 +4,9 @@ Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver report
 direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card.
 
 The estimate: matrix products at `ARITHMETIC` of the peak, everything else at `BANDWIDTH` of the memory's, what FSDP and
-replicas send beside the computing, what tp and cp send after it. It leaves out the start of kernels and of messages,
-stragglers, the input pipeline, saving, and any overlap of tp or cp with computing.
+replicas send beside the computing, what tp and cp send after it; each message takes its bytes' time and a hop's for
+each rank of its ring. It leaves out the start of kernels, stragglers, other traffic, the input pipeline, saving, and
+any overlap of tp or cp with computing.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dtrain.plan.step import Step
 
 ARITHMETIC = 0.7  # of the peak that large bfloat16 products reach
 BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
+HOP = {True: 1e-6, False: 5e-6}  # seconds from rank to rank of a ring, inside a node and between nodes
 USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator's gaps take the rest
 
 
@@ -81,10 +83,10 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
     memory = step.cost.moved / (hardware.bandwidth * BANDWIDTH)
     touched = 2 * step.parameters + step.gradients + 2 * step.state
     sent = {"hidden": 0.0, "exposed": 0.0}
-    for (dimension, kind, ranks, on_host), (_, size) in step.traffic.items():
+    for (dimension, kind, ranks, on_host), (count, size) in step.traffic.items():
         if not on_host:
             how = "hidden" if dimension in ("fsdp", "dp_replicate") else "exposed"
-            sent[how] += wire_bytes(kind, ranks, size) / (link(dimension, sizes, hardware) * BANDWIDTH)
+            sent[how] += wire_time(dimension, kind, ranks, count, size, sizes, hardware)
     return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), sent["hidden"], sent["exposed"])
 
 
@@ -94,15 +96,34 @@ def wire_bytes(kind: str, ranks: int, size: int) -> float:
     return size * {"all-gather": share, "reduce-scatter": share, "all-reduce": 2 * share}.get(kind, 1.0)
 
 
+def wire_time(
+    dimension: str, kind: str, ranks: int, count: float, size: float, sizes: Sizes, hardware: Hardware
+) -> float:
+    """Seconds for `count` messages of `size` bytes in all, one after the other."""
+    if ranks == 1:
+        return 0.0
+    stride = _strides(sizes).get(dimension, (1, ranks))[0]
+    between = min(ranks, max(1, ranks * stride // hardware.per_node)) if ranks * stride > hardware.per_node else 0
+    rounds = {"all-reduce": 2, "send": 0}.get(kind, 1)
+    hops = rounds * (ranks - 1) or 1
+    seconds = hops * (HOP[False] * between + HOP[True] * (ranks - between)) / ranks
+    return wire_bytes(kind, ranks, size) / (link(dimension, sizes, hardware) * BANDWIDTH) + count * seconds
+
+
 def link(dimension: str, sizes: Sizes, hardware: Hardware) -> float:
     """Bytes per second at which a rank of a group over `dimension` sends: the node's links where the group lies in one,
     else the network cards of the group's ranks in a node together. tp's ranks are next to each other, then cp's."""
-    stride, ranks = {
+    stride, ranks = _strides(sizes).get(dimension, (1, sizes.world_size))
+    if stride * ranks <= hardware.per_node:
+        return hardware.inside
+    return min(hardware.inside, hardware.between * max(1, hardware.per_node // stride))
+
+
+def _strides(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """How far apart the ranks of a group over a dimension are, and how many they are."""
+    return {
         "tp": (1, sizes.tp),
         "cp": (sizes.tp, sizes.cp),
         "fsdp": (sizes.tp, sizes.dp_shard * sizes.cp),
         "dp_replicate": (sizes.tp * sizes.cp * sizes.dp_shard, sizes.dp_replicate),
-    }.get(dimension, (1, sizes.world_size))
-    if stride * ranks <= hardware.per_node:
-        return hardware.inside
-    return min(hardware.inside, hardware.between * max(1, hardware.per_node // stride))
+    }

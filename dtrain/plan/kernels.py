@@ -1,7 +1,7 @@
 """The kernels whose choice torch makes inside, by device: attention and the fused norm, on meta tensors.
 
-`torch.nn.functional` would take the plain composition for meta tensors, whose scores [B, H, S, S] no device with a fused
-kernel holds. What is kept for the backward here is what the fused kernels keep: q, k, v, the output and its
+`torch.nn.functional` would take the plain composition for meta tensors, whose scores [B, H, S, S] no device with a
+fused kernel holds. What is kept for the backward here is what the fused kernels keep: q, k, v, the output and its
 log-sum-exp [B, H, S].
 """
 

@@ -9,7 +9,7 @@ from dtrain.plan.search import Found, Search
 
 _PARTS = (
     ("parameters", "parameters", "this rank's share of the master weights"),
-    ("gradients", "gradients", "as they are held at that moment"),
+    ("gradients", "gradients", "{gradients}"),
     ("optimizer state", "optimizer state", "{optimizer}, for this rank's share"),
     ("reference", "reference", "a frozen copy of the weights"),
     ("teacher", "teacher", "this rank's share of the frozen teacher"),
@@ -18,6 +18,7 @@ _PARTS = (
     ("loss", "loss", "gradients that the loss forms in the forward"),
     ("temporaries", "temporaries", "of the operations then running"),
 )
+_SHOWN = 2**10  # bytes; parts below are not worth a row
 _PHASES = {
     "start": "before the forward",
     "begin": "at the embedding",
@@ -30,11 +31,13 @@ _PHASES = {
 
 
 def gib(size: float) -> str:
+    if size < 2**13:
+        return f"{size:,.0f} B"
     return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
 
 
 def seconds(time: float) -> str:
-    return f"{time:,.2f} s" if time >= 0.1 else f"{time * 1e3:,.2f} ms"
+    return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
 
 
 def moment(plan: Plan) -> str:
@@ -79,10 +82,16 @@ def _memory(plan: Plan) -> str:
     else:
         less = gib(step.parameters - step.lightest)
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
+    words = {
+        "optimizer": plan.recipe.optimizer.name,
+        "gradients": "of whole layers until the last micro-batch: this rank's share, if there were one"
+        if plan.sizes.accumulation > 1
+        else "this rank's share, as far as it is there",
+    }
     rows = [("Memory of a rank at its peak", "", f"({which})")]
     for part, name, why in _PARTS:
-        if step.parts.get(part):
-            rows.append((f"  {name}", gib(step.parts[part]), why.format(optimizer=plan.recipe.optimizer.name)))
+        if step.parts.get(part, 0) >= _SHOWN:
+            rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
     rows.append(("  peak", gib(step.peak), moment(plan)))
     if plan.device == "cuda":
         free = plan.budget - step.peak
@@ -97,7 +106,8 @@ def _traffic(plan: Plan) -> str:
     rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
     for (dimension, kind, ranks, on_host), (count, size) in sorted(plan.step.traffic.items()):
         if ranks > 1:
-            rows.append((f"  {dimension} {kind}{' (host)' if on_host else ''}", f"{ranks:,}", f"{count:,}", gib(size)))
+            name = "counts, loss, norm:" if dimension == "all" else dimension
+            rows.append((f"  {name} {kind}{' (host)' if on_host else ''}", f"{ranks:,}", f"{count:,}", gib(size)))
     return _table(rows, right=(1, 2, 3)) if len(rows) > 1 else "Nothing is sent: one process."
 
 
@@ -113,12 +123,12 @@ def _time(plan: Plan, step_time: float | None) -> str:
                     ("  matrix products", seconds(time.arithmetic), f"at {ARITHMETIC:.0%} of the peak"),
                     ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
                     ("  fsdp and replicas send", seconds(time.hidden), "beside these, as far as they last"),
-                    ("  tp and cp send", seconds(time.exposed), "while nothing computes"),
+                    ("  the others send", seconds(time.exposed), "while nothing computes"),
                     ("  optimizer", seconds(time.optimizer), ""),
                 ],
                 right=(1,),
             ),
-            "  An estimate from data sheets: it leaves out the start of kernels and messages, stragglers, data and "
+            "  An estimate from data sheets: it leaves out the start of kernels, stragglers, other traffic, data and "
             "saving.",
         ]
     if step_time is not None:

@@ -17,7 +17,7 @@ from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
-from dtrain.plan.hardware import ARITHMETIC, BANDWIDTH, Hardware, Time, estimate, link, wire_bytes
+from dtrain.plan.hardware import ARITHMETIC, Hardware, Time, estimate, wire_time
 from dtrain.plan.optimizer import state_bytes
 from dtrain.plan.plan import problems, row_length, rows_of_a_sample
 from dtrain.plan.step import Step, plan_step
@@ -178,25 +178,24 @@ class _ClosedForms:
         whole, layers = self.elements / world.tp, config.num_hidden_layers
         keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
+        passes = world.accumulation
         lanes = [
-            ("fsdp", "all-gather", shards, world.accumulation * gathers * whole * compute),
-            ("fsdp", "reduce-scatter", shards, whole * reduce),
-            ("dp_replicate", "all-reduce", world.dp_replicate, whole / shards * reduce),
+            ("fsdp", "all-gather", shards, passes * gathers * (layers + 1), passes * gathers * whole * compute),
+            ("fsdp", "reduce-scatter", shards, layers + 1, whole * reduce),
+            ("dp_replicate", "all-reduce", world.dp_replicate, layers + 1, whole / shards * reduce),
             (
                 "tp",
                 "all-reduce",
                 world.tp,
-                world.accumulation * (4 + again) * layers * tokens * config.hidden_size * compute,
+                passes * (4 + again) * layers,
+                passes * (4 + again) * layers * tokens * config.hidden_size * compute,
             ),
-            ("cp", "all-gather", world.cp, world.accumulation * (2 + again) * layers * keys),
+            ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * layers * keys),
         ]
-        sent = {
-            name: wire_bytes(kind, ranks, size) / (link(name, world, hardware) * BANDWIDTH)
-            for name, kind, ranks, size in lanes
-            if ranks > 1
-        }
-        hidden = sent.get("fsdp", 0.0) + sent.get("dp_replicate", 0.0)
-        return max(computing, hidden) + sent.get("tp", 0.0) + sent.get("cp", 0.0)
+        sent: Counter = Counter()
+        for name, kind, ranks, count, size in lanes:
+            sent[name] += wire_time(name, kind, ranks, count, size, world, hardware)
+        return max(computing, sent["fsdp"] + sent["dp_replicate"]) + sent["tp"] + sent["cp"]
 
 
 # What may be changed so that a plan fits, the least change first: none of these changes a number that the run computes.
@@ -226,13 +225,10 @@ def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[s
         yield f"train.micro_batch={micro}", replace(recipe, train=replace(train, micro_batch=micro)), world_size
     least = replace(train, micro_batch=1, activation_checkpointing="full")
     words = "" if train.micro_batch == 1 else "train.micro_batch=1 "
-    for kind in ("selective", "full"):
-        if train.activation_checkpointing in ("none", "mlp") or (train.activation_checkpointing, kind) == (
-            "selective",
-            "full",
-        ):
-            changed = replace(recipe, train=replace(train, activation_checkpointing=kind))
-            yield f"train.activation_checkpointing={kind}", changed, world_size
+    kinds = {"none": ("selective", "full"), "mlp": ("selective", "full"), "selective": ("full",), "full": ()}
+    for kind in kinds[train.activation_checkpointing]:
+        changed = replace(recipe, train=replace(train, activation_checkpointing=kind))
+        yield f"train.activation_checkpointing={kind}", changed, world_size
     if least != train:
         if train.activation_checkpointing != "full" and words:
             yield f"{words}train.activation_checkpointing=full", replace(recipe, train=least), world_size

@@ -68,9 +68,7 @@ class OnDevice(TorchFunctionMode):
     def _device_of(self, tensor: Tensor, asking: str) -> torch.device:
         if not tensor.is_meta:
             return _HOST
-        if (
-            asking == "torch.utils.checkpoint"
-        ):  # compares answers given inside an operation, where no mode is, with others
+        if asking == "torch.utils.checkpoint":  # it compares with what it was told inside an operation, without a mode
             return _META
         return self.device if asking.startswith("dtrain.") else _CPU
 

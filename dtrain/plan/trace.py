@@ -64,9 +64,9 @@ Lane = tuple[str, str, int, bool]
 class Watched:
     """A step of so many layers and micro-batches, as it was seen.
 
-    pieces: by (phase, pass, layer), the peaks of its timeline; a pass is one micro-batch through the model, None what is
-    around them. traffic: (count, bytes) by pass and lane. costs: by pass. parameters, gradients, state: bytes of this
-    rank's shards, and of what the optimizer keeps for them. lightest: parameters of the rank with the smallest ones.
+    pieces: by (phase, pass, layer), the peaks of its timeline; a pass is one micro-batch through the model, None what
+    is around them. traffic: (count, bytes) by pass and lane. costs: by pass. parameters, gradients, state: bytes of
+    this rank's shards, and of what the optimizer keeps for them. lightest: the smallest parameters that a rank has.
     """
 
     layers: int

@@ -43,9 +43,7 @@ def build_model(
     return model
 
 
-def lay_out(
-    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
-) -> nn.Module:
+def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device) -> nn.Module:
     """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
 
     One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies. No collective.

@@ -1,4 +1,7 @@
-"""Which rank answers which requests: as even as can be, and the samples of one prompt together where that is even."""
+"""Which rank does what: shares of like cost, the same answer on every rank that asks.
+
+`deal` is for any items; `share_out` for requests, the samples of one prompt together where that is even.
+"""
 
 from collections.abc import Sequence
 
@@ -13,8 +16,7 @@ _SLACK = 1.1
 def share_out(requests: Sequence[Request], places: int) -> list[list[int]]:
     """The indices of `requests` for each of `places` ranks, ascending; the same on every rank that asks.
 
-    The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. The largest piece goes
-    to the rank with the least so far (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969); pieces are whole
+    The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
     groups of equal prompts, or their halves, quarters and so on until the shares are even.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -25,24 +27,31 @@ def share_out(requests: Sequence[Request], places: int) -> list[list[int]]:
     parts = 1
     while True:
         pieces = [piece for members in groups.values() for piece in _cut(members, parts)]
-        load, shares = _deal(requests, pieces, places)
+        costs = [_work(requests, piece) for piece in pieces]
+        dealt = deal(costs, places)
+        load = max(sum(costs[piece] for piece in share) for share in dealt)
         if best is None or load < best[0]:
-            best = load, shares
+            best = load, [sorted(index for piece in share for index in pieces[piece]) for share in dealt]
         mean = sum(_work(requests, piece) for piece in groups.values()) / places
         if best[0] <= _SLACK * mean or parts >= largest:
             return best[1]
         parts *= 2
 
 
-def _deal(requests: Sequence[Request], pieces: list[list[int]], places: int) -> tuple[float, list[list[int]]]:
-    """The load of the busiest place, and every place's requests."""
-    loads = [0.0] * places
+def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
+    """The indices of each place, ascending: the dearest first, each to the place with the least so far.
+
+    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
+    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
+    """
     shares: list[list[int]] = [[] for _ in range(places)]
-    for work, piece in sorted(((_work(requests, piece), piece) for piece in pieces), key=lambda pair: -pair[0]):
-        place = loads.index(min(loads))
-        loads[place] += work
-        shares[place] += piece
-    return max(loads), [sorted(share) for share in shares]
+    loads = [0.0] * places
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        free = [place for place in range(places) if most is None or len(shares[place]) < most]
+        place = min(free, key=lambda place: (loads[place], place))
+        loads[place] += costs[index]
+        shares[place].append(index)
+    return [sorted(share) for share in shares]
 
 
 def _work(requests: Sequence[Request], piece: list[int]) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from dtrain.batch import IGNORE
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.methods.shares import share_out
+from dtrain.rollout.sharing import deal
 
 SAMPLES = [
     Sample([5, 6], [7, 8, 9], [True, False, True], [-0.1, 0.0, -0.3], "stop"),
@@ -62,12 +62,12 @@ def test_room_for_one_of_that_size():
 def test_shares_hold_everything_once_and_are_even(ranks, most):
     draw = random.Random(ranks)
     costs = [draw.uniform(1, 5) for _ in range(9)]
-    shares = share_out(costs, ranks, most)
+    shares = deal(costs, ranks, most)
     assert sorted(index for share in shares for index in share) == list(range(9))
     loads = [sum(costs[index] for index in share) for share in shares]
     assert max(loads) <= 4 / 3 * max(sum(costs) / ranks, max(costs)) + 1e-9
 
 
 def test_a_share_has_at_most_so_many():
-    assert max(map(len, share_out([10.0, 1.0, 1.0, 1.0], 2, 2))) == 2
-    assert share_out([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]
+    assert max(map(len, deal([10.0, 1.0, 1.0, 1.0], 2, 2))) == 2
+    assert deal([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]

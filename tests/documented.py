@@ -1,0 +1,298 @@
+"""The commands of one Markdown page, run one after the other in a tiny directory that holds what they name.
+
+`Directory.check` has a rule for each kind of command and raises for one that none covers. Training is overridden to two
+steps of a tiny model, a server listens on a free port; downloads, clusters and other programs are parsed only.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtrain import config
+from dtrain.checkpoint.hub import is_id
+from dtrain.cli import _parser, main
+from tests.pages import ROOT, Command
+from tests.rollout.serving import TEMPLATE, make_model, wait_until
+from tests.tiny import write_model
+
+MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")
+TINY = (
+    "train.steps=2",
+    "train.epochs=null",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "train.validate_every=null",
+    "scheduler.name=constant",
+    "scheduler.warmup_steps=1",
+    "launch.nproc=1",
+    "launch.device=cpu",
+    "checkpoint.every=1",
+    "metrics.tensorboard=false",
+)
+TINY_GRPO = ("grpo.prompts_per_step=2", "grpo.group_size=2", "grpo.sampling.max_new_tokens=4")
+ADDED = {
+    "preview": [],
+    "generate": ["--max-new-tokens", "4", "--device", "cpu"],
+    "eval": ["--max-new-tokens", "4", "--limit", "2", "--device", "cpu"],
+    "export": [],
+    "plan": ["train.global_batch=16", "data.max_length=64"],
+    **dict.fromkeys(("validate", "ls", "cat", "cp", "env"), []),
+}
+"""The commands that run as they stand, and what is added to them."""
+OTHERS = {"vllm": "vllm", "python -m sglang.launch_server": "sglang"}
+_STEP = re.compile(r"(.*/checkpoints)/step-\d+")
+_SERVED = "localhost:8000"
+
+
+class Directory:
+    """A page's directory: two models, data of every kind, a recipe; its server, while there is one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._ran: dict[str, tuple[str, ...]] = {}  # run's name -> the words that last started it
+        self._server: multiprocessing.Process | None = None
+        self.address = ""
+
+    def fill(self, models: Path, *, makes_recipe: bool) -> "Directory":
+        for name in MODELS:
+            shutil.copytree(models, self.path / name)
+        write_data(self.path)
+        if not makes_recipe:
+            given = {"model": {"path": MODELS[0]}, "data": {"train": {"path": "chat.jsonl"}, "max_length": 64}}
+            (self.path / "my.yaml").write_text(config.to_yaml(config.load({**given, "train": {"steps": 2}})))
+        return self
+
+    def check(self, command: Command) -> None:
+        """Run or parse one command. AssertionError where it does not do what its page says."""
+        words = list(command.words)
+        if words[0] == "dtrain":
+            self._dtrain(words[1:], 1 if command.fails else 0)
+        elif words[0] == "torchrun":
+            self._torchrun(words[1:])
+        elif words[0] == "curl":
+            self._curl(words[1:])
+        elif words[0].startswith("tools/"):
+            self._shell_tool(words)
+        elif words[0] in ("sbatch", "kubectl"):
+            self._cluster(words)
+        else:
+            other = next((kind for start, kind in OTHERS.items() if " ".join(words).startswith(f"{start} ")), None)
+            assert other, f"no rule of tests/documented.py covers: {' '.join(words)}"
+            told = (ROOT / "dtrain" / "rollout" / "dialects.py").read_text()
+            for flag in (word for word in words if word.startswith("--") and word not in ("--port", "--model-path")):
+                assert flag in told, flag
+
+    def close(self) -> None:
+        if self._server is not None:
+            os.kill(self._server.pid, signal.SIGTERM)
+            self._server.join(20)
+            assert self._server.exitcode == 128 + signal.SIGTERM
+            self._server = None
+
+    def _dtrain(self, words: list[str], status: int) -> None:
+        _parser().parse_known_args(words)
+        words = [self._own_step(word) for word in words]
+        if words[0] == "run":
+            self._run(words)
+        elif words[0] == "serve":
+            self.close()
+            self._serve(words)
+        elif words[0] == "download":
+            assert is_id(words[1]) and len(words) == 2
+        else:
+            assert words[0] in ADDED, f"no rule of tests/documented.py covers: dtrain {' '.join(words)}"
+            self.expect([*words, *ADDED[words[0]]], status)
+
+    def _run(self, words: list[str]) -> None:
+        """`validate` as it stands, then the run itself, two steps long."""
+        if any(_SERVED in word for word in words) and self._server is None:
+            self._serve(["serve", MODELS[0]])
+        words = [word.replace(_SERVED, self.address) for word in words]
+        self.expect(["validate", *words[1:]])
+        recipe = config.load(self._found(words[1]), words[2:])
+        name = recipe.run.name
+        keeps = any(word.startswith("checkpoint.") for word in words) or self._ran.get(name) == tuple(words)
+        if not keeps:
+            shutil.rmtree(self.path / "runs" / name, ignore_errors=True)
+        self._ran[name] = tuple(words)
+        added = [*TINY, f"data.max_length={min(64, recipe.data.max_length)}"]
+        added += TINY_GRPO if recipe.method == "grpo" else ()
+        self.expect([*words, *added])
+        assert (self.path / "runs" / name / "export" / "model.safetensors").is_file()
+
+    def _found(self, recipe: str) -> str | Path:
+        return self.path / recipe if (self.path / recipe).is_file() else recipe
+
+    def _own_step(self, word: str) -> str:
+        """A checkpoint of a run as the oldest that this run has."""
+        place = _STEP.search(word)
+        if place is None:
+            return word
+        directory = place[1].split("=")[-1]
+        steps = sorted((self.path / directory).glob("step-*"), key=lambda path: int(path.name[5:]))
+        assert steps, f"{directory} holds no step: the page has not run it before"
+        return f"{place[1]}/{steps[0].name}"
+
+    def expect(self, words: Sequence[str], status: int = 0) -> str:
+        """`dtrain` with `words` in a process of its own, here; returns what it printed."""
+        said = self.path / "said.txt"
+        child = multiprocessing.get_context("fork").Process(target=_command, args=(self.path, said, list(words)))
+        gc.collect()
+        child.start()
+        child.join(120)
+        if child.exitcode is None:
+            child.kill()
+        text = said.read_text()
+        assert child.exitcode == status, f"dtrain {' '.join(words)}: status {child.exitcode}\n{text}"
+        return text
+
+    def _serve(self, words: list[str]) -> None:
+        said = self.path / "served.txt"
+        said.unlink(missing_ok=True)
+        words = [*words, "--port", "0", "--device", "cpu", "--max-length", "64"]
+        self._server = multiprocessing.get_context("fork").Process(target=_command, args=(self.path, said, words))
+        gc.collect()
+        self._server.start()
+
+        def listens() -> bool:
+            assert self._server.is_alive(), said.read_text()
+            return said.is_file() and " at http://" in said.read_text()
+
+        wait_until(listens, 60)
+        self.address = re.search(r" at http://(\S+)", said.read_text())[1]
+
+    def _curl(self, words: list[str]) -> None:
+        """The words of curl that the pages use; curl itself is not needed."""
+        headers, data, url, rest = {}, None, None, list(words)
+        while rest:
+            word = rest.pop(0)
+            if word == "-H":
+                name, _, value = rest.pop(0).partition(":")
+                headers[name] = value.strip()
+            elif word == "-d":
+                data = rest.pop(0)
+                json.loads(data)
+            elif not word.startswith("-"):
+                url = word
+            else:
+                assert word in ("-N", "-s"), f"no rule of tests/documented.py covers curl's {word}"
+        assert _SERVED in url and self._server is not None, "the page has started no server"
+        request = urllib.request.Request(url.replace(_SERVED, self.address), data and data.encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
+        if "stream" in (data or ""):
+            assert text.rstrip().endswith("data: [DONE]")
+        else:
+            assert isinstance(json.loads(text), dict)
+
+    def _torchrun(self, words: list[str]) -> None:
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(words)
+        assert given.module and given.training_script == "dtrain" and given.training_script_args[0] == "run"
+        world_size = int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node)
+        self.expect(["validate", *given.training_script_args[1:], "--world-size", str(world_size)])
+
+    def _cluster(self, words: list[str]) -> None:
+        files = [word for word in words if word.endswith((".sh", ".yaml"))]
+        assert files, f"{' '.join(words)} names no file of recipes/"
+        for file in files:
+            assert (ROOT / file).is_file(), file
+            if file.endswith(".sh"):
+                subprocess.run(["bash", "-n", ROOT / file], check=True)
+
+    def _shell_tool(self, words: list[str]) -> None:
+        """The script itself, in a checkout whose programs note what they are asked; then each of these commands."""
+        checkout = self.path / "checkout"
+        if not checkout.exists():
+            _make_checkout(checkout)
+        early = checkout / "runs" / "quickstart" / "checkpoints" / "step-300"
+        if words[0] != "tools/quickstart" and not early.exists():
+            shutil.copytree(early.with_name("step-1"), early)
+        script = ROOT / words[0]
+        assert os.access(script, os.X_OK), script
+        noted = checkout / "noted.txt"
+        noted.write_text("")
+        environ = {**os.environ, "NOTED": str(noted)}
+        done = subprocess.run([checkout / words[0], *words[1:]], capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, done.stderr
+        inner = Directory(checkout)
+        for line in noted.read_text().splitlines():
+            program, *rest = line.split("\t")
+            if program == "dtrain":
+                inner._dtrain(rest, 0)
+            elif rest[0].endswith(".py"):
+                assert (ROOT / rest[0]).is_file(), rest[0]
+
+
+def write_data(directory: Path) -> None:
+    """Rows of every kind that the pages name, in words of the tiny tokenizer."""
+    asked = [f"w{3 + index} w{4 + index}" for index in range(12)]
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "w5 w6"}] for text in asked]
+    pairs = [
+        {"prompt": chat[:1], "chosen": chat[1:], "rejected": [{"role": "assistant", "content": "w7"}]} for chat in chats
+    ]
+    rows = {
+        "chat.jsonl": [{"messages": chat} for chat in chats],
+        "more.jsonl": [{"messages": chat} for chat in chats],
+        "pairs.jsonl": pairs,
+        "problems.jsonl": [{"question": text, "answer": "#### 4"} for text in asked],
+    }
+    for name, found in rows.items():
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in found))
+    (directory / "alpaca.csv").write_text("instruction,output\nw3 w4,w5\nw6,w7 w8\n")
+
+
+def tiny_model(directory: Path) -> Path:
+    """A tiny model with weights, tokenizer and chat template."""
+    return make_model(directory, 0)
+
+
+def _command(directory: Path, said: Path, words: list[str]) -> None:
+    """The main function of a forked process: `dtrain` with `words` in `directory`, its output in `said`."""
+    gc.freeze()
+    os.chdir(directory)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    status: int | str | None = 1
+    try:
+        status = main(words)
+    except SystemExit as error:
+        status = error.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
+
+
+def _make_checkout(path: Path) -> None:
+    """Copies of the shell tools beside programs that note their words; the data of the first quickstart, fewer rows."""
+    shutil.copytree(ROOT / "tools", path / "tools", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (path / "tools" / "setup").write_text("#!/bin/sh\n")
+    programs = path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("dtrain", "python", "ruff"):
+        program = programs / name
+        program.write_text(f'#!/bin/bash\n(printf {name}; printf "\\t%s" "$@"; echo) >>"$NOTED"\n')
+        program.chmod(0o755)
+    arithmetic = path / "build" / "arithmetic"
+    arithmetic.mkdir(parents=True)
+    write_data(arithmetic)
+    for name in ("train", "val", "heldout"):
+        shutil.copy(arithmetic / "chat.jsonl", arithmetic / f"{name}.jsonl")
+    model = write_model(arithmetic / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "tools" / "make_arithmetic.py").touch()
+    os.utime(path / "tools" / "make_arithmetic.py", (0, time.time() - 1000))

@@ -1,0 +1,182 @@
+"""The Markdown pages: every command in them runs, links lead somewhere, keys exist, tables agree with the code."""
+
+import ast
+import json
+import re
+
+import pytest
+
+from dtrain import config
+from dtrain.cli import _parser
+from dtrain.config import policy_losses, preference, rewards
+from dtrain.data import formats
+from dtrain.data.preferences import normalise_pair
+from dtrain.data.prompts import normalise_prompt
+from tests.documented import Directory, tiny_model
+from tests.pages import ROOT, Page, all_pages
+
+PAGES = [str(path) for path in all_pages()]
+PROMISED = (
+    "README.md",
+    "recipes/README.md",
+    *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
+)
+SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
+KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")
+NOT_KEYS = {"model.plan"}  # an attribute of the model
+OWN_NAMES = {"data.fingerprint"}  # of what a resume compares
+
+
+def page(path):
+    return Page(ROOT / path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("documented"))
+
+
+def test_the_promised_pages_are_there_and_the_readme_leads_to_them():
+    assert set(PROMISED) <= set(PAGES)
+    assert len((ROOT / "README.md").read_text().splitlines()) < 170
+    assert set(PROMISED) - {"README.md"} <= set(page("README.md").links)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_command_runs(path, model, tmp_path):
+    found = page(path)
+    makes_recipe = any(command.words[:3] == ("dtrain", "cp", "sft") for command in found.commands)
+    directory = Directory(tmp_path).fill(model, makes_recipe=makes_recipe)
+    for block in found.blocks:
+        if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
+            (tmp_path / name[1]).write_text(block.text + "\n")
+    try:
+        for command in found.commands:
+            try:
+                directory.check(command)
+            except AssertionError as error:
+                raise AssertionError(f"{path}:{command.line}: {error}") from error
+    finally:
+        directory.close()
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_links_lead_somewhere(path):
+    for link in page(path).links:
+        if not link.startswith(("http://", "https://")):
+            assert ((ROOT / path).parent / link.split("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_named_keys_commands_and_tools_exist(path):
+    found, known = page(path), set(config.keys())
+    theirs = {cell for table in found.tables if table[0][0] == "dtrain" for row in table[1:] for cell in row[1:]}
+    others = {code for cell in theirs for code in re.findall(r"`([^`]+)`", cell)}
+    commands = _parser().format_help()
+    for code in found.inline:
+        if (key := KEY.fullmatch(code)) and code not in others | NOT_KEYS and not key[1].endswith((".jsonl", ".py")):
+            assert is_key(key[1], key[2], known), code
+        if command := re.match(r"dtrain ([a-z]+)\b", code):
+            assert re.search(rf"^\s+{command[1]}\s", commands, flags=re.MULTILINE), code
+        for tool in re.findall(r"(?:^|[ /])(tools/[\w.-]+)", code):
+            assert (ROOT / tool).is_file(), tool
+        if re.fullmatch(r"(?:dtrain|tests|recipes)/[\w./-]+\.\w+", code):
+            assert (ROOT / code).exists(), code
+
+
+def is_key(key, of_entry, known):
+    """A key, a section of keys, or a key of one of a list's entries."""
+    if of_entry:
+        return key in known and of_entry in ("fn", "weight", "kwargs", "path", "format", "name", "steps")
+    return key in known | OWN_NAMES or any(one.startswith(f"{key}.") for one in known)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_code_that_is_shown_is_sound(path):
+    for block in page(path).blocks:
+        if block.language == "python":
+            ast.parse(block.text)
+        if block.language == "yaml":
+            (recipe,) = [block.text]
+            assert config.read(config.load(_yaml(recipe)))[1] == []
+    for code in page(path).inline:
+        if code.startswith('{"'):
+            json.loads(code.replace("...}", '""}').replace(": ...", ': ""'))
+
+
+def _yaml(text):
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def test_rows_that_are_shown_are_of_their_format():
+    found, kinds = page("dtrain/data/README.md"), ("examples", "pairs", "prompts")
+    shown = [table for table in found.tables if any('`{"' in cell for row in table for cell in row)]
+    assert len(shown) == len(kinds)
+    read = {"examples": formats.normalise, "pairs": normalise_pair, "prompts": normalise_prompt}
+    for kind, table in zip(kinds, shown, strict=True):
+        named = set()
+        for cells in table[1:]:
+            row = json.loads(re.search(r"`(\{\".*\})`", " ".join(cells))[1])
+            name = formats.detect(row, kind)
+            read[kind](row, name)
+            named |= set(re.findall(r"`(\w+)`", cells[0]))
+            assert kind == "pairs" or name in cells[0], cells
+        assert kind == "pairs" or named == set(formats.KINDS[kind]) - {"preference"}
+
+
+def test_the_tables_of_losses_and_rewards_are_the_code_s():
+    tables = {table[0][0].strip("`"): table for table in page("dtrain/losses/README.md").tables}
+    assert first_words(tables["dpo.loss"]) | {"aot_pair"} == set(preference.LOSSES)
+    assert first_words(tables["grpo.loss (default)" if "grpo.loss (default)" in tables else "grpo.loss"]) == set(
+        policy_losses.LOSSES
+    )
+    options = dict(policy_losses.SHARED)
+    for own in policy_losses.LOSSES.values():
+        options |= own
+    told = {
+        name: value
+        for row in tables["option (default)"][1:]
+        for name, value in re.findall(r"`(\w+)` \(`?([^)`]+)`?\)", row[0])
+    }
+    assert set(told) | {"dppo_ratio_cap"} == set(options)
+    for name, value in told.items():
+        if value != "the loss's own":
+            assert {"null": None}.get(value, value if not value[0].isdigit() else float(value)) == options[name], name
+    rows = {table[0][0]: table for table in page("dtrain/rollout/README.md").tables}["name"]
+    for row in rows[1:]:
+        assert set(re.findall(r"`(\w+)`", row[2])) == set(rewards.REWARDS[row[0].strip("`")])
+    assert len(rows) - 1 == len(rewards.REWARDS)
+
+
+def first_words(table):
+    return {re.match(r"`(\w+)`", row[0])[1] for row in table[1:]}
+
+
+def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
+    from dtrain.methods import METHODS, Method
+
+    (block,) = [block for block in page("dtrain/methods/README.md").blocks if block.language == "python"]
+    names = {}
+    exec(compile(block.text, "README.md", "exec"), names)
+    (shown,) = [
+        one for one in names.values() if isinstance(one, type) and issubclass(one, Method) and one is not Method
+    ]
+    monkeypatch.setitem(METHODS, "sft", shown)
+    directory = Directory(tmp_path).fill(model, makes_recipe=False)
+    directory.expect(
+        ["run", "my.yaml", "data.val.path=more.jsonl", "train.global_batch=4", "train.validate_every=1",
+         "train.micro_batch=2", "metrics.tensorboard=false", "launch.device=cpu"]
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "my" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] < 0 for row in rows if "loss" in row] == [True, True]
+    assert [row["val_loss"] < 0 for row in rows if "val_loss" in row] == [True, True]
+
+
+def test_every_recipe_is_named_and_planned():
+    text = (ROOT / "recipes" / "README.md").read_text()
+    for name, _ in config.shipped():
+        base, _, kind = name.rpartition("-")
+        stem = name if kind == "sft" or base in ("", "quickstart") else f"{base}-sft"
+        assert f"`{stem}`" in text, name
