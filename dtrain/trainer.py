@@ -87,6 +87,7 @@ class Trainer:
         self.saver = stack.enter_context(saver)
         self._measured: dict[str, float] = {}  # of the step that is done
         self._cursor = self.start.cursor  # behind it
+        self._planned: metrics.PlannedPeak | None = None  # until its answer was told
         self._report_choices()
 
     def resume(self) -> Start:
@@ -108,6 +109,7 @@ class Trainer:
         if self.runtime.is_main:
             self.run.write_config(config.to_yaml(self.recipe))
             self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
+            self._planned = self._plan()
         self.metrics.resume_at(start.step)
         return start
 
@@ -127,6 +129,7 @@ class Trainer:
             self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
             self._log(step, batch.epoch, result, clock, fetched)
+            self._tell_plan()
             last = step == self.total_steps
             if recipe.train.validate_every and (last or step % recipe.train.validate_every == 0):
                 self.validate(step)
@@ -237,6 +240,24 @@ class Trainer:
             step_time=step_time,
             data_time=fetched - began,
         )
+
+    def _plan(self) -> metrics.PlannedPeak | None:
+        """What `dtrain plan` says of this run, asked where `metrics.plan` wants it."""
+        wanted, device = self.recipe.metrics.plan, self.runtime.device.type
+        if not (wanted is True or (wanted == "auto" and device == "cuda")):
+            return None
+        planned = metrics.PlannedPeak(self.run.path / "config.yaml", self.runtime.world_size, device)
+        return self._stack.enter_context(planned)
+
+    def _tell_plan(self) -> None:
+        """The planned peak, once it is known, with the measured one."""
+        planned = self._planned.gib() if self._planned is not None else None
+        if planned is None:
+            return
+        self._planned = None
+        measured = metrics.memory_gib(self.runtime.device)
+        what = "allocated" if self.runtime.device.type == "cuda" else "resident, with Python and torch themselves"
+        self.metrics.say(f"memory of a rank: planned peak {planned:.3f} GiB, measured {measured:.3f} GiB ({what})")
 
     def _agreed_signal(self) -> int:
         """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.

@@ -4,7 +4,9 @@
 steps of a tiny model, a server listens on a free port; downloads, clusters and other programs are parsed only.
 """
 
+import contextlib
 import gc
+import io
 import json
 import multiprocessing
 import os
@@ -13,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,7 @@ from dtrain import config
 from dtrain.checkpoint.hub import is_id
 from dtrain.cli import _parser, main
 from tests.pages import ROOT, Command
-from tests.rollout.serving import TEMPLATE, make_model, wait_until
-from tests.tiny import write_model
+from tests.rollout.serving import make_model, wait_until
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")
 TINY = (
@@ -55,7 +55,8 @@ _SERVED = "localhost:8000"
 
 
 class Directory:
-    """A page's directory: two models, data of every kind, a recipe; its server, while there is one."""
+    """A page's directory: two models, data of every kind, the quickstarts' files, a recipe; its server, while there is
+    one."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -67,9 +68,13 @@ class Directory:
         for name in MODELS:
             shutil.copytree(models, self.path / name)
         write_data(self.path)
+        arithmetic = self.path / "build" / "arithmetic"
+        shutil.copytree(models, arithmetic / "model")
+        for name, source in {"train": "chat", "val": "more", "heldout": "more", "pairs": "pairs"}.items():
+            shutil.copy(self.path / f"{source}.jsonl", arithmetic / f"{name}.jsonl")
         if not makes_recipe:
-            given = {"model": {"path": MODELS[0]}, "data": {"train": {"path": "chat.jsonl"}, "max_length": 64}}
-            (self.path / "my.yaml").write_text(config.to_yaml(config.load({**given, "train": {"steps": 2}})))
+            data = "data: {train: {path: chat.jsonl}, max_length: 64}"
+            (self.path / "my.yaml").write_text(f"model: {{path: {MODELS[0]}}}\n{data}\ntrain: {{steps: 2}}\n")
         return self
 
     def check(self, command: Command) -> None:
@@ -127,6 +132,8 @@ class Directory:
         self._ran[name] = tuple(words)
         added = [*TINY, f"data.max_length={min(64, recipe.data.max_length)}"]
         added += TINY_GRPO if recipe.method == "grpo" else ()
+        if recipe.checkpoint.init_from:
+            added.append(f"checkpoint.init_from={self._own_step(recipe.checkpoint.init_from)}")
         self.expect([*words, *added])
         assert (self.path / "runs" / name / "export" / "model.safetensors").is_file()
 
@@ -144,7 +151,18 @@ class Directory:
         return f"{place[1]}/{steps[0].name}"
 
     def expect(self, words: Sequence[str], status: int = 0) -> str:
-        """`dtrain` with `words` in a process of its own, here; returns what it printed."""
+        """`dtrain` with `words`, here; returns what it printed. A run has a process of its own."""
+        if words[0] == "run":
+            found, text = self._forked(words)
+        else:
+            said = io.StringIO()
+            with contextlib.chdir(self.path), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                found = _status(words)
+            text = said.getvalue()
+        assert found == status, f"dtrain {' '.join(words)}: status {found}\n{text}"
+        return text
+
+    def _forked(self, words: Sequence[str]) -> tuple[int | None, str]:
         said = self.path / "said.txt"
         child = multiprocessing.get_context("fork").Process(target=_command, args=(self.path, said, list(words)))
         gc.collect()
@@ -152,9 +170,7 @@ class Directory:
         child.join(120)
         if child.exitcode is None:
             child.kill()
-        text = said.read_text()
-        assert child.exitcode == status, f"dtrain {' '.join(words)}: status {child.exitcode}\n{text}"
-        return text
+        return child.exitcode, said.read_text()
 
     def _serve(self, words: list[str]) -> None:
         said = self.path / "served.txt"
@@ -212,25 +228,21 @@ class Directory:
                 subprocess.run(["bash", "-n", ROOT / file], check=True)
 
     def _shell_tool(self, words: list[str]) -> None:
-        """The script itself, in a checkout whose programs note what they are asked; then each of these commands."""
-        checkout = self.path / "checkout"
-        if not checkout.exists():
-            _make_checkout(checkout)
-        early = checkout / "runs" / "quickstart" / "checkpoints" / "step-300"
-        if words[0] != "tools/quickstart" and not early.exists():
-            shutil.copytree(early.with_name("step-1"), early)
-        script = ROOT / words[0]
-        assert os.access(script, os.X_OK), script
-        noted = checkout / "noted.txt"
+        """The script itself, as in a checkout whose programs note what they are asked; then each of these commands."""
+        if not (self.path / "tools").exists():
+            _copy_tools(self.path)
+        if words[0] in ("tools/quickstart-dpo", "tools/quickstart-grpo"):  # which look for it by name
+            (self.path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(exist_ok=True)
+        assert os.access(ROOT / words[0], os.X_OK), words[0]
+        noted = self.path / "noted.txt"
         noted.write_text("")
         environ = {**os.environ, "NOTED": str(noted)}
-        done = subprocess.run([checkout / words[0], *words[1:]], capture_output=True, text=True, env=environ)
+        done = subprocess.run([self.path / words[0], *words[1:]], capture_output=True, text=True, env=environ)
         assert done.returncode == 0, done.stderr
-        inner = Directory(checkout)
         for line in noted.read_text().splitlines():
             program, *rest = line.split("\t")
             if program == "dtrain":
-                inner._dtrain(rest, 0)
+                self._dtrain(rest, 0)
             elif rest[0].endswith(".py"):
                 assert (ROOT / rest[0]).is_file(), rest[0]
 
@@ -266,33 +278,32 @@ def _command(directory: Path, said: Path, words: list[str]) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    status: int | str | None = 1
+    status = 1
     try:
-        status = main(words)
-    except SystemExit as error:
-        status = error.code
+        status = _status(words)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else 1)
+        os._exit(status)
 
 
-def _make_checkout(path: Path) -> None:
-    """Copies of the shell tools beside programs that note their words; the data of the first quickstart, fewer rows."""
+def _status(words: Sequence[str]) -> int:
+    """What `dtrain` with `words` ends with."""
+    try:
+        return main(words)
+    except SystemExit as error:  # argparse
+        return error.code if isinstance(error.code, int) else 1
+
+
+def _copy_tools(path: Path) -> None:
+    """The shell tools beside programs that note their words; `setup` does nothing."""
     shutil.copytree(ROOT / "tools", path / "tools", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (path / "tools" / "setup").write_text("#!/bin/sh\n")
+    (path / "tools" / "make_arithmetic.py").touch()
+    os.utime(path / "tools" / "make_arithmetic.py", (0, 0))
     programs = path / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name in ("dtrain", "python", "ruff"):
         program = programs / name
         program.write_text(f'#!/bin/bash\n(printf {name}; printf "\\t%s" "$@"; echo) >>"$NOTED"\n')
         program.chmod(0o755)
-    arithmetic = path / "build" / "arithmetic"
-    arithmetic.mkdir(parents=True)
-    write_data(arithmetic)
-    for name in ("train", "val", "heldout"):
-        shutil.copy(arithmetic / "chat.jsonl", arithmetic / f"{name}.jsonl")
-    model = write_model(arithmetic / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "tools" / "make_arithmetic.py").touch()
-    os.utime(path / "tools" / "make_arithmetic.py", (0, time.time() - 1000))

@@ -98,7 +98,7 @@ CASES = {
     "cp2 dp2, selective": (4, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
     "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),
 }
-SAMPLED = ("one process", "dp2, computed again", "tp2, padded")
+SAMPLED = ("one process", "dp2, computed again")
 
 
 @pytest.mark.parametrize(

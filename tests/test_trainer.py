@@ -269,3 +269,13 @@ def test_export_every_and_final_write_a_directory(tmp_path):
 
     model = from_pretrained(Path(recipe.run.dir) / "run" / "export")
     assert torch.isfinite(model(torch.arange(5)[None])).all()
+
+
+def test_a_run_shows_its_planned_peak_beside_the_measured_one(tmp_path, capsys, monkeypatch):
+    from dtrain.metrics import PlannedPeak
+
+    told = iter([None, 1.25, 9.0])
+    monkeypatch.setattr(PlannedPeak, "gib", lambda self: next(told))
+    run(tiny_recipe(tmp_path, "metrics.plan=true", "train.steps=4"))
+    shown = [line for line in capsys.readouterr().err.splitlines() if "planned peak" in line]
+    assert len(shown) == 1 and "planned peak 1.250 GiB, measured 0." in shown[0]

@@ -239,6 +239,9 @@ class Metrics:
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
+    plan: bool | str | None = "auto"
+    """auto | true | false: whether `dtrain plan` works the run's memory out beside it, in a process of low priority;
+    the terminal then shows the planned peak with the measured one. auto: on cuda."""
 
 
 @dataclass

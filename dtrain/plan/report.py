@@ -84,7 +84,7 @@ def _memory(plan: Plan) -> str:
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
     words = {
         "optimizer": plan.recipe.optimizer.name,
-        "gradients": "of whole layers until the last micro-batch: this rank's share, if there were one"
+        "gradients": "of whole layers until the last micro-batch is done"
         if plan.sizes.accumulation > 1
         else "this rank's share, as far as it is there",
     }

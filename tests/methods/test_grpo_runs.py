@@ -70,10 +70,10 @@ def cases():
             yield pytest.param(*mesh, packing, marks=() if is_due else pytest.mark.full)
 
 
-@pytest.mark.parametrize("world_size, shape, packing", cases())
+@pytest.mark.parametrize("world_size, shape, packing", list(cases()))
 def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
     sizes = [word for word in shape if not word.startswith("parallel.") and "unshard" not in word]
-    fixed = (f"data.packing={packing}", "train.steps=8", "train.micro_batch=2", *RICH)
+    fixed = (f"data.packing={packing}", "train.steps=5", "train.micro_batch=2", *RICH)
     one = tiny_grpo(tmp_path, *fixed, *sizes, name="one")
     mesh = tiny_grpo(tmp_path, *fixed, *shape, name="mesh")
     run(one)
@@ -83,9 +83,11 @@ def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape, packing):
     assert_same_samples(mesh, one)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.full), "gemma3"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(one, marks=pytest.mark.full) for one in ("llama", "qwen2")), "gemma3"]
+)
 def test_every_family(tmp_path, family):
-    fixed = ("train.steps=4", "train.micro_batch=1", "grpo.loss=gspo")
+    fixed = ("train.steps=3", "train.micro_batch=1", "grpo.loss=gspo")
     one, mesh = (tiny_grpo(tmp_path, *fixed, family=family, name=name) for name in ("one", "mesh"))
     mesh.parallel.tp = 2
     run(one)
@@ -100,13 +102,13 @@ OTHER_LOSSES = ["bnpo", "gspo_token", "sapo", "luspo", "vespo", "dppo_tv", "dppo
 
 @pytest.mark.parametrize("loss", [*SOME_LOSSES, *(pytest.param(one, marks=pytest.mark.full) for one in OTHER_LOSSES)])
 def test_losses_do_not_depend_on_the_split(tmp_path, loss):
-    fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=4")
+    fixed = (f"grpo.loss={loss}", "grpo.clip=[0.2,5.0]" if loss == "cispo" else "grpo.beta=0", "train.steps=2")
     whole = tiny_grpo(tmp_path, *fixed, "data.packing=false", "train.micro_batch=8", name="whole")
     split = tiny_grpo(tmp_path, *fixed, "data.packing=true", "train.micro_batch=1", name="split")
     dynamic = ("data.packing=false", "grpo.dynamic_batch=true", "train.micro_batch=1")
     by_length = tiny_grpo(tmp_path, *fixed, *dynamic, name="by_length")
     run(whole)
-    for other in (split, by_length):
+    for other in (split, by_length) if loss == "grpo" else (split,):
         run(other, 2)
         assert_same(other, whole, rtol=1e-9)
         assert_rows_close(other, whole)

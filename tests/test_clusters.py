@@ -1,0 +1,324 @@
+"""Several hosts: a rank or a host that is lost is named within a bounded time, and a run started again goes on.
+
+A host is a session of processes on this machine, or a network namespace where the machine allows that; srun is played
+by the environment that it gives. Then the files of recipes/ that start dtrain on a cluster.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dtrain import cli, config
+from dtrain.config import schema
+from dtrain.errors import UserError
+from dtrain.launch import find_place
+from tests.test_launch import wait_until_gone
+from tests.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
+from tests.tiny import tiny_recipe
+
+ROOT = Path(__file__).parents[1]
+BOUND = 60.0  # seconds for the survivors' processes to end, of which most are the interpreters' on a busy machine
+
+
+class Host:
+    """Processes of one host, in a session of their own; what they say is in `text()`."""
+
+    def __init__(self, log: Path, *commands: list[str], environments=({},)):
+        self.log = log
+        self.processes = []
+        for command, environment in zip(commands, environments, strict=True):
+            with log.open("a") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """With -9, at once: launcher and workers."""
+        pids = [process.pid for process in self.processes if process.poll() is None]
+        for pid in pids + [child for launcher in pids for child in children(launcher)]:
+            os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def end(self, seconds: float = 120) -> list[int]:
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, at any depth."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *children(child)]
+    return found
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a Host, and sees to its end."""
+    begun = []
+
+    def begin(*arguments, **options):
+        begun.append(Host(tmp_path / f"host-{len(begun)}.txt", *arguments, **options))
+        return begun[-1]
+
+    yield begin
+    for host in begun:
+        host.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def torchrun(rank, port, *words, address="127.0.0.1", options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    where = ["--node-rank", str(rank), "--master-addr", address, "--master-port", str(port)]
+    return [*command, *where, *options, "-m", *words]
+
+
+def srun(node, job, *words, restarts=0):
+    """What srun starts on `node` of two, two tasks each: commands and environments."""
+    shared = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",  # a login node that nobody reaches
+        **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+    }
+    tasks = [{"SLURM_PROCID": str(2 * node + local), "SLURM_LOCALID": str(local)} for local in range(2)]
+    return [[sys.executable, "-m", *words]] * 2, [shared | task for task in tasks]
+
+
+def wait_for(*paths: Path, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, [path for path in paths if not path.exists()]
+        time.sleep(0.1)
+
+
+def marks(root: Path) -> list[Path]:
+    return [root / "runs" / f"mark-{rank}" for rank in range(4)]
+
+
+def rows(root: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (root / "runs" / "run" / "metrics.jsonl").open()]
+
+
+def long_recipe(root: Path, *overrides: str) -> Path:
+    """A file with a run that nobody waits for the end of, with a checkpoint at every fourth step."""
+    recipe = tiny_recipe(root, "train.steps=100000", "checkpoint.every=4", "launch.lost_after=20", *overrides)
+    path = root / "recipe.yaml"
+    path.write_text(config.to_yaml(recipe))
+    return path
+
+
+def saved(root: Path, step: int) -> Path:
+    return root / "runs" / "run" / "checkpoints" / f"step-{step}"
+
+
+# ---- lost
+
+
+def test_srun_s_ranks_name_those_of_a_dead_node_and_go_on_when_they_are_queued_again(tmp_path, start):
+    recipe, job = long_recipe(tmp_path), free_port()
+    both = [
+        start(*commands, environments=given)
+        for commands, given in (srun(node, job, "dtrain", "run", str(recipe)) for node in range(2))
+    ]
+    wait_for(saved(tmp_path, 4))
+    both[1].kill()
+    assert both[0].end(BOUND) == [1, 1]
+    name = socket.gethostname()
+    told = [line for line in both[0].text().splitlines() if line.startswith("dtrain:")]
+    assert len(told) == 1, both[0].text()  # one rank of the host
+    assert told[0].startswith(f"dtrain: ranks 2, 3 on {name} are lost: ended without a word")
+    newest = max(saved(tmp_path, 0).parent.glob("step-*"), key=lambda path: int(path.name[5:]))
+    assert f"The last checkpoint is {newest}: the same command goes on there" in told[0]
+    steps = int(newest.name[5:]) + 3
+    again = [
+        start(*commands, environments=given)
+        for commands, given in (
+            srun(node, job, "dtrain", "run", str(recipe), f"train.steps={steps}", restarts=1) for node in range(2)
+        )
+    ]
+    assert [host.end() for host in again] == [[0, 0], [0, 0]], again[0].text()
+    assert f"resumed from {newest}" in again[0].text()
+    assert rows(tmp_path) == list(range(1, steps + 1))
+
+
+def test_torchrun_s_ranks_hear_at_once_that_rank_0_s_node_died(tmp_path, start):
+    tiny_recipe(tmp_path)
+    port = free_port()
+    words = ("tests.launched", str(tmp_path), "hangs", "launch.lost_after=30")  # the main thread hears nothing
+    both = [start(torchrun(node, port, *words)) for node in range(2)]
+    wait_for(*marks(tmp_path))
+    pids = [int(path.read_text()) for path in marks(tmp_path)]
+    began = time.monotonic()
+    both[0].kill()
+    wait_until_gone(pids, 15)
+    assert time.monotonic() - began < 15  # of 30 s of patience
+    assert both[1].end(BOUND) != [0]
+    found = re.search(
+        r"dtrain: rank 0 on (\S+) is lost: ended without a word; .* No checkpoint was saved yet", both[1].text()
+    )
+    assert found and found[1] == socket.gethostname(), both[1].text()
+
+
+def test_a_cut_wire_is_noticed_on_both_hosts(tmp_path, hosts, start):  # noqa: F811
+    tiny_recipe(tmp_path)
+    words = ("tests.launched", str(tmp_path), "reduces", "launch.lost_after=4")
+    both = []
+    for node, name in enumerate(hosts):
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {"ab"[node]} && exec "$@"', "sh"]
+        command = ["ip", "netns", "exec", name, *named, *torchrun(node, 29518, *words, address=MASTER)]
+        # The machine's name leads to an address that this namespace does not have.
+        both.append(start(command, environments=[{"GLOO_SOCKET_IFNAME": "wire"}]))
+    wait_for(*marks(tmp_path))
+    pids = [int(path.read_text()) for path in marks(tmp_path)]
+    began = time.monotonic()
+    assert ip("-n", hosts[1], "link", "set", "wire", "down").returncode == 0
+    wait_until_gone(pids, 4 + 1 + 15)
+    assert time.monotonic() - began > 2
+    for host in both:
+        assert host.end(BOUND) != [0]
+    silent = "no sign of life for 4 s (launch.lost_after)"
+    assert f"dtrain: ranks 2, 3 on b are lost: {silent}" in both[0].text()
+    assert f"dtrain: rank 0 on a is lost: {silent}" in both[1].text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_torchrun_starts_the_survivors_again_and_they_go_on_with_the_node_that_came_back(tmp_path, start, rendezvous):
+    recipe, port = long_recipe(tmp_path), free_port()
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "x", "--rdzv-conf"]
+
+    def node(rank):
+        # Without is_host the first to come would serve the rendezvous: both are on the machine of that name.
+        options = [*meeting, f"is_host={rank == 0}"] if rendezvous == "c10d" else []
+        options += ["--max-restarts", "2"]
+        return start(torchrun(rank, port, "dtrain", "run", str(recipe), options=options))
+
+    both = [node(0), node(1)]
+    wait_for(saved(tmp_path, 4))
+    both[1].kill()
+    deadline = time.monotonic() + BOUND
+    while "are lost: ended without a word" not in both[0].text():
+        assert time.monotonic() < deadline, both[0].text()
+        time.sleep(0.1)
+    newest = max(int(path.name[5:]) for path in saved(tmp_path, 0).parent.glob("step-*"))
+    node(1)
+    wait_for(saved(tmp_path, newest + 4))
+    assert f"resumed from {saved(tmp_path, newest)}" in both[0].text()
+    assert both[0].processes[0].poll() is None
+
+
+# ---- found
+
+
+def test_where_slurm_says_that_rank_0_is():
+    given = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12041"}
+    listed = {**given, "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
+    assert find_place(listed, 1).master == ("gpu07", 20041)
+    assert find_place({**given, "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}, 1).master == ("192.0.2.1", 20041)
+    assert find_place({**listed, "SLURM_STEP_ID": "1"}, 1).master == ("gpu07", 21050)
+    assert find_place({**listed, "SLURM_RESTART_COUNT": "2"}, 1).attempt == 2
+
+
+# ---- recipes/
+
+
+def parsed(words: list[str]):
+    """A command line after `-m dtrain`, by dtrain's own parser, and its recipe."""
+    arguments, rest = cli._parser().parse_known_args(words)
+    assert not rest and arguments.command is cli._run
+    return arguments, config.load(arguments.recipe, arguments.overrides)
+
+
+def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path, capsys):
+    names = [name for name, _ in config.shipped()]
+    assert "sft" in names and not {"kubernetes", "slurm"} & set(names)
+    for name in ("slurm.sh", "kubernetes.yaml"):
+        assert cli.main(["cp", name, str(tmp_path)]) == 0
+        assert (tmp_path / name).read_text() == (ROOT / "recipes" / name).read_text()
+    with pytest.raises(UserError, match="no recipe kubernetes"):
+        config.find("kubernetes")
+    built = (ROOT / "pyproject.toml").read_text()
+    assert '"recipes" = "dtrain/_recipes"' in built
+
+
+def test_the_slurm_script(tmp_path):
+    script = ROOT / "recipes" / "slurm.sh"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    text = script.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.M))
+    assert options["signal"] == "USR1@120" and "requeue" in options and options["open-mode"] == "append"
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    # srun, scontrol and python played by scripts that write down what they were called with.
+    for name, status in (("srun", 138), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/called\nexit {status}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", script, "sft", "train.steps=3", "model.path=/m"], env=environment)
+    assert done.returncode == 138
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[1:] == ["scontrol requeue 7"]
+    words = shlex.split(called[0])
+    assert words[:5] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "dtrain"]
+    _, recipe = parsed(words[5:])
+    assert recipe.train.steps == 3 and recipe.model.path == "/m"
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")  # a mistake of its user is not queued again
+    (tmp_path / "called").unlink()
+    assert subprocess.run(["bash", script], env=environment).returncode == 1
+    assert not (tmp_path / "called").exists()
+
+
+def test_the_kubernetes_job():
+    from torch.distributed.run import get_args_parser
+
+    service, job = yaml.safe_load_all((ROOT / "recipes" / "kubernetes.yaml").read_text())
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    name = job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert spec["completionMode"] == "Indexed" and pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["torchrun"]
+    words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
+    run = get_args_parser().parse_args(words)
+    assert run.module and run.training_script == "dtrain"
+    assert int(run.nnodes) == spec["completions"] == spec["parallelism"]
+    assert int(run.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert run.node_rank == 1 and run.master_addr == f"{name}-0.{service['metadata']['name']}"
+    _, recipe = parsed(run.training_script_args)
+    volumes = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {volume["name"] for volume in pod["volumes"]} == volumes.keys()
+    for path in (recipe.model.path, recipe.data.train.path, recipe.run.dir):
+        assert path.startswith(volumes["shared"])
+    (shutdown,) = (item["value"] for item in container["env"] if item["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert int(shutdown) < pod["terminationGracePeriodSeconds"]
+    assert recipe.launch.lost_after == schema.Launch().lost_after == 60.0  # as its header says
