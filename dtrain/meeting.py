@@ -84,11 +84,11 @@ def agree(store: "dist.Store", rank: int, size: int, patience: timedelta = PATIE
         for other in sorted(missing):
             if store.check([f"{mine}/has/{other}"]):
                 missing.discard(other)
-            elif store.check([f"here/{other}"]) and (word := store.get(f"here/{other}").decode()) != answered.get(
-                other
-            ):
-                answered[other] = word  # of an earlier start, perhaps: then another one comes
-                store.set(f"answer/{word}", mine)
+            elif store.check([f"here/{other}"]):
+                word = store.get(f"here/{other}").decode()
+                if word != answered.get(other):  # that of an earlier start comes first, perhaps
+                    answered[other] = word
+                    store.set(f"answer/{word}", mine)
         if missing and time.monotonic() > until:
             which = ", ".join(map(str, sorted(missing)[:8])) + ", ..." * (len(missing) > 8)
             raise UserError(f"of {size} ranks, {len(missing)} did not come: {which}")

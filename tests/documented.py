@@ -25,7 +25,7 @@ from dtrain.cli import _parser, main
 from tests.pages import ROOT, Command
 from tests.rollout.serving import make_model, wait_until
 
-MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")
+MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
 TINY = (
     "train.steps=2",
     "train.epochs=null",
@@ -223,9 +223,10 @@ class Directory:
         files = [word for word in words if word.endswith((".sh", ".yaml"))]
         assert files, f"{' '.join(words)} names no file of recipes/"
         for file in files:
-            assert (ROOT / file).is_file(), file
+            assert (self.path / file).is_file(), file
             if file.endswith(".sh"):
-                subprocess.run(["bash", "-n", ROOT / file], check=True)
+                subprocess.run(["bash", "-n", self.path / file], check=True)
+                self.expect(["validate", *words[words.index(file) + 1 :], "--world-size", "16"])
 
     def _shell_tool(self, words: list[str]) -> None:
         """The script itself, as in a checkout whose programs note what they are asked; then each of these commands."""

@@ -14,7 +14,7 @@ from dtrain.data import formats
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
 from tests.documented import Directory, tiny_model
-from tests.pages import ROOT, Page, all_pages
+from tests.pages import ROOT, Command, Page, all_pages
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
@@ -166,9 +166,60 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     assert [row["val_loss"] < 0 for row in rows if "val_loss" in row] == [True, True]
 
 
-def test_every_recipe_is_named_and_planned():
+PLANNED = ("parameters", "gradients", "optimizer state", "reference", "activations")
+
+
+def planned_rows():
+    (table,) = [table for table in page("recipes/README.md").tables if table[0][0] == "recipe"]
+    return {row[0].strip("`"): row[1:] for row in table[1:]}
+
+
+def test_every_recipe_is_named_and_those_of_models_are_planned():
     text = (ROOT / "recipes" / "README.md").read_text()
+    of_models = set()
     for name, _ in config.shipped():
         base, _, kind = name.rpartition("-")
-        stem = name if kind == "sft" or base in ("", "quickstart") else f"{base}-sft"
-        assert f"`{stem}`" in text, name
+        named = name if kind == "sft" or base in ("", "quickstart") else f"{base}-sft"
+        assert f"`{named}`" in text, name
+        of_models |= {name} if base not in ("", "quickstart") else set()
+    assert set(planned_rows()) == of_models
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(planned_rows()))
+def test_the_table_of_memory_is_the_plan_s(name, tmp_path):
+    from tests.test_recipes import MODELS, OTHERS
+
+    shape = MODELS[name][0] if name in MODELS else OTHERS[name]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    plan = json.loads(Directory(tmp_path).expect(["plan", name, f"model.path={tmp_path}", "--json"]))
+    sizes, parts = plan["sizes"], plan["memory"]["peak_parts"]
+    of_parts = [parts.get(part, 0) for part in PLANNED]
+    peak = plan["memory"]["peak"]
+    found = [f"{size / 2**30:.1f}" if size else "–" for size in (*of_parts, peak - sum(of_parts), peak)]
+    assert planned_rows()[name] == [
+        str(sizes["world_size"]),
+        f"{sizes['micro_batch']} · {sizes['accumulation']}",
+        *found,
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rm -r runs",
+        "dtrain frobnicate",
+        "dtrain validate my.yaml train.stpes=3",
+        "dtrain run my.yaml data.train.path=gone.jsonl",
+        "dtrain export runs/gone/checkpoints/step-3 out",
+        "dtrain eval Qwen/Qwen3-0.6B problems.jsonl --reward gone",
+        "curl http://localhost:8000/health",
+        "tools/gone",
+        "torchrun --nproc-per-node 3 -m dtrain run my.yaml train.global_batch=4",
+        "vllm serve Qwen/Qwen3-0.6B --gone",
+    ],
+)
+def test_a_command_that_fails_or_that_no_rule_covers_is_seen(words, model, tmp_path):
+    directory = Directory(tmp_path).fill(model, makes_recipe=False)
+    with pytest.raises((AssertionError, SystemExit, FileNotFoundError)):
+        directory.check(Command(tuple(words.split()), 1, False))

@@ -1,7 +1,11 @@
 """`dtrain plan` as its user meets it, and the step of many layers that a few of them tell."""
 
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,7 @@ from dtrain.plan.step import plan_step
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_recipe, write_model
 
+ROOT = Path(__file__).parents[1]
 LLAMA_3_1_70B = {
     **LLAMA_3_1_8B,
     "hidden_size": 8192,
@@ -133,3 +138,17 @@ def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
     assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
     smallest = min(one.step.peak for one in found.best)
     assert not search(plan.recipe, plan.config, 4, plan.hardware, smallest // 8, most_traces=2).best
+
+
+def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
+    """A process with several threads that forks: what does not fit is traced more than once."""
+    write_model(tmp_path / "model")
+    words = ["sft", f"model.path={tmp_path}/model", "--world-size", "2"]
+    told = subprocess.run(
+        [sys.executable, "-m", "dtrain", "plan", *words, "--memory", "0.0001"],
+        env={**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert told.returncode == 1 and "this does not fit" in told.stderr

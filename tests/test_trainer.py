@@ -279,3 +279,14 @@ def test_a_run_shows_its_planned_peak_beside_the_measured_one(tmp_path, capsys, 
     run(tiny_recipe(tmp_path, "metrics.plan=true", "train.steps=4"))
     shown = [line for line in capsys.readouterr().err.splitlines() if "planned peak" in line]
     assert len(shown) == 1 and "planned peak 1.250 GiB, measured 0." in shown[0]
+
+
+HSDP_TP = ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.dp_shard=1")
+
+
+@pytest.mark.parametrize("world_size, shape", [(2, ()), (4, HSDP_TP), (4, ("parallel.dp_replicate=2",))])
+def test_gradients_reduced_after_every_micro_batch_are_the_same(tmp_path, world_size, shape):
+    fixed = ("train.micro_batch=1", "train.steps=4", *shape)
+    once = run(tiny_recipe(tmp_path, *fixed, name="once"), world_size)
+    each = run(tiny_recipe(tmp_path, *fixed, "parallel.reduce_each=true", name="each"), world_size)
+    assert_same(each, once, rtol=1e-9)

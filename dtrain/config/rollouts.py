@@ -115,4 +115,12 @@ def _engine(recipe: Recipe) -> list[str]:
             f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, which "
             "needs grpo.engine=http: with grpo.engine=native set it to 0"
         )
+    size, batch = section.prompts_per_step * section.group_size, recipe.train.global_batch
+    steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
+    if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
+        found.append(
+            f"grpo.max_off_policy_steps={section.max_off_policy_steps} is less than the {steps} optimizer steps of a "
+            f"rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or more, or "
+            "to 0"
+        )
     return found

@@ -125,6 +125,10 @@ class Parallel:
     (dtrain/parallel/README.md), or the import path of one, or of a function that gives one."""
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
+    reduce_each: bool = False
+    """Under accumulation, gradients are reduced after every micro-batch, so that between two a rank keeps those of its
+    own shards alone: 4 bytes of memory for each parameter that tp leaves it, against one reduce-scatter more per
+    micro-batch. false: once, after the last. HSDP's all-reduce comes once in any case."""
     reshard_after_forward: bool | str = "default"
     """default | true | false: whether gathered parameters are given back between forward and backward. default: those
     of all layers but the last are, those of embedding and head are not."""
@@ -391,7 +395,8 @@ class Grpo:
     """The servers of `engine: http`."""
     max_off_policy_steps: int = 0
     """How many optimizer steps old the weights may be that a completion was drawn with, when its updates begin. 0:
-    training waits for each rollout. More needs engine=http: the next rollout is drawn while this one is trained on."""
+    training waits for each rollout. More needs engine=http: the next rollout is drawn while this one is trained on, so
+    it must be at least the optimizer steps of a rollout."""
     unshard: bool | str = "auto"
     """auto | true | false: whether a rank holds the whole weights (its tensor-parallel part of them) while it
     generates, gathered once, or gathers each layer for each token. auto: where memory allows."""

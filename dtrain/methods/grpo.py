@@ -50,6 +50,7 @@ class Grpo(Method):
         self._place = {"rollout": 0, "done": 0, "step": 0, "cursor": [0, 0], "epochs": 0.0, "checked": False}
         self._measured: dict[str, float] = {}
         self._began = 0.0
+        self._is_idle = False
 
     @property
     def prompts(self) -> PromptOptions:
@@ -198,12 +199,12 @@ class Grpo(Method):
 
     def state(self) -> dict[str, Any]:
         """Where in a rollout the run is. A rollout whose updates are over is not kept."""
-        place = dict(self._place)
+        place = self._place | {"has_reference": bool(self._reference)}
         if not self._is_begun():
             return place
         buffer = self._buffer
         sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
-        return place | sizes | {"measured": self._measured}
+        return place | sizes | {"measured": self._measured, "settings": self._settings()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffer, and the reference where it moves; one that stands still is read again where it came from."""
@@ -211,10 +212,47 @@ class Grpo(Method):
         return kept | {f"reference.{name}": tensor for name, tensor in self._reference.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on."""
+        self._check_goes_on(state)
         self._place = {name: state[name] for name in self._place}
         self._measured = dict(state.get("measured", {}))
         if "sequences" in state:
             self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"])
+
+    def _settings(self) -> dict[str, Any]:
+        """What may not change within a rollout: its updates are counted, its log-probabilities measured by these."""
+        section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
+        return {
+            "train.global_batch": self.recipe.train.global_batch,
+            "grpo.updates_per_rollout": section.updates_per_rollout,
+            "grpo.sampling.temperature": drawn.temperature,
+            "grpo.sampling.top_k": drawn.top_k,
+            "grpo.sampling.top_p": drawn.top_p,
+        }
+
+    def _check_goes_on(self, state: Mapping[str, Any]) -> None:
+        step, section = state["step"], self.recipe.grpo
+        if state["has_reference"] != bool(self._reference):
+            holds = "holds the reference that it had moved to" if state["has_reference"] else "holds no reference"
+            raise UserError(
+                f"grpo.sync_every={section.sync_every} with grpo.beta={section.beta}: the checkpoint of step {step} "
+                f"{holds}. Whether the reference moves stays as it was; for a change begin another run with these "
+                "weights (checkpoint.init_from, run.name)"
+            )
+        if "sequences" not in state:
+            return
+        saved, own = state["settings"], self._settings()
+        changed = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
+        if section.beta and "reference_logprobs" not in state["per_token"]:
+            changed.append(f"grpo.beta: 0.0 -> {section.beta}")
+        if changed:
+            raise UserError(
+                f"the checkpoint of step {step} stands within a rollout, whose updates go on as they began, and the "
+                "recipe has changed them:\n  "
+                + "\n  ".join(changed)
+                + "\nTake the change back, resume from a step between two rollouts (checkpoint.resume=..), or begin "
+                "another run with these weights (checkpoint.init_from, run.name)"
+            )
 
     def _is_begun(self) -> bool:
         return self._buffer is not None and self._place["done"] < self._steps(len(self._buffer))
@@ -262,6 +300,17 @@ class Grpo(Method):
                 self._score("reference_logprobs")
         self._run.metrics.samples(place["step"] + 1, rollout.rows)
         self._table.show(place["step"] + 1, rollout)
+        self._tell_idle(place["step"] + 1)
+
+    def _tell_idle(self, step: int) -> None:
+        """Say of the first of several rollouts in a row that its updates have nothing to learn from."""
+        is_idle = not self._buffer.counted.any()
+        if is_idle and not self._is_idle:
+            alike = ", or its groups' rewards are alike" if self.recipe.grpo.dynamic_sampling != "none" else ""
+            self._run.metrics.say(
+                f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}"
+            )
+        self._is_idle = is_idle
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""

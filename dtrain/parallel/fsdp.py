@@ -98,8 +98,10 @@ def give_weights_back(model: nn.Module) -> None:
             module.reshard()
 
 
-def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients: only the last micro-batch of a step need."""
+def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:
+    """How the next backward leaves the gradients. After the last micro-batch of a step they are reduced; before, they
+    stay as this rank computed them, or with `reduce_each` are reduced over the shards, though not yet over replicas."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
-        model.set_is_last_backward(enabled)
+        model.set_requires_gradient_sync(is_last or reduce_each)
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 
 
@@ -35,6 +37,7 @@ def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
 def _work(call: Callable[[], object], sender) -> None:
     gc.freeze()  # a collection here must not touch what the parent's threads hold
+    torch.set_num_threads(1)  # the parent's threads did not come along, and a product would wait for them
     try:
         sender.send((True, call()))
     except Exception as error:

@@ -202,7 +202,8 @@ class _ClosedForms:
 def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget: int) -> tuple[str, Step] | None:
     """The first of the changes that makes `recipe` fit into `budget` bytes a rank, as overrides, and its step.
 
-    Tried: smaller micro-batches, activation checkpointing, both, no replicas, more tp or cp, then more ranks.
+    Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both, no
+    replicas, more tp or cp, then more ranks.
     """
     config = read_config(recipe.model.path)
     closed = _ClosedForms(recipe, config, hardware)
@@ -220,6 +221,13 @@ def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget:
 
 def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[str, Recipe, int]]:
     train, parallel = recipe.train, recipe.parallel
+    if not parallel.reduce_each:
+        parallel = replace(parallel, reduce_each=True)
+        yield "parallel.reduce_each=true", replace(recipe, parallel=parallel), world_size
+        recipe = replace(recipe, parallel=parallel)
+        for words, changed, ranks in _changes(recipe, world_size, per_node):
+            yield f"parallel.reduce_each=true {words}", changed, ranks
+        return
     lower = [n for n in reversed(_divisors(train.micro_batch)) if n < train.micro_batch]
     for micro in lower:
         yield f"train.micro_batch={micro}", replace(recipe, train=replace(train, micro_batch=micro)), world_size

@@ -310,7 +310,7 @@ class Policy(Memory, WeightsOut):
         # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
         seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        return backward(self.scorer, batches, loss_fn, seqs, tokens, scale)
+        return backward(self.scorer, batches, loss_fn, seqs, tokens, scale, self.recipe.parallel.reduce_each)
 
     @torch.no_grad()
     def _evaluate(self, batches, loss_fn, count):

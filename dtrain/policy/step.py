@@ -47,15 +47,17 @@ def backward(
     global_seqs: Tensor,
     global_tokens: Tensor,
     scale: float = 1.0,
+    reduce_each: bool = False,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Gradients of the sum of `loss_fn` over the micro-batches, times `scale`, into `.grad`; reduced once, at the last.
+    """Gradients of the sum of `loss_fn` over the micro-batches, times `scale`, into `.grad`; reduced once, at the last,
+    or with `reduce_each` over the shards at every one.
 
     Returns this rank's loss (a detached scalar, unscaled) and the metrics of each micro-batch.
     """
     total = torch.zeros((), device=scorer.device)
     metrics = []
     for index, batch in enumerate(batches):
-        sync_gradients(scorer.model, index == len(batches) - 1)
+        sync_gradients(scorer.model, index == len(batches) - 1, reduce_each)
         loss, measured = scorer.loss(batch, loss_fn, global_seqs, global_tokens)
         (loss * scale if scale != 1.0 else loss).backward()
         total = total + loss.detach()

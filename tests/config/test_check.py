@@ -80,6 +80,11 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=grpo", "grpo.rewards=[{fn: math_exct}]"], "did you mean math_exact?"),
         (1, ["method=grpo", "grpo.engine=http"], "grpo.engine=http needs grpo.server.urls"),
         (1, ["method=grpo", "grpo.max_off_policy_steps=1"], "needs grpo.engine=http"),
+        (
+            1,
+            ["method=grpo", "grpo.max_off_policy_steps=1", "grpo.engine=http", "grpo.server.urls=[http://a:1]"],
+            "less than the 2 optimizer steps of a rollout",
+        ),
         (1, ["method=grpo", "grpo.sync_every=4"], "grpo.beta=0 keeps none"),
         (1, ["method=grpo", "data.train.format=text"], "method=grpo draws its own answers to prompts"),
         (1, ["method=grpo", "checkpoint.keep_best=val_loss"], "by method=grpo; it has loss, val_reward_mean"),

@@ -11,6 +11,11 @@ def wanted(completion_ids, wanted):
     return [float(token in ids) for ids, token in zip(completion_ids, wanted, strict=True)]
 
 
+def silent(completions):
+    """No opinion on anything."""
+    return [None] * len(completions)
+
+
 class Asks:
     """Two or three turns, by the environment's seed: each earns the share of even words, and a word is given back."""
 

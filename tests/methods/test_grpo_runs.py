@@ -252,3 +252,40 @@ def test_turns_in_an_environment(tmp_path, world_size, shape):
     rows = rows_of(one)
     mean = sum(row["tokens"] for row in samples if row["step"] == 1) / 16
     assert rows[0]["completion_len"] < mean  # of which some are the environment's
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ("train.global_batch=4", r"within a rollout.*\n  train.global_batch: 8 -> 4"),
+        ("grpo.sampling.temperature=0.5", r"\n  grpo.sampling.temperature: 1.0 -> 0.5"),
+        ("grpo.beta=0.1", r"\n  grpo.beta: 0.0 -> 0.1"),
+    ],
+)
+def test_what_a_rollouts_updates_depend_on_cannot_change_within_it(tmp_path, change, told):
+    """Stopped after one of its two steps. After the second any of these may change."""
+    shape = ("train.steps=4", "checkpoint.every=20")
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(tiny_grpo(tmp_path, *shape), 1, 1)
+    with pytest.raises(UserError, match=told):
+        run(tiny_grpo(tmp_path, *shape, change))
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(tiny_grpo(tmp_path, *shape), 1, 2)
+    changed = run(tiny_grpo(tmp_path, *shape, change))
+    assert [row["step"] for row in rows_of(changed)] == [1, 2, 3, 4]
+
+
+def test_whether_the_reference_moves_cannot_change(tmp_path):
+    shape = ("train.steps=4", "checkpoint.every=20", "grpo.beta=0.1")
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(tiny_grpo(tmp_path, *shape), 1, 2)
+    with pytest.raises(UserError, match="grpo.sync_every=3 with grpo.beta=0.1: the checkpoint of step 2 holds no ref"):
+        run(tiny_grpo(tmp_path, *shape, "grpo.sync_every=3"))
+
+
+def test_a_rollout_without_a_known_reward_is_told_and_trains_nothing(tmp_path, capfd):
+    fixed = ("grpo.rewards=[{fn: tests.methods.judges.silent}]", "optimizer.weight_decay=0", "train.steps=3")
+    recipe = run(tiny_grpo(tmp_path, *fixed, "grpo.beta=0.1"), 2)
+    assert "".join(capfd.readouterr()).count("step 1 teaches nothing: none of its rewards is known") == 1
+    assert all((row["loss"], row["grad_norm"]) == (0, 0) for row in rows_of(recipe))
+    assert all(row["reward"] is None for row in lines(recipe, "samples"))

@@ -140,7 +140,7 @@ def test_numbers_are_exact():
 def test_a_row_without_an_answer_has_no_reward_and_a_missing_column_is_named():
     assert math_exact(["1", "2", "0"], answer=[None, "", 0]) == [None, None, 1.0]
     assert numeric(["1", "2", "3"], answer=[None, "no number", 3]) == [None, None, 1.0]
-    with pytest.raises(UserError, match=r"no column 'answer' \(it has gold\); set its kwargs.column"):
+    with pytest.raises(UserError, match=r"no column 'answer' \(it has gold\); name the right one: grpo.rewards="):
         math_exact(["1"], gold=["1"])
     assert math_exact(["1"], column="gold", gold=["1"]) == [1.0]
 

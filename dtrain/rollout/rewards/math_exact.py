@@ -28,8 +28,11 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
 def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[Answer | None]:
     """The data's answers; None where a row has none. Raises UserError for a column that the data does not have."""
     if column not in columns:
-        there = ", ".join(columns) or "none"
-        raise UserError(f"reward {reward}: the data has no column {column!r} (it has {there}); set its kwargs.column")
+        there = ", ".join(key for key in columns if key not in ("prompts", "completion_ids")) or "none"
+        raise UserError(
+            f"reward {reward}: the data has no column {column!r} (it has {there}); name the right one: "
+            f"grpo.rewards=[{{fn: {reward}, kwargs: {{column: ..}}}}]"
+        )
     return [None if value is None or value == "" else _of_data(value) for value in columns[column]]
 
 
