@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dtrain.attention.mask import Visibility, additive
@@ -114,7 +115,7 @@ def _seen_block(visibility: Visibility, run: slice, dtype: torch.dtype, device: 
     """The block of one run of queries, its keys cut to those that some row sees; read on the host, on a CPU only."""
     visible = visibility.visible(run, device)  # [B, q, K]
     keys = slice(0, visibility.keys)
-    if not visible.is_meta:  # a plan's tensors have shapes alone, and no values to cut by
+    if not (visible.is_meta or isinstance(visible, FakeTensor)):  # shapes alone, as a plan has: no values to cut by
         seen = visible.any(0).any(0).nonzero()
         keys = slice(int(seen[0]), int(seen[-1]) + 1)
     return Block(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)

@@ -63,7 +63,7 @@ def steps(rank, recipe, world_size, count=2):
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(8)
     method = Dpo(recipe)
-    method.begin(policy, {})
+    method.begin(policy, {}, None)
     found = []
     for number in range(count):
         rows = rows_of(mesh.dp_rank, mesh.dp_size, recipe.data.packing)
