@@ -117,6 +117,8 @@ def test_a_recipe_that_cannot_run_there_is_refused_as_validate_does(tmp_path, ca
     assert main(["plan", "qwen3-8b-sft", model, "parallel.tp=6", "--world-size", "8"]) == 1
     told = capfd.readouterr()
     assert told.out == "" and "tp=6" in told.err and "query heads" in told.err
+    assert main(["plan", "qwen3-8b-sft", model, "parallel.cpu_offload=true", "--world-size", "8"]) == 1
+    assert "with parallel.cpu_offload=false" in capfd.readouterr().err
     assert main(["plan", "sft", "model.path=/nowhere", "--world-size", "2"]) == 1
     assert "there is no directory '/nowhere'" in capfd.readouterr().err
     with pytest.raises(SystemExit):

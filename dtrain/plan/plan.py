@@ -105,6 +105,11 @@ def ready(recipe: Recipe) -> Recipe:
 def problems(recipe: Recipe, world_size: int) -> list[str]:
     """What keeps `recipe` from running on `world_size` ranks, but for memory and the files that only a run reads."""
     found = check(recipe, world_size) + not_here(recipe)
+    if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
+        found.append(
+            "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow: plan "
+            "with parallel.cpu_offload=false, which needs more of the device"
+        )
     named: Mapping[str, str | None] = {"model.path": recipe.model.path}
     if recipe.method == "distill":
         named = {**named, "distill.teacher": recipe.distill.teacher}

@@ -159,7 +159,7 @@ class _ClosedForms:
         self.flops_per_token = model.flops_per_token(recipe.data.max_length)
         itemsize, sample = self.precision.master.itemsize, 1024
         kept = state_bytes(recipe.optimizer, [(sample, sample)], self.precision.master)
-        self.held = 0.0 if recipe.parallel.cpu_offload else self.elements * (2 * itemsize + kept / sample**2)
+        self.held = self.elements * (2 * itemsize + kept / sample**2)
 
     def shards(self, world: Sizes) -> float:
         """Bytes of a rank's parameters, gradients and optimizer state, if all were shared out evenly."""
