@@ -113,11 +113,11 @@ class Collector:
             return None
         following = list(islice(self.rows.placements(last.after), wanted))
         self.engine.expect(self._requests(list(self._asked(following, last.after))), version)
+        measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
         if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             teaching = self._teaching(groups)
             others = [group for group in range(drawn) if group not in teaching]
             groups.select(sorted((teaching + others)[:wanted]), size)
-        measured = self._measure(groups)
         measured |= {"frac_zero_std": without / drawn, "rollout_time": time.perf_counter() - began}
         return self._rollout(groups, last, measured)
 
