@@ -14,7 +14,7 @@ from dtrain.cli import main
 from dtrain.models.config import read_config
 from dtrain.plan.hardware import GPUS
 from dtrain.plan.plan import make_plan
-from dtrain.plan.search import search
+from dtrain.plan.search import search, with_mesh
 from dtrain.plan.step import plan_step
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_recipe, write_model
@@ -137,6 +137,7 @@ def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
         sizes = one.sizes
         assert sizes.dp_replicate * sizes.dp_shard * sizes.cp * sizes.tp == 4
         assert sizes.dp * sizes.micro_batch * sizes.accumulation == 4 and one.step.peak <= plan.budget
+        assert one.step.peak == make_plan(with_mesh(recipe, sizes), 4, GPUS["h100"]).step.peak
     assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
     smallest = min(one.step.peak for one in found.best)
     assert not search(plan.recipe, plan.config, 4, plan.hardware, smallest // 8, most_traces=2).best

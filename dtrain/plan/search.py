@@ -3,9 +3,7 @@
 The method. Every mesh (dp_replicate, dp_shard, cp, tp) of so many ranks and every micro-batch that divides a rank's
 rows is a candidate. What its shards take is a closed form, and so is a rough time: arithmetic is shared alike, and what
 FSDP, replicas, tp and cp send follows from the sizes (dtrain/parallel/README.md). In the order of that time candidates
-are traced. A trace holds for all candidates that differ in how many ranks share a parameter or copy it, since only
-their shards and links differ: peak and traffic are carried over with these put right. The search ends with the
-`best` that fit, or after `most_traces`.
+are traced, each as `dtrain plan` would. The search ends with the `best` that fit, or after `most_traces`.
 """
 
 from collections import Counter
@@ -51,7 +49,7 @@ def search(
     budget: int,
     *,
     best: int = 10,
-    most_traces: int = 12,
+    most_traces: int = 16,
 ) -> Search:
     """The fastest meshes and micro-batches of `recipe` on `world_size` ranks whose peak is within `budget` bytes."""
     counts: Counter = Counter()
@@ -63,17 +61,13 @@ def search(
         else:
             ranked.append((closed.time(world), world))
     ranked.sort(key=lambda entry: entry[0])
-    traces: dict[tuple, tuple[Sizes, Step]] = {}
     fitting: list[Found] = []
     too_large: list[Found] = []
     for index, (_, world) in enumerate(ranked):
-        key = _alike(world)
-        if len(fitting) >= best or (key not in traces and len(traces) >= most_traces):
+        if len(fitting) >= best or index >= most_traces:
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
-        if key not in traces:
-            traces[key] = world, plan_step(with_mesh(recipe, world), config, world)
-        step = _carried(*traces[key], world, closed)
+        step = plan_step(with_mesh(recipe, world), config, world)
         found = Found(world, step, estimate(step, world, hardware))
         (fitting if step.peak <= budget else too_large).append(found)
     counts["peak exceeds the budget"] = len(too_large)
@@ -114,38 +108,6 @@ def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _alike(world: Sizes) -> tuple:
-    """What a trace depends on, but for the sizes of shards."""
-    sharded = world.dp_shard * world.cp > 1
-    return world.tp, world.cp, sharded, world.dp_replicate > 1, world.micro_batch, min(world.accumulation, 3)
-
-
-def _carried(traced: Sizes, step: Step, world: Sizes, closed: "_ClosedForms") -> Step:
-    """`step`, traced on `traced`, on `world`, which differs in the ranks that share and copy parameters alone."""
-    if traced == world:
-        return step
-    before, after = traced.dp_shard * traced.cp, world.dp_shard * world.cp
-
-    def shared(size: int) -> int:
-        return -(-size * before // after)
-
-    parameters, gradients, state = shared(step.parameters), shared(step.gradients), shared(step.state)
-    grown = parameters - step.parameters + state - step.state
-    if world.accumulation == 1:  # else they are whole, whoever shares them
-        grown += gradients - step.gradients
-    ranks = {"fsdp": after, "dp_replicate": world.dp_replicate}
-    traffic = {
-        (dimension, kind, ranks.get(dimension, group), on_host): (
-            count,
-            shared(size) if dimension == "dp_replicate" else size,
-        )
-        for (dimension, kind, group, on_host), (count, size) in step.traffic.items()
-    }
-    return replace(
-        step, parameters=parameters, gradients=gradients, state=state, peak=step.peak + grown, traffic=traffic
-    )
 
 
 class _ClosedForms:
@@ -221,11 +183,11 @@ def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget:
 
 def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[str, Recipe, int]]:
     train, parallel = recipe.train, recipe.parallel
-    if not parallel.reduce_each:
-        parallel = replace(parallel, reduce_each=True)
-        yield "parallel.reduce_each=true", replace(recipe, parallel=parallel), world_size
-        recipe = replace(recipe, parallel=parallel)
-        for words, changed, ranks in _changes(recipe, world_size, per_node):
+    shards = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
+    if not parallel.reduce_each and shards and train.global_batch > train.micro_batch:
+        each = replace(recipe, parallel=replace(parallel, reduce_each=True))
+        yield "parallel.reduce_each=true", each, world_size
+        for words, changed, ranks in _changes(each, world_size, per_node):
             yield f"parallel.reduce_each=true {words}", changed, ranks
         return
     lower = [n for n in reversed(_divisors(train.micro_batch)) if n < train.micro_batch]
@@ -255,4 +217,4 @@ def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[s
                     continue
                 keys = [f"parallel.tp={tp}"] * (tp != parallel.tp) + [f"parallel.cp={cp}"] * (cp != parallel.cp)
                 shape = replace(parallel, tp=tp, cp=cp)
-                yield f"{words}{' '.join(keys)}{more}".strip(), replace(lean, parallel=shape), ranks
+                yield " ".join(f"{words} {' '.join(keys)} {more}".split()), replace(lean, parallel=shape), ranks
