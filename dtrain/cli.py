@@ -231,8 +231,7 @@ def _preview(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from dtrain.plan.command import Options, run
-    from dtrain.preflight import load
+    from dtrain.plan.command import Options, read_recipe, run
 
     options = Options(
         world_size=arguments.world_size,
@@ -245,7 +244,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         search=arguments.search,
         as_json=arguments.json,
     )
-    run(load(arguments.recipe, arguments.overrides), options, lambda text: print(text, flush=True))
+    recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
+    run(recipe, options, lambda text: print(text, flush=True))
     return 0
 
 

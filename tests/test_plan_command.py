@@ -121,6 +121,8 @@ def test_a_recipe_that_cannot_run_there_is_refused_as_validate_does(tmp_path, ca
     assert "with parallel.cpu_offload=false" in capfd.readouterr().err
     assert main(["plan", "sft", "model.path=/nowhere", "--world-size", "2"]) == 1
     assert "there is no directory '/nowhere'" in capfd.readouterr().err
+    assert main(["plan", "qwen3-8b-sft", model, "data.max_lenght=4", "parallel.tp=2", "--world-size", "4"]) == 1
+    assert "has a problem:\n  - data.max_lenght" in capfd.readouterr().err  # and asks for no weights, nor other sizes
     with pytest.raises(SystemExit):
         main(["plan", "sft", "--gpu", "abacus"])
     with pytest.raises(SystemExit):

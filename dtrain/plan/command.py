@@ -1,15 +1,17 @@
 """The options of `dtrain plan`, and what it prints."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dtrain.config import read
 from dtrain.config.schema import Recipe
-from dtrain.errors import UserError
+from dtrain.errors import RecipeError, UserError
 from dtrain.plan import report
 from dtrain.plan.hardware import GPUS, Hardware
-from dtrain.plan.plan import Plan, make_plan
+from dtrain.plan.plan import Plan, make_plan, problems, ready
 from dtrain.plan.search import search, smallest_change
+from dtrain.preflight import with_local_model
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class Options:
     @property
     def budget(self) -> int | None:
         return None if self.memory is None else int(self.memory * 2**30)
+
+
+def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> Recipe:
+    """The recipe, as `dtrain run` reads it. Raises RecipeError with all that a plan sees, which reads config.json alone
+    of the files."""
+    recipe, found = read(name, overrides)
+    recipe = with_local_model(recipe)
+    if found:
+        more = problems(ready(recipe), world_size or recipe.launch.nproc)
+        raise RecipeError(list(dict.fromkeys([*found, *more])))
+    return recipe
 
 
 def run(recipe: Recipe, options: Options, say: Callable[[str], None]) -> None:
