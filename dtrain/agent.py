@@ -4,7 +4,6 @@ The two share a directory, the job's: the recipe goes in, the file `stop` asks t
 worker that does not end well leaves a report, so that an error is told once, by the launcher, whoever had it.
 """
 
-import ctypes
 import importlib
 import json
 import logging
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.config import Recipe, load, to_yaml
 from dtrain.errors import Stopped, UserError
+from dtrain.orphans import end_with
 from dtrain.rank import (
     STOPPING,
     OutOfMemory,
@@ -174,7 +174,7 @@ def work(directory: str, place: Place) -> None:
     """A worker from its first line to its last. Never returns."""
     job, attempt = Path(directory), place.attempt
     setup = json.loads((job / "job.json").read_text())
-    _die_with(setup["launcher"])
+    end_with(setup["launcher"], ENDED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):  # before torch is imported: every thread that it starts inherits the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
@@ -227,15 +227,6 @@ def _again(recipe: Recipe, attempt: int, earlier: list[Report], rank: int) -> Re
         why = earlier[0].text.strip().splitlines()[-1] if earlier else "a process died"
         print(f"starting again ({attempt} of {recipe.launch.max_restarts}) after: {why}", file=sys.stderr)
     return resumed(recipe)
-
-
-def _die_with(launcher: int) -> None:
-    """Have the kernel end this process when the launcher ends, however that is; elsewhere `_listen` sees to it."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before that was set
-        os._exit(ENDED)
 
 
 def _listen(job: Path, launcher: int, stop: "StopFlag") -> None:

@@ -56,9 +56,14 @@ def run_rank(
     if threads is not None:
         torch.set_num_threads(threads)
     device = choose_device(recipe.launch.device, place)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     with ExitStack() as stack:
+        planned = None
+        if place.rank == 0 and recipe.metrics.plan:
+            from dtrain.plan.beside import PlannedPeak
+
+            planned = stack.enter_context(PlannedPeak(recipe, place.world_size, device.type)).tell
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         stack.enter_context(memory_errors(recipe, place, device))
         if place.world_size > 1:
             join(place, device)
@@ -67,7 +72,7 @@ def run_rank(
             attempt = stack.enter_context(watched(place, recipe.launch.lost_after, tell, _end_lost))
             stack.enter_context(memory_errors(recipe, place, device))
             recipe = resumed(recipe) if attempt > place.attempt else recipe
-        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop)
+        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()

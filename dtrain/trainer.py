@@ -35,6 +35,8 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.resume import Start
 
+PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
+
 
 def train(recipe: Recipe, runtime: Runtime) -> None:
     """Run `recipe` to its end on this rank. Collective: every rank of the run calls it.
@@ -75,6 +77,7 @@ class Trainer:
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
         sizes = self.sizes
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
+        self._before = metrics.memory_gib(runtime.device)
         self.policy = Policy(recipe, model_config, mesh, runtime)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         self.start = resume.find_start(recipe, self.run, self.store, self.ranks, self.metrics.say)
@@ -87,7 +90,7 @@ class Trainer:
         self.saver = stack.enter_context(saver)
         self._measured: dict[str, float] = {}  # of the step that is done
         self._cursor = self.start.cursor  # behind it
-        self._planned: metrics.PlannedPeak | None = None  # until its answer was told
+        self._planned = runtime.planned  # until its answer was told
         self._report_choices()
 
     def resume(self) -> Start:
@@ -109,7 +112,6 @@ class Trainer:
         if self.runtime.is_main:
             self.run.write_config(config.to_yaml(self.recipe))
             self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
-            self._planned = self._plan()
         self.metrics.resume_at(start.step)
         return start
 
@@ -129,8 +131,9 @@ class Trainer:
             self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
             self._log(step, batch.epoch, result, clock, fetched)
-            self._tell_plan()
             last = step == self.total_steps
+            if step - start.step > 1 or last:  # the optimizer's state is there from the first update on
+                self._tell_plan(PLAN_SECONDS if last else 0.0)
             if recipe.train.validate_every and (last or step % recipe.train.validate_every == 0):
                 self.validate(step)
             signum = self._agreed_signal()
@@ -241,23 +244,18 @@ class Trainer:
             data_time=fetched - began,
         )
 
-    def _plan(self) -> metrics.PlannedPeak | None:
-        """What `dtrain plan` says of this run, asked where `metrics.plan` wants it."""
-        wanted, device = self.recipe.metrics.plan, self.runtime.device.type
-        if not (wanted is True or (wanted == "auto" and device == "cuda")):
-            return None
-        planned = metrics.PlannedPeak(self.run.path / "config.yaml", self.runtime.world_size, device)
-        return self._stack.enter_context(planned)
-
-    def _tell_plan(self) -> None:
+    def _tell_plan(self, wait: float) -> None:
         """The planned peak, once it is known, with the measured one."""
-        planned = self._planned.gib() if self._planned is not None else None
+        planned = self._planned(wait) if self._planned is not None else None
         if planned is None:
             return
         self._planned = None
-        measured = metrics.memory_gib(self.runtime.device)
-        what = "allocated" if self.runtime.device.type == "cuda" else "resident, with Python and torch themselves"
-        self.metrics.say(f"memory of a rank: planned peak {planned:.3f} GiB, measured {measured:.3f} GiB ({what})")
+        measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
+        if self.runtime.device.type == "cuda":
+            self.metrics.say(f"memory of a rank: {planned}, measured {measured}")
+        else:
+            of_it = f"{self._before:.3f} GiB of it before the model was built"
+            self.metrics.say(f"memory of a rank: {planned}; the process holds {measured}, {of_it}")
 
     def _agreed_signal(self) -> int:
         """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.

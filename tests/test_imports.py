@@ -15,10 +15,11 @@ PACKAGE = Path(dtrain.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("launch", "plan", "environment"),
+    ("launch", "environment"),
     ("agent",),
-    ("rank", "preflight"),
-    ("meeting",),
+    ("rank",),
+    ("plan",),
+    ("preflight", "meeting"),
     ("pulse",),
     ("trainer",),
     ("resume",),
@@ -27,7 +28,7 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention",),
     ("parallel",),
-    ("batch",),
+    ("batch", "orphans"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of.

@@ -1,6 +1,7 @@
 """Whole runs: the same numbers on one rank and several, resumed and uninterrupted, and what a run leaves behind."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -271,14 +272,21 @@ def test_export_every_and_final_write_a_directory(tmp_path):
     assert torch.isfinite(model(torch.arange(5)[None])).all()
 
 
-def test_a_run_shows_its_planned_peak_beside_the_measured_one(tmp_path, capsys, monkeypatch):
-    from dtrain.metrics import PlannedPeak
+def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_has_its_state(tmp_path, capsys):
+    answers = iter([None, "planned peak 1.25 GiB"])
+    asked = []
 
-    told = iter([None, 1.25, 9.0])
-    monkeypatch.setattr(PlannedPeak, "gib", lambda self: next(told))
-    run(tiny_recipe(tmp_path, "metrics.plan=true", "train.steps=4"))
+    def planned(wait):
+        asked.append(wait)
+        return next(answers)
+
+    train(tiny_recipe(tmp_path, "train.steps=4"), Runtime(planned=planned))
     shown = [line for line in capsys.readouterr().err.splitlines() if "planned peak" in line]
-    assert len(shown) == 1 and "planned peak 1.250 GiB, measured 0." in shown[0]
+    assert len(shown) == 1
+    assert re.search(r"planned peak 1.25 GiB; the process holds 0\.\d+ GiB, 0\.\d+ GiB of it before", shown[0])
+    assert asked == [0.0, 0.0]
+    train(tiny_recipe(tmp_path, "train.steps=1", name="short"), Runtime(planned=lambda wait: f"waited {wait}"))
+    assert "waited 5.0" in capsys.readouterr().err
 
 
 HSDP_TP = ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.dp_shard=1")

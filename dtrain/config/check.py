@@ -51,7 +51,6 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
-    ("metrics.plan", lambda v: v in ("auto", True, False), "auto, true or false"),
     *ROLLOUT_RANGES,
 )
 

@@ -243,9 +243,9 @@ class Metrics:
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: bool | str | None = "auto"
-    """auto | true | false: whether `dtrain plan` works the run's memory out beside it, in a process of low priority;
-    the terminal then shows the planned peak with the measured one. auto: on cuda."""
+    plan: bool = True
+    """Whether the run's memory is planned beside it, in a process of lower priority; the terminal then shows the
+    planned peak with the measured one."""
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from dtrain.metrics.hardware import memory_gib, model_flops_utilisation, peak_flops
 from dtrain.metrics.metrics import Metrics, build
-from dtrain.metrics.planned import PlannedPeak
 from dtrain.metrics.sinks import cut_jsonl
 
-__all__ = ["Metrics", "PlannedPeak", "build", "cut_jsonl", "memory_gib", "model_flops_utilisation", "peak_flops"]
+__all__ = ["Metrics", "build", "cut_jsonl", "memory_gib", "model_flops_utilisation", "peak_flops"]

@@ -1,5 +1,6 @@
 """What a rank knows of itself: its place in the world, its device, and whether it was asked to stop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,13 +18,17 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One rank of a run. Made by `launch`; rooms below read it and never the environment."""
+    """One rank of a run. Made by `launch`; rooms below read it and never the environment.
+
+    planned: where a plan is worked out beside the run, what it says of the peak, waited for so many seconds.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     stop: StopFlag = field(default_factory=StopFlag)
+    planned: Callable[[float], str | None] | None = None
 
     @property
     def is_main(self) -> bool:

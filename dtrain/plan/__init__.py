@@ -9,6 +9,7 @@
     hardware                devices, links and the estimate
     search                  other meshes and micro-batches, and what would fit
     report, command         text and JSON; the command line's options
+    beside                  the plan that a run shows of itself; children, the processes that all of these work in
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
 operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are

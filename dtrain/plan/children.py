@@ -9,51 +9,72 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import ExitStack
+from typing import Generic, TypeVar
 
 import torch
+
+from dtrain.orphans import end_with
 
 Result = TypeVar("Result")
 
 
+class Child(Generic[Result]):
+    """`call` in a forked process, which ends with this one; a context that ends it earlier. What `call` returns, or
+    raises, must be picklable. niceness: how far the process steps back behind others."""
+
+    def __init__(self, call: Callable[[], Result], niceness: int = 0):
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(call, niceness, os.getpid(), sender))
+        self._process.start()
+        sender.close()
+
+    def __enter__(self) -> "Child[Result]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._receiver.close()
+        self._process.kill()
+        self._process.join()
+
+    def is_done(self, wait: float = 0.0) -> bool:
+        """Whether `outcome` would answer at once; waits for that up to `wait` seconds."""
+        return self._receiver.poll(wait)
+
+    def outcome(self) -> Result | Exception:
+        """What the call returned, or what it raised; to be asked once."""
+        try:
+            return self._receiver.recv()
+        except EOFError:
+            self._process.join()
+            return RuntimeError(f"a process that worked on a plan died ({self._process.exitcode})")
+
+    def result(self) -> Result:
+        """What the call returned; to be asked once. Raises what it raised."""
+        outcome = self.outcome()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
 def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What each of `calls` returns, which must be picklable, in their order. An exception of one is raised here."""
-    context = multiprocessing.get_context("fork")
-    children = []
-    try:
-        for call in calls:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(call, sender), daemon=True)
-            process.start()
-            sender.close()
-            children.append((process, receiver))
-        return [_result(process, receiver) for process, receiver in children]
-    finally:
-        for process, receiver in children:
-            receiver.close()
-            process.kill()
-            process.join()
+    """What each of `calls` returns, in their order. An exception of one is raised here."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(call)) for call in calls]
+        return [child.result() for child in children]
 
 
-def _work(call: Callable[[], object], sender) -> None:
+def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> None:
+    end_with(parent)
+    os.nice(niceness)
     gc.freeze()  # a collection here must not touch what the parent's threads hold
     torch.set_num_threads(1)  # the parent's threads did not come along, and a product would wait for them
     try:
-        sender.send((True, call()))
+        sender.send(call())
     except Exception as error:
         error.add_note(traceback.format_exc())
-        sender.send((False, error))
+        sender.send(error)
     finally:
         sender.close()
         os._exit(0)
-
-
-def _result(process, receiver):
-    try:
-        succeeded, value = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"a process that traced a part of the plan died ({process.exitcode})") from None
-    if succeeded:
-        return value
-    raise value

@@ -13,23 +13,20 @@ pickled from the parent, JSON to it.
           {"error": text}            the end of a traceback
 """
 
-import ctypes
 import json
 import os
 import pickle
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from dtrain.errors import UserError
+from dtrain.orphans import end_with
 from dtrain.rollout.rewards import calls
 
 HEADER = 8
-POLL_SECONDS = 0.5
 LAST_LINES = 12  # of a traceback
 
 
@@ -46,7 +43,7 @@ def message(content: bytes) -> bytes:
 
 def main(parent: int) -> None:
     """Serve calls until the parent closes the pipe. Never returns."""
-    _die_with(parent)
+    end_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     source, sink = _own_pipes()
     server = _Server()
@@ -99,20 +96,3 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return source, sink
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when the parent ends, however that is; where it cannot, a thread looks."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before that was set
-        os._exit(1)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os._exit(1)

@@ -1,0 +1,44 @@
+"""The plan of a run, worked out beside it: the run goes on meanwhile, and shows it when it is there."""
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+from dtrain.config.schema import Recipe
+from dtrain.errors import UserError
+from dtrain.plan.children import Child
+from dtrain.plan.hardware import GPUS
+from dtrain.plan.plan import make_plan
+from dtrain.plan.report import gib
+
+_BEHIND_THE_RUN = 5
+
+
+class PlannedPeak(AbstractContextManager):
+    """What a rank's tensors need at their peak, by the plan of `recipe` on `world_size` devices of type `device_type`.
+
+    It is worked out in a process of lower priority, forked from this one, which ends with the context or with this
+    process. To be made before this process has a process group or has touched CUDA: neither survives a fork.
+    """
+
+    def __init__(self, recipe: Recipe, world_size: int, device_type: str):
+        recipe = replace(recipe, launch=replace(recipe.launch, device=device_type))
+        self._child = Child(partial(_planned, recipe, world_size), _BEHIND_THE_RUN)
+        self._told: str | None = None
+
+    def __exit__(self, *failure: object) -> None:
+        self._child.__exit__(*failure)
+
+    def tell(self, wait: float = 0.0) -> str | None:
+        """The peak in words, or why there is none; None where that is not known within `wait` seconds."""
+        if self._told is None and self._child.is_done(wait):
+            outcome = self._child.outcome()
+            self._told = f"no plan ({outcome})" if isinstance(outcome, Exception) else outcome
+        return self._told
+
+
+def _planned(recipe: Recipe, world_size: int) -> str:
+    try:
+        return f"planned peak {gib(make_plan(recipe, world_size, next(iter(GPUS.values()))).step.peak)}"
+    except UserError as error:  # what a plan does not follow, offloading say
+        return f"no plan ({' '.join(str(error).split())})"

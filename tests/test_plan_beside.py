@@ -1,0 +1,69 @@
+"""The plan beside a run: what it tells, and that it goes with the process it is beside."""
+
+import os
+import signal
+import time
+
+from dtrain import config
+from dtrain.models.config import read_config
+from dtrain.plan.beside import PlannedPeak
+from dtrain.plan.children import Child, side_by_side
+from dtrain.plan.report import gib
+from dtrain.plan.step import plan_step
+from tests.test_launch import Launched, wait_until_gone
+from tests.tiny import tiny_recipe
+
+
+def test_a_run_is_told_its_planned_peak_and_waits_for_nothing(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    with PlannedPeak(recipe, 2, "cpu") as planned:
+        assert planned.tell() is None
+        expected = plan_step(recipe, read_config(recipe.model.path), config.sizes(recipe, 2), device="cpu").peak
+        assert planned.tell(wait=120) == planned.tell() == f"planned peak {gib(expected)}"
+
+
+def test_what_cannot_be_planned_does_not_end_the_run(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path)
+    with PlannedPeak(recipe, 3, "cpu") as refused:
+        assert "no plan (the recipe has a problem" in refused.tell(wait=120)
+    monkeypatch.setattr("dtrain.plan.beside.make_plan", lambda *_: os._exit(3))
+    with PlannedPeak(recipe, 2, "cpu") as died:
+        assert died.tell(wait=120) == "no plan (a process that worked on a plan died (3))"
+
+
+def test_children_end_with_their_parent_and_with_their_context(tmp_path):
+    file = tmp_path / "pid"
+
+    def sleeper():
+        file.write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def parent():
+        with Child(sleeper):
+            while not (file.exists() and file.read_text()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Child(parent) as outer:
+        assert outer.is_done(wait=30)
+        assert isinstance(outer.outcome(), RuntimeError)
+    wait_until_gone([int(file.read_text())])
+    file.unlink()
+    with Child(sleeper):
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.01)
+    wait_until_gone([int(file.read_text())])
+
+
+def test_calls_run_side_by_side():
+    assert side_by_side([lambda: 1, os.getpid, lambda: "three"])[::2] == [1, "three"]
+
+
+def test_of_a_run_in_processes_of_its_own_rank_0_is_told(tmp_path):
+    launched = Launched(tmp_path, "told_its_plan", "launch.nproc=2", "launch.device=cpu", "metrics.plan=true")
+    status, _, err = launched.end()
+    assert status == 0, err
+    recipe = tiny_recipe(tmp_path)
+    expected = plan_step(recipe, read_config(recipe.model.path), config.sizes(recipe, 2), device="cpu").peak
+    marks = [(launched.runs / f"mark-{rank}").read_text() for rank in range(2)]
+    assert marks == [f"planned peak {gib(expected)}", "not asked"]
