@@ -15,7 +15,7 @@ from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
-from dtrain.models.config import read_config
+from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.rollout.rewards.find import find
 
@@ -68,47 +68,144 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen."""
-    absent = {key for key, _, _ in _ids(recipe)}
-    problems = check(recipe, world_size) + not_here(recipe)
-    if recipe.model.path and "model.path" not in absent:
-        problems += _model(recipe)
+    problems = shapes(recipe, world_size) + _files(recipe)
     problems += _data(recipe.data.train, "data.train")
     if recipe.data.val is not None:
         problems += _data(recipe.data.val, "data.val")
     problems += _checkpoint(recipe)
-    if recipe.method == "dpo" and recipe.model.path and not absent:
-        problems += _reference(recipe, "dpo.reference", recipe.dpo.reference, "start, none")
     if recipe.method == "grpo":
-        if recipe.grpo.beta and recipe.model.path and not absent:
-            problems += _reference(recipe, "grpo.reference", recipe.grpo.reference, "start")
         problems += _paths(recipe)
-    if recipe.method == "distill" and recipe.model.path and recipe.distill.teacher and not absent:
-        problems += _teacher(recipe, Path(recipe.distill.teacher))
     return problems
 
 
-def _model(recipe: Recipe) -> list[str]:
-    directory = Path(recipe.model.path)
+def shapes(recipe: Recipe, world_size: int) -> list[str]:
+    """The problems among them that decide what a step holds and computes: of all files, each model's config.json."""
+    absent = {key for key, _, _ in _ids(recipe)}
+    problems = check(recipe, world_size) + not_here(recipe)
+    if not recipe.model.path or "model.path" in absent:
+        return problems
+    try:
+        model = read_config(recipe.model.path)
+    except UserError as error:
+        return [*problems, str(error)]
+    problems += _misfits(model, recipe)
+    for key, path in _others(recipe):
+        if key not in absent:
+            found = _teacher(recipe, model, path) if key == "distill.teacher" else _reference(model, key, path)
+            problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
+    return problems
+
+
+def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
+    return misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
+
+
+def _others(recipe: Recipe) -> list[tuple[str, str]]:
+    """Key and path of the models that the method needs beside the one that it trains."""
+    named: list[tuple[str, str | None]] = []
+    if recipe.method == "dpo":
+        named = [("dpo.reference", recipe.dpo.reference)]
+    if recipe.method == "grpo" and recipe.grpo.beta:
+        named = [("grpo.reference", recipe.grpo.reference)]
+    if recipe.method == "distill":
+        named = [("distill.teacher", recipe.distill.teacher)]
+    return [(key, path) for key, path in named if path not in (None, "", "none", "start")]
+
+
+def _reference(ours: ModelConfig, key: str, path: str) -> list[str]:
+    """The reference takes the policy's place in one and the same model, so what computes must be equal."""
+    if not Path(path).is_dir():
+        return [
+            f"there is no such directory; give {'start, none' if key == 'dpo.reference' else 'start'} (start: the "
+            "weights that training starts from), a model's directory, or its id on the hub"
+        ]
+    try:
+        theirs = read_config(path)
+    except UserError as error:
+        return [str(error)]
+    free = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"}
+    names = [field.name for field in fields(ours) if field.name not in free | {"is_text_tower"}]
+    differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    if differing:
+        pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
+        return [f"{key}={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
+    return []
+
+
+def _teacher(recipe: Recipe, student: ModelConfig, path: str) -> list[str]:
+    """A teacher fits the mesh and has the student's vocabulary."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return ["there is no such directory; give a model's directory, or its id on the hub"]
+    if not (directory / "config.json").is_file():
+        export = directory / "export"
+        hint = f"set distill.teacher={export}" if export.is_dir() else "give a model's directory"
+        return [f"it has no config.json, so it is no model; {hint}"]
     try:
         model = read_config(directory)
     except UserError as error:
         return [str(error)]
+    problems = _misfits(model, recipe)
+    if model.vocab_size != student.vocab_size:
+        problems.append(
+            f"its vocab_size is {model.vocab_size}, and model.path's {student.vocab_size}: their distributions cannot "
+            "be compared; take models of one vocabulary"
+        )
+    return problems
+
+
+def _files(recipe: Recipe) -> list[str]:
+    """Weights and tokenizers: what only a run reads of the models whose config.json is sound."""
     problems = []
-    if recipe.parallel.tp >= 1:  # check says so
-        problems += misfits(model, recipe.parallel.tp)
-    if recipe.model.init == "pretrained":
-        problems += _weights(directory, ", or model.init=scratch to start from random ones")
+    student = recipe.model.path
+    if _is_model(student):
+        problems += _tokenizer(recipe)
+        if recipe.model.init == "pretrained":
+            problems += _weights(Path(student), ", or model.init=scratch to start from random ones")
+    for key, path in _others(recipe):
+        if _is_model(path):
+            problems += _weights(Path(path), key=key)
+        if key == "distill.teacher" and _is_model(path) and _is_model(student):
+            problems += [f"{key}={path}: {problem}" for problem in _differing_tokens(path, student)]
+    return problems
+
+
+def _is_model(path: str | None) -> bool:
+    try:
+        return bool(path) and read_config(path) is not None
+    except UserError:  # `shapes` tells
+        return False
+
+
+def _tokenizer(recipe: Recipe) -> list[str]:
+    directory = Path(recipe.model.path)
     try:
         tokenizer = Tokenizer.from_directory(directory)
         choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
     except UserError as error:
-        return [*problems, str(error)]
-    if tokenizer.size > model.vocab_size:
-        problems.append(
+        return [str(error)]
+    vocab_size = read_config(directory).vocab_size
+    if tokenizer.size > vocab_size:
+        return [
             f"{directory}: the tokenizer's highest id is {tokenizer.size - 1}, but config.json's vocab_size is "
-            f"{model.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
-        )
-    return problems
+            f"{vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
+        ]
+    return []
+
+
+def _differing_tokens(teacher: str, student: str) -> list[str]:
+    try:
+        tokens, ours = (Tokenizer.from_directory(path).vocabulary for path in (teacher, student))
+    except UserError as error:
+        return [str(error)]
+    differing = [token for token, number in ours.items() if tokens.get(token, number) != number]
+    if not differing:
+        return []
+    token = min(differing, key=ours.__getitem__)
+    return [
+        f"it numbers {len(differing)} tokens otherwise than model.path: {token!r} is {tokens[token]} there and "
+        f"{ours[token]} here; take models of one tokenizer"
+    ]
 
 
 def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
@@ -131,28 +228,6 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
     return []
 
 
-def _reference(recipe: Recipe, key: str, path: str | None, words: str) -> list[str]:
-    """The reference takes the policy's place in one and the same model, so what computes must be equal."""
-    if path in (None, "none", "start"):
-        return []
-    if not Path(path).is_dir():
-        return [
-            f"{key}={path}: there is no such directory; give {words} (start: the weights that training starts from), a "
-            "model's directory, or its id on the hub"
-        ]
-    try:
-        ours, theirs = read_config(recipe.model.path), read_config(path)
-    except UserError as error:
-        return [str(error)]
-    free = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"}
-    names = [field.name for field in fields(ours) if field.name not in free | {"is_text_tower"}]
-    differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
-    if differing:
-        pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
-        return [f"{key}={path} is another kind of model than model.path ({pairs}): give one of the same kind"]
-    return _weights(Path(path), key=key)
-
-
 def _paths(recipe: Recipe) -> list[str]:
     """Import paths of rewards and environments lead somewhere; nothing of theirs is run."""
     named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
@@ -165,39 +240,6 @@ def _paths(recipe: Recipe) -> list[str]:
             except UserError as error:
                 problems.append(f"{key}: {error}")
     return problems
-
-
-def _teacher(recipe: Recipe, directory: Path) -> list[str]:
-    """A teacher is read, and fits the mesh and the student's vocabulary, token by token."""
-    named = f"distill.teacher={directory}"
-    if not directory.is_dir():
-        return [f"{named}: there is no such directory; give a model's directory, or its id on the hub"]
-    if not (directory / "config.json").is_file():
-        export = directory / "export"
-        hint = f"set distill.teacher={export}" if export.is_dir() else "give a model's directory"
-        return [f"{named} has no config.json, so it is no model; {hint}"]
-    try:
-        model = read_config(directory)
-        student = read_config(recipe.model.path)
-        tokens, ours = (Tokenizer.from_directory(path).vocabulary for path in (directory, recipe.model.path))
-    except UserError as error:
-        return [f"{named}: {error}"]
-    problems = _weights(directory, key="distill.teacher")
-    if recipe.parallel.tp >= 1:  # check says so
-        problems += misfits(model, recipe.parallel.tp)
-    if model.vocab_size != student.vocab_size:
-        problems.append(
-            f"{named} has a vocab_size of {model.vocab_size}, and model.path of {student.vocab_size}: their "
-            "distributions cannot be compared; take models of one vocabulary"
-        )
-    differing = [token for token, number in ours.items() if tokens.get(token, number) != number]
-    if differing:
-        token = min(differing, key=ours.__getitem__)
-        problems.append(
-            f"{named} numbers {len(differing)} tokens otherwise than model.path: {token!r} is {tokens[token]} there "
-            f"and {ours[token]} here; take models of one tokenizer"
-        )
-    return [problem if problem.startswith(named) else f"{named}: {problem}" for problem in problems]
 
 
 def _data(source: DataSource, key: str) -> list[str]:

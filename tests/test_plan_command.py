@@ -11,13 +11,14 @@ import pytest
 
 from dtrain import config
 from dtrain.cli import main
+from dtrain.errors import RecipeError
 from dtrain.models.config import read_config
 from dtrain.plan.hardware import GPUS
 from dtrain.plan.plan import make_plan
 from dtrain.plan.search import search, with_mesh
 from dtrain.plan.step import plan_step
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
 ROOT = Path(__file__).parents[1]
 LLAMA_3_1_70B = {
@@ -143,6 +144,17 @@ def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
     assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
     smallest = min(one.step.peak for one in found.best)
     assert not search(plan.recipe, plan.config, 4, plan.hardware, smallest // 8, most_traces=2).best
+
+
+def test_the_models_beside_the_policy_are_looked_at(tmp_path):
+    other = write_model(tmp_path / "other", "llama")
+    recipe = tiny_recipe(tmp_path, "method=dpo", f"dpo.reference={other}")
+    with pytest.raises(RecipeError, match="dpo.reference=.*other is another kind of model than model.path"):
+        make_plan(recipe, 1, GPUS["h100"])
+    with pytest.raises(RecipeError, match="grpo.reference=/nowhere: there is no such directory"):
+        make_plan(tiny_grpo(tmp_path, "grpo.beta=0.1", "grpo.reference=/nowhere"), 1, GPUS["h100"])
+    same = write_model(tmp_path / "same")  # without weights, which a plan does not read
+    assert make_plan(tiny_recipe(tmp_path, "method=dpo", f"dpo.reference={same}"), 1, GPUS["h100"]).fits
 
 
 def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):

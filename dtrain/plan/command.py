@@ -83,7 +83,8 @@ def _too_much(plan: Plan) -> str:
         "none of the changes that were tried fits (micro_batch, activation_checkpointing, tp, cp, up to 128 times the "
         "ranks): take a smaller model, shorter rows, or devices with more memory"
         if found is None
-        else f"the smallest change that fits is {found[0]}, with a peak of {report.gib(found[1].peak)}"
+        else f"the smallest change that fits is {found[0]}, with a peak of {report.gib(found[1].peak)}, which "
+        f"leaves {report.gib(plan.budget - found[1].peak)}"
     )
     return (
         f"this does not fit: the peak is {report.gib(plan.step.peak)}, {report.gib(over)} more than the budget of "

@@ -3,21 +3,19 @@
 `make_plan` checks the recipe as `validate` does, but for the files that only a run reads: config.json is enough.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from dtrain import models
-from dtrain.config import Sizes, check, sizes
+from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
-from dtrain.errors import RecipeError, UserError
+from dtrain.errors import RecipeError
 from dtrain.models.config import ModelConfig, read_config
-from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
-from dtrain.preflight import not_here
+from dtrain.preflight import shapes
 
 
 @dataclass(frozen=True)
@@ -104,20 +102,10 @@ def ready(recipe: Recipe) -> Recipe:
 
 def problems(recipe: Recipe, world_size: int) -> list[str]:
     """What keeps `recipe` from running on `world_size` ranks, but for memory and the files that only a run reads."""
-    found = check(recipe, world_size) + not_here(recipe)
+    found = shapes(recipe, world_size)
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
         found.append(
             "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow: plan "
             "with parallel.cpu_offload=false, which needs more of the device"
         )
-    named: Mapping[str, str | None] = {"model.path": recipe.model.path}
-    if recipe.method == "distill":
-        named = {**named, "distill.teacher": recipe.distill.teacher}
-    for key, path in named.items():
-        if not path or any(problem.startswith(f"{key}=") for problem in found):
-            continue
-        try:
-            found += misfits(read_config(path), recipe.parallel.tp) if recipe.parallel.tp >= 1 else []
-        except UserError as error:
-            found.append(str(error))
     return found

@@ -164,6 +164,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "traffic": [
             {"dimension": dimension, "kind": kind, "ranks": ranks, "on_host": on_host, "count": count, "bytes": size}
             for (dimension, kind, ranks, on_host), (count, size) in sorted(step.traffic.items())
+            if ranks > 1
         ],
         "tokens": plan.tokens,
         "flops_per_token": plan.flops_per_token,

@@ -291,7 +291,7 @@ def test_a_teacher_that_does_not_fit_is_named_before_a_run(tmp_path):
         return "\n".join(preflight(recipe_at(tmp_path, f"distill.teacher={teacher}", *overrides), 6))
 
     wide = write_model(tmp_path / "wide", vocab_size=80)
-    assert "wide has a vocab_size of 80, and model.path of 67" in problems(wide)
+    assert "wide: its vocab_size is 80, and model.path's 67" in problems(wide)
     assert "wide: " in problems(wide) and "set distill.teacher to a directory with weights" in problems(wide)
     other = teacher_at(tmp_path, "qwen2")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
