@@ -24,6 +24,10 @@ class Unavailable(UserError):
     """Something beside the run failed that it cannot go on without, such as a server; its own state is sound."""
 
 
+class Interrupted(Exception):
+    """What was under way is given up, on every rank, since the run was asked to stop; nothing has come of it."""
+
+
 class Stopped(Exception):
     """A signal asked the run to end, and it did so in order.
 

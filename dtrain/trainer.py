@@ -27,7 +27,7 @@ from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import BEST, SCHEDULES, Recipe
-from dtrain.errors import Stopped, Unavailable, UserError
+from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, Run
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
@@ -35,6 +35,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.resume import Start
 
+NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
 PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
 
 
@@ -75,6 +76,9 @@ class Trainer:
         model_config = read_config(recipe.model.path)
         self.method = METHODS[recipe.method](recipe)
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
+        self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
+        if self.val_rows:
+            self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
         sizes = self.sizes
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
@@ -103,7 +107,7 @@ class Trainer:
             path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
             self.metrics.say(f"weights of {path}")
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
-        self.method.begin(self.policy, splits, Run(self.metrics, self.run.path, self._stack))
+        self.method.begin(self.policy, splits, self._as_the_method_sees_it())
         if start.state is not None:
             changed = resume.restore(self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks)
             self.metrics.say(f"resumed from {start.path}")
@@ -122,7 +126,7 @@ class Trainer:
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
         if signum := self._agreed_signal():
-            raise Stopped(signum, "stopped before the first step: nothing is lost; the same command starts here again")
+            raise Stopped(signum, NOTHING_LOST)
         clock = time.perf_counter()
         while (batch := self._next(batches, step, saved)) is not None:
             fetched = time.perf_counter()
@@ -149,14 +153,24 @@ class Trainer:
             self.export()
 
     def _next(self, batches: Iterator[data.GlobalBatch], step: int, saved: int | None) -> data.GlobalBatch | None:
-        """The next batch. Where what makes it has failed, the steps so far are saved before that is told."""
+        """The next batch. Where what makes it has failed, or was given up for a signal, the steps so far are saved
+        first."""
         try:
             return next(batches, None)
         except Unavailable as error:
-            if self.recipe.checkpoint.every is not None and saved != step > 0:
-                self.save(step, self._cursor, wait=True)
-                saved = step
+            saved = self._save_last(step, saved)
             raise Unavailable(f"{error}\n{self._farewell(step, saved)}" if step else str(error)) from error
+        except Interrupted:
+            signum = self._agreed_signal()
+            saved = self._save_last(step, saved)
+            raise Stopped(signum, self._farewell(step, saved) if step else NOTHING_LOST) from None
+
+    def _save_last(self, step: int, saved: int | None) -> int | None:
+        """Save the step that is done, if it is not saved yet; the last step that then is."""
+        if self.recipe.checkpoint.every is None or saved == step or step == 0:
+            return saved
+        self.save(step, self._cursor, wait=True)
+        return step
 
     def validate(self, step: int) -> None:
         """The method's measures over all of `data.val`."""
@@ -243,6 +257,10 @@ class Trainer:
             step_time=step_time,
             data_time=fetched - began,
         )
+
+    def _as_the_method_sees_it(self) -> Run:
+        stop = self.runtime.stop
+        return Run(self.metrics, self.run.path, self._stack, lambda: stop.signum != 0)
 
     def _tell_plan(self, wait: float) -> None:
         """The planned peak, once it is known, with the measured one."""

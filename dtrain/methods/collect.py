@@ -17,7 +17,7 @@ from dtrain.losses.advantages import advantages, soft_overlong_penalty, zero_var
 from dtrain.methods.engines import Draws
 from dtrain.methods.episodes import Episodes
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.rollout.request import Request, SamplingParams
+from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
 
@@ -84,14 +84,17 @@ class Collector:
         episodes: Episodes | None,
         max_length: int,
         seed: int,
+        ask_stop: AskStop,
     ):
         self.section, self.engine, self.rows, self.tokenizer = section, engine, rows, tokenizer
         self.rewards, self.episodes, self.max_length, self.seed = rewards, episodes, max_length, seed
+        self.ask_stop = ask_stop
         self.ranks = Ranks()
         self.names: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
-        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError."""
+        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError, and
+        Interrupted where the run is asked to stop while completions are drawn."""
         section, began = self.section, time.perf_counter()
         placements = self.rows.placements(cursor)
         size, wanted = section.group_size, section.prompts_per_step
@@ -104,7 +107,7 @@ class Collector:
             asked = list(self._asked(taken, at))
             last = taken[-1]
             at = last.after
-            samples = self._draw(asked, self._requests(asked), version)
+            samples = self._draw(asked, self._requests(asked), version, self.ask_stop)
             rewards, parts = self._judge(asked, samples)
             groups.add(asked, samples, rewards, parts)
             drawn += len(asked)
@@ -154,12 +157,14 @@ class Collector:
             for number in range(count)
         ]
 
-    def _draw(self, asked: Sequence[Asked], requests: Sequence[Request], version: int) -> list[Sample]:
+    def _draw(
+        self, asked: Sequence[Asked], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
+    ) -> list[Sample]:
         if self.episodes is not None:
             count = len(requests) // max(1, len(asked))
             rows = [one.row for one in asked for _ in range(count)]
-            return self.episodes.play(self.engine, requests, rows, version)
-        completions = self.engine.generate(requests, version)
+            return self.episodes.play(self.engine, requests, rows, version, ask_stop)
+        completions = self.engine.generate(requests, version, ask_stop)
         return [
             Sample(request.prompt, done.ids, [True] * len(done.ids), done.logprobs, done.finish, done.version)
             for request, done in zip(requests, completions, strict=True)

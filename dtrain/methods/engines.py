@@ -1,7 +1,8 @@
 """What draws a method's completions and what judges them, as the recipe's `grpo` section says it.
 
 Every engine draws with the weights of now: `generate` is collective, every rank passes all requests and gets all
-completions, in their order. `expect` says which requests come next, for an engine that can draw ahead of time.
+completions, in their order, or Interrupted where a rank's `ask_stop` says yes meanwhile. `expect` says which requests
+come next, for an engine that can draw ahead of time.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,19 +12,21 @@ from typing import Any, Protocol
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
-from dtrain.errors import Unavailable, UserError
+from dtrain.errors import Interrupted, Unavailable, UserError
 from dtrain.methods.method import Run
 from dtrain.policy import Policy
 from dtrain.rollout.ahead import Ahead
 from dtrain.rollout.http import HttpEngine
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.publish import DirectoryPublisher, StreamPublisher
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.rewards import Rewards
 
 
 class Draws(Protocol):
-    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]: ...
+    def generate(
+        self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
+    ) -> list[Completion]: ...
 
     def expect(self, requests: Sequence[Request], version: int) -> None: ...
 
@@ -41,12 +44,12 @@ class OnTheMesh:
             unshard=recipe.grpo.unshard,
         )
 
-    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         if not self.offload:
-            return self.engine.generate(requests)
+            return self.engine.generate(requests, ask_stop)
         self.policy.offload_before_refit()
         try:
-            return self.engine.generate(requests)
+            return self.engine.generate(requests, ask_stop)
         finally:
             self.policy.prepare_for_training()
 
@@ -97,29 +100,36 @@ class OverHttp:
             files = DirectoryPublisher(shared, Path(recipe.model.path), self._engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
 
-    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         try:
             if self._published != version:
                 self._publish(version)
                 self._published = version
             if self.offload:
                 self.policy.offload_after_refit()
-            return self.ranks.first(lambda: self._draw(list(requests), version))
+            drawn = self.ranks.first(lambda: self._draw(list(requests), version, ask_stop))
         except UserError as error:
             raise Unavailable(str(error)) from error
         finally:
             if self.offload:
                 self.policy.prepare_for_training()
+        if drawn is None:
+            raise Interrupted
+        return drawn
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         if self._ahead is not None and requests:
             self._expected = list(requests)
             self._ahead.begin(self._expected, version)
 
-    def _draw(self, requests: list[Request], version: int) -> list[Completion]:
-        if self._ahead is not None and self._ahead.is_under_way and requests == self._expected:
-            return self._ahead.take(version)
-        return self._engine.generate(requests)
+    def _draw(self, requests: list[Request], version: int, ask_stop: AskStop | None) -> list[Completion] | None:
+        """None: rank 0 was asked to stop."""
+        try:
+            if self._ahead is not None and self._ahead.is_under_way and requests == self._expected:
+                return self._ahead.take(version, ask_stop)
+            return self._engine.generate(requests, ask_stop)
+        except Interrupted:
+            return None
 
 
 def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: Run) -> Draws:

@@ -10,7 +10,7 @@ from dtrain.data.template import ChatTemplate
 from dtrain.methods.engines import Draws
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.rollout.environment import Observations, environment_seed, find_maker, run_episodes
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import AskStop, Completion, Request
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,10 @@ class _AtVersion:
 
     engine: Draws
     version: int
+    ask_stop: AskStop | None
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.engine.generate(requests, self.version)
+        return self.engine.generate(requests, self.version, self.ask_stop)
 
 
 class Episodes:
@@ -42,9 +43,15 @@ class Episodes:
         self.ranks.first(find)
 
     def play(
-        self, engine: Draws, requests: Sequence[Request], rows: Sequence[Mapping[str, Any]], version: int
+        self,
+        engine: Draws,
+        requests: Sequence[Request],
+        rows: Sequence[Mapping[str, Any]],
+        version: int,
+        ask_stop: AskStop | None = None,
     ) -> list[Sample]:
-        """An episode for each request, whose data row the environment is made with; in their order."""
+        """An episode for each request, whose data row the environment is made with; in their order. Raises Interrupted
+        as `engine` does."""
         environments: list[Any] = []
 
         def make() -> None:
@@ -54,7 +61,7 @@ class Episodes:
         self.ranks.first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
         episodes = run_episodes(
-            _AtVersion(engine, version),
+            _AtVersion(engine, version, ask_stop),
             requests,
             environments or None,
             Observations(self.tokenizer, self.template if is_chat else None),

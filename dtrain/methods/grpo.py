@@ -96,6 +96,7 @@ class Grpo(Method):
             episodes=self._episodes(tokenizer) if section.environment is not None else None,
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,
+            ask_stop=run.ask_stop,
         )
 
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:

@@ -1,6 +1,6 @@
 """What every method can do; a method's own file says how it differs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,16 @@ from dtrain.policy.score import LogprobSource, Loss
 
 @dataclass(frozen=True)
 class Run:
-    """What a method may use of the run: its metrics, its directory, and a stack that closes what the method opens."""
+    """What a method may use of the run: its metrics, its directory, and a stack that closes what the method opens.
+
+    ask_stop: whether this rank was asked to stop. What takes long between two steps may then raise Interrupted, on
+    every rank; the run is saved as the last step left it.
+    """
 
     metrics: Metrics
     path: Path
     stack: ExitStack
+    ask_stop: Callable[[], bool]
 
 
 class Method:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from dtrain.errors import UserError
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.http import wait_for
+from dtrain.rollout.request import AskStop, Completion, Request
 
 
 class Draws(Protocol):
-    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]: ...
 
 
 class Ahead:
@@ -44,21 +45,23 @@ class Ahead:
         self._requests = list(requests)
         self._drawing = self._thread.submit(self._draw, self._requests, version)
 
-    def take(self, version: int) -> list[Completion]:
+    def take(self, version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         """Wait for the rollout that was begun; its completions, in order, each at most `max_off_policy_steps` older
         than the trainer's `version`. Those that are older are dropped and drawn again, with the weights of now.
 
-        Raises what the engine raised, and UserError where what it draws now is too old as well.
+        Raises what the engine raised, UserError where what it draws now is too old as well, and Interrupted soon after
+        `ask_stop` says yes: the rollout is then lost.
         """
         if self._drawing is None:
             raise ValueError("no rollout is under way: begin one first")
         drawing, self._drawing = self._drawing, None
+        wait_for([drawing], ask_stop)
         found = drawing.result()
         old = [index for index, one in enumerate(found) if version - one.version > self.most]
         self.dropped = len(old)
         if old:
             self.say(f"{len(old)} of {len(found)} completions are more than {self.most} steps old: drawn again")
-            again = self._draw([self._requests[index] for index in old], version)
+            again = self._draw([self._requests[index] for index in old], version, ask_stop)
             for index, completion in zip(old, again, strict=True):
                 found[index] = completion
             still = min(completion.version for completion in again)
@@ -75,6 +78,6 @@ class Ahead:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._drawing = None
 
-    def _draw(self, requests: Sequence[Request], version: int) -> list[Completion]:
-        completions = self.engine.generate(requests)
+    def _draw(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+        completions = self.engine.generate(requests, ask_stop)
         return [one if one.version is not None else replace(one, version=version) for one in completions]

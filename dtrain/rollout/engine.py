@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.cache import KeyValues, Place, slot_size
 from dtrain.attention.decode import Decode, Prefill
-from dtrain.errors import UserError
+from dtrain.errors import Interrupted, UserError
 from dtrain.models.config import SLIDING
 from dtrain.rollout.budget import choose_budget
 from dtrain.rollout.request import Completion, Request
@@ -37,6 +37,10 @@ class Peers:
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """What was drawn, the same on all ranks that compute the same rows."""
         return tokens, logprobs
+
+    def give_up(self) -> bool:
+        """Whether to stop between two steps; the same answer on all ranks that compute the same rows."""
+        return False
 
 
 class Engine:
@@ -83,7 +87,8 @@ class Engine:
         self._tokens = self._sampler = None
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """The completions of `requests`, in order. The engine must hold no other work. Raises UserError."""
+        """The completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
+        Interrupted where its peers give up."""
         if self.has_work:
             raise ValueError("generate needs an engine without work; use add and step beside others")
         for index, request in enumerate(requests):
@@ -92,6 +97,8 @@ class Engine:
         found: dict[Ticket, Completion] = {}
         try:
             while self.has_work:
+                if not self._fresh and self._peers.give_up():  # just looked: the answer waits for no device
+                    raise Interrupted
                 found.update(self.step())
         finally:
             self._abandon()

@@ -6,19 +6,20 @@ the fewest under way. No torch; on a mesh one rank calls `generate` and shares w
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dtrain.errors import UserError
+from dtrain.errors import Interrupted, UserError
 from dtrain.rollout.dialects import DIALECTS, Dialect, recognise
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.wire import Refused, Unanswered, Wire
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
+ASK_EVERY = 0.5  # seconds between questions whether to stop
 
 
 @dataclass
@@ -98,12 +99,16 @@ class HttpEngine:
         wires = [Wire(url, key) for url in urls]
         self.servers = self._all(wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)))
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
         """The completions of `requests`, in order. `Completion.version` is what the server says, else the version that
         it was last given when it was asked. Raises UserError where no server answers, naming each with its last error,
-        or one answers what cannot be used."""
+        or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
         calls = group(requests, self.samples_per_call)
-        found = self._all(calls, lambda call, stop: self._complete([requests[index] for index in call], stop))
+
+        def complete(call: list[int], stop: threading.Event) -> list[Completion]:
+            return self._complete([requests[index] for index in call], stop)
+
+        found = self._all(calls, complete, ask_stop)
         completions: dict[int, Completion] = {}
         for call, several in zip(calls, found, strict=True):
             completions.update(zip(call, several, strict=True))
@@ -267,7 +272,9 @@ class HttpEngine:
             return str(error)
         return None
 
-    def _all(self, items: Sequence[Any], act: Callable[[Any, threading.Event], T]) -> list[T]:
+    def _all(
+        self, items: Sequence[Any], act: Callable[[Any, threading.Event], T], ask_stop: AskStop | None = None
+    ) -> list[T]:
         """`act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
         if not items:
             return []
@@ -275,9 +282,7 @@ class HttpEngine:
         with ThreadPoolExecutor(min(len(items), self.concurrency), thread_name_prefix="rollout") as threads:
             futures = [threads.submit(act, item, stop) for item in items]
             try:
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
+                wait_for(futures, ask_stop)
             except BaseException:
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -287,6 +292,17 @@ class HttpEngine:
                     self._changed.notify_all()
                 raise
             return [future.result() for future in futures]
+
+
+def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None:
+    """Until all are done. Raises the first error among them, and Interrupted where `ask_stop` says yes before."""
+    missing: Collection[Future] = futures
+    while missing:
+        done, missing = wait(missing, None if ask_stop is None else ASK_EVERY, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if missing and ask_stop is not None and ask_stop():
+            raise Interrupted
 
 
 def group(requests: Sequence[Request], most: int | None = None) -> list[list[int]]:

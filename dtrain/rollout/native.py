@@ -17,12 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtrain.attention.cache import KeyValues
 from dtrain.attention.decode import Prefill
+from dtrain.errors import Interrupted
 from dtrain.parallel.fsdp import give_weights_back, weights_gathered
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.rollout.budget import Budget, choose_budget, free_memory
 from dtrain.rollout.engine import Engine, Peers, check_request
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.sharing import share_out
 
 
@@ -52,8 +53,11 @@ class NativeEngine:
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
         """The completions of `requests`, in order. Collective: every rank passes all requests and gets all results.
+
+        ask_stop: asked on each rank between two tokens; once it says yes that rank gives up, and Interrupted is raised
+        on all of them, as soon as the others have given up too, or are done. It costs one reduction more.
 
         Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
         model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
@@ -75,7 +79,8 @@ class NativeEngine:
                 stack.enter_context(weights_gathered(self.model))
             else:
                 stack.callback(give_weights_back, self.model)
-            peers = _MeshPeers(self.mesh, in_step=self._is_sharded and places > 1 and not gathers_once)
+            in_step = self._is_sharded and places > 1 and not gathers_once
+            peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
             budget = self._agreed_budget()
             engine = Engine(
                 self.model,
@@ -88,9 +93,14 @@ class NativeEngine:
             for index, request in enumerate(requests):
                 engine.check_room(request, f"request {index}")
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
-            completions = engine.generate(mine)
+            try:
+                completions = engine.generate(mine)
+            except Interrupted:
+                completions = None
             while peers.others_go_on():
                 self._take_part()
+        if ask_stop is not None and not self._least(int(completions is not None)):
+            raise Interrupted
         return self._exchanged(completions, shares)
 
     def _gathers_once(self) -> bool:
@@ -155,9 +165,11 @@ class NativeEngine:
 class _MeshPeers(Peers):
     """in_step: every forward gathers weights over dp and cp, so that all those ranks make as many."""
 
-    def __init__(self, mesh: Mesh, *, in_step: bool):
+    def __init__(self, mesh: Mesh, *, in_step: bool, ask_stop: AskStop | None):
         self._tp, self._places = mesh.tp, mesh.dp_cp
         self._in_step = in_step
+        self._ask_stop = ask_stop
+        self._first_asked: Tensor | None = None  # what the first tp rank's `ask_stop` said at the last draw, [R]
 
     def before_forward(self) -> None:
         if self._in_step:
@@ -171,9 +183,18 @@ class _MeshPeers(Peers):
         """The first tp rank's draw. All have the same logits, but a sum may be rounded in another order on a GPU."""
         if self._tp.size() == 1:
             return tokens, logprobs
-        drawn = torch.stack([tokens.to(torch.float64), logprobs.to(torch.float64)])
+        asked = float(self._ask_stop is not None and self._ask_stop())
+        logprobs = logprobs.to(torch.float64)
+        drawn = torch.stack([tokens.to(torch.float64), logprobs, torch.full_like(logprobs, asked)])
         dist.broadcast(drawn, group=self._tp.get_group(), group_src=0)
+        self._first_asked = drawn[2]
         return drawn[0].to(torch.int64), drawn[1]
+
+    def give_up(self) -> bool:
+        """Each tp rank may have been asked between two draws: the first one's answer counts, as its draws do."""
+        if self._tp.size() > 1:
+            return self._first_asked is not None and bool(self._first_asked.any())
+        return self._ask_stop is not None and self._ask_stop()
 
     def _ranks_at_work(self, mine: int) -> int:
         count = torch.tensor([mine])

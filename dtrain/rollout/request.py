@@ -1,8 +1,10 @@
 """What an engine is asked for and what it gives back: token ids in, token ids and log-probabilities out. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+AskStop = Callable[[], bool]  # whether to give up what is being drawn
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,21 @@
 """Whole GRPO runs from files: meshes, resume in the middle of a rollout, minibatches, validation, what is written."""
 
 import json
+import signal
+from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dtrain.errors import UserError
+from dtrain.errors import Stopped, UserError
+from dtrain.metrics import Metrics
+from dtrain.parallel.mesh import init_one_process_group
+from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.trainer import Trainer
 from tests.test_trainer import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_grpo, write_prompts
+from tests.world import run_world
 
 # Of these a run on another mesh writes others, for they are times and memory.
 CLOCKS = {"tokens_per_sec", "mfu", "mem_gib", "step_time", "data_time", "rollout_time", "train_time"}
@@ -146,6 +154,72 @@ def test_a_resume_on_another_mesh(tmp_path):
         interrupt(resumed, 2, 3)
     run(tiny_grpo(tmp_path, *shape, "parallel.cp=2", name="resumed"), 4)
     assert_rows_close(resumed, whole)
+
+
+class SoonStopped(StopFlag):
+    """Says that a signal came, the third time that it is asked after `arm`."""
+
+    asked = None
+
+    def arm(self):
+        self.asked = 0
+
+    @property
+    def signum(self):
+        if self.asked is not None:
+            self.asked += 1
+        return signal.SIGTERM if (self.asked or 0) > 2 else 0
+
+    @signum.setter
+    def signum(self, value):
+        pass
+
+
+def stopped_while_drawing(rank, recipe, world_size, step, told):
+    """A run of which the ranks `told` are sent a signal while they draw the completions that follow `step`."""
+    flag = SoonStopped()
+
+    class Armed(Metrics):
+        def train_row(self, at, **fields):
+            super().train_row(at, **fields)
+            if at == step and rank in told:
+                flag.arm()
+
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, stop=flag)
+    with ExitStack() as stack:
+        if world_size == 1:
+            init_one_process_group("cpu")
+            stack.callback(dist.destroy_process_group)
+        trainer = Trainer(recipe, runtime, stack)
+        trainer.metrics.__class__ = Armed
+        with pytest.raises(Stopped, match=f"stopped after step {step}, which is saved"):
+            trainer.loop(trainer.resume())
+    assert flag.asked is None or flag.asked < 10  # a rollout's draws would ask more often
+
+
+@pytest.mark.parametrize(
+    "world_size, told, shape",
+    [
+        (1, (0,), ()),
+        pytest.param(2, (0, 1), (), marks=pytest.mark.full),
+        (2, (1,), ("grpo.unshard=false",)),
+        (2, (0,), ("parallel.tp=2",)),
+        pytest.param(4, (0, 1, 2, 3), ("parallel.tp=2", "grpo.unshard=false"), marks=pytest.mark.full),
+    ],
+)
+def test_a_rollout_is_given_up_for_a_signal_and_drawn_again(tmp_path, world_size, told, shape):
+    shape = ("train.steps=6", "checkpoint.every=20", *RICH, "grpo.sampling.max_new_tokens=20", *shape)
+    whole = tiny_grpo(tmp_path, *shape, name="whole")
+    resumed = tiny_grpo(tmp_path, *shape, name="resumed")
+    run(whole, world_size)
+    if world_size == 1:
+        stopped_while_drawing(0, resumed, 1, 4, told)
+    else:
+        run_world(stopped_while_drawing, world_size, resumed, world_size, 4, told)
+    assert len(lines(resumed, "samples")) == 16
+    run(resumed, world_size)
+    assert trajectory(resumed) == trajectory(whole) and rows_of(resumed) == rows_of(whole)
+    assert lines(resumed, "samples") == lines(whole, "samples")
 
 
 def test_what_a_run_writes(tmp_path):

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dtrain.errors import UserError
+from dtrain.errors import Interrupted, UserError
+from dtrain.rollout.ahead import Ahead
 from dtrain.rollout.dialects import derived_seed
 from dtrain.rollout.http import HttpEngine, group
 from dtrain.rollout.request import Request, SamplingParams
@@ -98,6 +99,25 @@ def test_passing_errors_are_tried_again(vllm, fault):
     expected = engine_of(vllm).generate(requests)
     vllm.faults = [fault, fault]
     assert engine_of(vllm).generate(requests) == expected
+
+
+def test_calls_under_way_are_given_up_when_asked(vllm):
+    requests = requests_of(2, 2)
+    expected = engine_of(vllm).generate(requests)
+    vllm.faults = [fakes.slow(60.0)] * 2
+    engine, began, asked = engine_of(vllm), time.monotonic(), iter([False, True])
+    with pytest.raises(Interrupted):
+        engine.generate(requests, lambda: next(asked))
+    assert time.monotonic() - began < 30 and next(asked, "asked twice") == "asked twice"
+    vllm.faults = []
+    assert engine.generate(requests) == expected
+    ahead = Ahead(engine, 1)
+    vllm.faults = [fakes.slow(60.0)] * 2
+    ahead.begin(requests, 0)
+    with pytest.raises(Interrupted):
+        ahead.take(0, lambda: True)
+    engine.close()
+    ahead.close()
 
 
 def test_a_server_that_stays_broken_ends_in_its_name_and_what_was_tried(vllm):
