@@ -6,9 +6,10 @@
     instruction, input      a user's message, as in Alpaca's files; `output` is a column
     prompt_ids              token ids, used as they are
 
-Every other column is kept for the rewards. Where a row has no column `answer`, the answer that the format holds (the
-last assistant message, `completion`, `output`) becomes it. A prompt of messages is rendered with the generation prompt;
-a string begins with what the tokenizer's post-processor puts there. A prompt that is too long loses its beginning.
+Every other column is kept for the rewards, `system` and `tools`, which the template reads, among them. Where a row has
+no column `answer`, the answer that the format holds (the last assistant message, `completion`, `output`) becomes it. A
+prompt of messages is rendered with the generation prompt; a string begins with what the tokenizer's post-processor puts
+there. A prompt that is too long loses its beginning.
 """
 
 import hashlib
@@ -102,7 +103,7 @@ def _text_of(answer: Any) -> str | None:
 
 
 def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> dict[str, Any]:
-    columns = {str(key): value for key, value in row.items() if key not in (*taken, *RESERVED, "system", "tools")}
+    columns = {str(key): value for key, value in row.items() if key not in (*taken, *RESERVED)}
     if columns.get("answer") is None and answer is not None:
         columns["answer"] = answer
     return columns
@@ -132,7 +133,7 @@ class PromptEncoder(RowEncoder):
     def fingerprint(self) -> str:
         template = self.template.fingerprint if self.template else None
         options = [self.options.room, self.options.system]
-        parts = ["prompts", self.tokenizer.fingerprint, template, self.max_length, options, self.too_long]
+        parts = ["prompts, all columns", self.tokenizer.fingerprint, template, self.max_length, options, self.too_long]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:

@@ -24,7 +24,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ({"prompt": "2 + 2 =", "completion": " 4"}, "prompt_completion", "2 + 2 =", {"completion": " 4", "answer": " 4"}),
     ({"instruction": "Add", "input": "2, 2", "output": "4"}, "alpaca", [{"role": "user", "content": "Add\n\n2, 2"}],
      {"output": "4", "answer": "4"}),
-    ({"prompt_ids": [3, 4], "wanted": 5}, "tokenized", [3, 4], {"wanted": 5}),
+    ({"prompt_ids": [3, 4], "wanted": 5, "system": "s"}, "tokenized", [3, 4], {"wanted": 5, "system": "s"}),
+    ({"question": "2 + 2?", "system": "Be brief."}, "question", [SYSTEM, ASK], {"system": "Be brief."}),
     ({"question": "q", "prompts": 1, "completions": 2, "completion_ids": 3}, "question",
      [{"role": "user", "content": "q"}], {}),
 ])  # fmt: skip
