@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import config
+from dtrain import config, models
 from dtrain.cli import main
 from dtrain.errors import RecipeError
 from dtrain.models.config import read_config
+from dtrain.plan import report
 from dtrain.plan.hardware import GPUS
 from dtrain.plan.plan import make_plan
 from dtrain.plan.search import search, with_mesh
@@ -169,3 +170,13 @@ def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
         timeout=100,
     )
     assert told.returncode == 1 and "this does not fit" in told.stderr
+
+
+def test_the_tensor_parallel_plan_is_printed(tmp_path):
+    recipe = tiny_recipe(tmp_path, "parallel.tp=2", family="qwen3")
+    plan = make_plan(recipe, 2, GPUS["h100"])
+    assert report.as_json(plan)["tensor_parallel_plan"] == dict(models.build(plan.config, device="meta").plan)
+    lines = [line.split() for line in report.text(plan).splitlines()]
+    assert ["model.layers.*.self_attn.q_proj", "colwise"] in lines and ["lm_head", "vocab_head"] in lines
+    assert ["Tensor", "parallel", "over", "2", "ranks", "with", "sequence", "parallel"] in lines
+    assert "Tensor parallel" not in report.text(make_plan(tiny_recipe(tmp_path), 2, GPUS["h100"]))

@@ -3,15 +3,19 @@
 `make_plan` checks the recipe as `validate` does, but for the files that only a run reads: config.json is enough.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain import models
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError
 from dtrain.models.config import ModelConfig, read_config
+from dtrain.parallel.apply import find_plan
+from dtrain.parallel.tensor import Style
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
@@ -22,6 +26,7 @@ from dtrain.preflight import shapes
 class Plan:
     """A recipe's step on one rank of a world. device: cuda, or cpu where the recipe says launch.device=cpu.
 
+    table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters: of the whole model. tokens: of an optimizer step over all ranks, every row full.
     flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors on a device.
     """
@@ -35,6 +40,7 @@ class Plan:
     budget: int
     step: Step
     time: Time
+    table: Mapping[str, str]
     total_parameters: int
     tokens: int
     flops_per_token: float
@@ -74,10 +80,15 @@ def planned(recipe: Recipe, config: ModelConfig, world: Sizes, hardware: Hardwar
         hardware.budget if budget is None else budget,
         step,
         estimate(step, world, hardware),
+        {pattern: _in_words(style) for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()},
         sum(parameter.numel() for parameter in model.parameters()),
         recipe.train.global_batch * rows_of_a_sample(recipe) * length,
         model.flops_per_token(recipe.data.max_length),
     )
+
+
+def _in_words(style: str | Style | ParallelStyle) -> str:
+    return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
 
 
 def row_length(recipe: Recipe) -> int:

@@ -50,6 +50,8 @@ def moment(plan: Plan) -> str:
 def text(plan: Plan, step_time: float | None = None) -> str:
     """What a plan says, for people."""
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
+    if plan.sizes.tp > 1:
+        sections.insert(1, _tensor_parallel(plan))
     return "\n\n".join(sections)
 
 
@@ -73,6 +75,12 @@ def _table(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _tensor_parallel(plan: Plan) -> str:
+    cut = "" if plan.recipe.parallel.sequence_parallel else "out"
+    rows = [(f"Tensor parallel over {plan.sizes.tp} ranks", f"with{cut} sequence parallel")]
+    return _table(rows + [(f"  {pattern}", style) for pattern, style in plan.table.items()], right=())
 
 
 def _memory(plan: Plan) -> str:
@@ -148,6 +156,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "gpu": plan.hardware.name if plan.device == "cuda" else None,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "sizes": asdict(plan.sizes),
+        "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
         "memory": {
             "parameters": step.parameters,
