@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,23 @@ def test_the_tensor_parallel_plan_is_printed(tmp_path):
     assert ["model.layers.*.self_attn.q_proj", "colwise"] in lines and ["lm_head", "vocab_head"] in lines
     assert ["Tensor", "parallel", "over", "2", "ranks", "with", "sequence", "parallel"] in lines
     assert "Tensor parallel" not in report.text(make_plan(tiny_recipe(tmp_path), 2, GPUS["h100"]))
+
+
+# Tokens/s of a GPU that torchtitan has published of its own runs (docs/performance.md, benchmarks/), 8,192 tokens a row.
+PUBLISHED = {
+    "8B on 64 A100": (LLAMA_3_1_8B, "a100", None, 64, "micro_batch=1", "selective", 2973, 0.05),
+    "70B on 64 A100": (LLAMA_3_1_70B, "a100", None, 64, "micro_batch=1", "full", 331, 0.05),
+    "8B on 8 H100, compiled": (LLAMA_3_1_8B, "h100", 2.4e12, 8, "micro_batch=2", "selective", 6667, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_estimate_is_near_what_others_have_measured(tmp_path, name):
+    config, gpu, bandwidth, ranks, micro, checkpointing, measured, rtol = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = [f"model.path={tmp_path}", "data.max_length=8192", "data.packing=false", "train.dtype=bfloat16"]
+    settings += [f"train.activation_checkpointing={checkpointing}", f"train.{micro}"]
+    recipe = tiny_recipe(tmp_path, *settings, f"train.global_batch={ranks * int(micro[-1])}")
+    hardware = GPUS[gpu] if bandwidth is None else replace(GPUS[gpu], bandwidth=bandwidth)
+    plan = make_plan(recipe, ranks, hardware)
+    assert plan.tokens / plan.time.total / ranks == pytest.approx(measured, rel=rtol)

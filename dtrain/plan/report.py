@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from dtrain.plan.hardware import ARITHMETIC, BANDWIDTH
+from dtrain.plan.hardware import BANDWIDTH
 from dtrain.plan.plan import Plan
 from dtrain.plan.search import Found, Search
 
@@ -11,6 +11,7 @@ _PARTS = (
     ("parameters", "parameters", "this rank's share of the master weights"),
     ("gradients", "gradients", "{gradients}"),
     ("optimizer state", "optimizer state", "{optimizer}, for this rank's share"),
+    ("rows", "rows", "the step's tokens and what else the loss reads"),
     ("reference", "reference", "a frozen copy of the weights"),
     ("teacher", "teacher", "this rank's share of the frozen teacher"),
     ("gathered parameters", "gathered weights", "whole layers, while they compute"),
@@ -128,7 +129,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
             f"MFU {plan.mfu(time.total):.1%}",
             _table(
                 [
-                    ("  matrix products", seconds(time.arithmetic), f"at {ARITHMETIC:.0%} of the peak"),
+                    ("  matrix products", seconds(time.arithmetic), f"at {plan.hardware.reach:.0%} of the peak"),
                     ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
                     ("  fsdp and replicas send", seconds(time.hidden), "beside these, as far as they last"),
                     ("  the others send", seconds(time.exposed), "while nothing computes"),

@@ -15,7 +15,7 @@ from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
-from dtrain.plan.hardware import ARITHMETIC, Hardware, Time, estimate, wire_time
+from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
 from dtrain.plan.optimizer import state_bytes
 from dtrain.plan.plan import problems, row_length, rows_of_a_sample
 from dtrain.plan.step import Step, plan_step
@@ -134,7 +134,7 @@ class _ClosedForms:
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
         rows = world.micro_batch * rows_of_a_sample(recipe)
         tokens = rows * row_length(recipe) / world.cp  # of a pass, on a rank
-        peak = hardware.arithmetic[self.precision.compute] * ARITHMETIC
+        peak = hardware.arithmetic[self.precision.compute] * hardware.reach
         computing = world.accumulation * tokens * self.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
         shards = world.dp_shard * world.cp
         whole, layers = self.elements / world.tp, config.num_hidden_layers
