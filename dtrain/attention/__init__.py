@@ -1,1 +1,8 @@
-"""Attention: what a query may see (mask), what computes it (kernels), and the keys kept while generating (cache)."""
+"""Attention: what a query may see, what computes it, and the keys kept while generating.
+
+mask           which keys a query may see
+kernels        what computes attention, and the choice of it
+blocks         queries over one block of keys, and merging blocks
+context, ring  context parallel: keys gathered, or passed from rank to rank
+cache, decode  keys and values of running sequences, and a forward over them
+"""

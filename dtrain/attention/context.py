@@ -22,7 +22,7 @@ class GatherKernel:
     def __init__(self, inner: Kernel, mesh: DeviceMesh):
         self.inner = inner
         self.group = mesh.get_group()
-        self.name = f"{inner.name} over gathered keys"
+        self.name, self.note = f"{inner.name} over gathered keys", ""
         self.abilities = replace(inner.abilities, cache=False, context_parallel=True)
 
     def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:

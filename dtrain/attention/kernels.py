@@ -30,7 +30,10 @@ class Abilities:
 
 
 class Kernel(Protocol):
+    """note: why it was chosen, where another was wanted."""
+
     name: str
+    note: str
     abilities: Abilities
 
     def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -65,6 +68,9 @@ class SdpaKernel:
     name = "sdpa"
     abilities = Abilities(devices=None, window=True, documents=True, cache=True, backward=True, context_parallel=False)
 
+    def __init__(self, note: str = ""):
+        self.note = note
+
     def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return positions, documents
 
@@ -78,7 +84,21 @@ class SdpaKernel:
         runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
         if visibility.is_plain:
             return _plain_blocks(visibility, runs, dtype, device)
-        return [_seen_block(visibility, run, dtype, device) for run in runs]
+        return [self._seen_block(visibility, run, dtype, device) for run in runs]
+
+    def _seen_block(self, visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device) -> Block:
+        """The block of one run of queries, its keys cut to those that some row sees."""
+        visible = visibility.visible(run, device)  # [B, q, K]
+        keys = self.seen_keys(visible, visibility, run)
+        return Block(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
+
+    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        """The run of keys that holds all that `visible` [B, q, K] of the queries in `run` shows; read on the host, on a
+        CPU only."""
+        if visible.is_meta or isinstance(visible, FakeTensor):  # shapes alone: no values to cut by
+            return slice(0, visibility.keys)
+        seen = visible.any(0).any(0).nonzero()
+        return slice(int(seen[0]), int(seen[-1]) + 1)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Block], scale: float) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
@@ -109,16 +129,6 @@ def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype,
         count, seen = run.stop - run.start, run.stop - first
         blocks.append(Block(run, slice(first, run.stop), bias[:, :, size - count :, keys - seen :], False))
     return blocks
-
-
-def _seen_block(visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device) -> Block:
-    """The block of one run of queries, its keys cut to those that some row sees; read on the host, on a CPU only."""
-    visible = visibility.visible(run, device)  # [B, q, K]
-    keys = slice(0, visibility.keys)
-    if not (visible.is_meta or isinstance(visible, FakeTensor)):  # shapes alone, as a plan has: no values to cut by
-        seen = visible.any(0).any(0).nonzero()
-        keys = slice(int(seen[0]), int(seen[-1]) + 1)
-    return Block(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": SdpaKernel()}

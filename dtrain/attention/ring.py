@@ -37,7 +37,7 @@ class RingKernel:
     def __init__(self, inner: Kernel, mesh: DeviceMesh, blocks: Blocks | None = None):
         self.group = mesh.get_group()
         self.blocks = blocks
-        self.name = "ring"
+        self.name, self.note = "ring", ""
         self.abilities = replace(inner.abilities, cache=False, context_parallel=True)
 
     def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -94,6 +94,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
     problems += _best(recipe)
+    problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
     if not any(key.startswith("parallel.") for key, _ in wrong):
         mesh_problems, shape = _mesh(recipe, world_size)
         problems += mesh_problems
@@ -103,6 +104,19 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
             replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
             problems += _batch(recipe, replicate * shard)
     return problems
+
+
+def _varlen(recipe: Recipe) -> list[str]:
+    unfit = {
+        "launch.device=cpu": recipe.launch.device == "cpu",
+        f"parallel.cp={recipe.parallel.cp}": recipe.parallel.cp > 1,
+        f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
+    }
+    named = [key for key, is_so in unfit.items() if is_so]
+    return [
+        f"model.attention=varlen is for CUDA, bfloat16 or float16, and parallel.cp=1, and {' and '.join(named)}: set "
+        "model.attention=auto, which takes it where it can"
+    ] * bool(named)
 
 
 def sizes(recipe: Recipe, world_size: int) -> Sizes:

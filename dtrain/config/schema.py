@@ -50,6 +50,10 @@ class Model:
     id on the hub (`Qwen/Qwen3-0.6B`), which is downloaded into the hub's own cache unless it is there."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
+    attention: Literal["auto", "sdpa", "varlen"] = "auto"
+    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows, on
+    CUDA in bfloat16 or float16 without context parallel. auto: varlen where it proves on the device that it gives
+    sdpa's numbers, else sdpa; the terminal says which."""
 
 
 @dataclass
@@ -385,8 +389,14 @@ class Grpo:
     system_prompt: str | None = None
     """The system message of conversations that have none."""
     environment: str | None = None
-    """Import path of a maker of environments (dtrain/rollout/environment.py): completions in several turns. null: one
+    """Import path of a maker of environments (dtrain/rollout/README.md): completions in several turns. null: one
     completion answers a prompt."""
+    environment_timeout: float = 60.0
+    """Seconds that making an environment may take, or one step of it; after that it is given up, and what its
+    completion earns is unknown."""
+    environment_threads: int = 1
+    """How many environments are made or stepped side by side, in threads: more than 1 for those that wait, for a server
+    say. 1: one after another, in the order of the completions."""
     max_turns: int = 8
     """Completions of the longest episode in an environment."""
     engine: Literal["native", "http"] = "native"

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch.nn.attention.varlen  # makes torch.ops.torch_attn
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -32,6 +33,7 @@ _EXPENSIVE = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 

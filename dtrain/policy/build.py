@@ -14,11 +14,13 @@ from torch import nn
 
 from dtrain import models
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import choose_kernel
+from dtrain.attention.kernels import SdpaKernel, choose_kernel
 from dtrain.attention.ring import RingKernel
+from dtrain.attention.varlen import HALF, VarlenKernel, prove
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
-from dtrain.models.config import ModelConfig
+from dtrain.errors import UserError
+from dtrain.models.config import SLIDING, ModelConfig
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
@@ -56,6 +58,8 @@ def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precisio
     if mesh.cp.size() > 1:
         kernel = choose_kernel("sdpa", device=device.type, documents=True, backward=True)
         model.use_kernel((RingKernel if parallel.cp_rotate == "ring" else GatherKernel)(kernel, mesh.cp))
+    else:
+        model.use_kernel(_attention(recipe, config, mesh, precision, device))
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         for layer in model.model.layers:
@@ -70,6 +74,29 @@ def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precisio
             cpu_offload=_offloads(recipe, device),
         )
     return model
+
+
+def _attention(
+    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+) -> SdpaKernel | VarlenKernel:
+    """The kernel that `model.attention` wants. Raises UserError where it wants one that is not sound here."""
+    wanted, tp = recipe.model.attention, mesh.tp.size()
+    if wanted == "sdpa" or (wanted == "auto" and (device.type != "cuda" or precision.compute not in HALF)):
+        return SdpaKernel()
+    problem = prove(
+        VarlenKernel(),
+        heads=config.num_attention_heads // tp,
+        key_heads=max(1, config.num_key_value_heads // tp),
+        head_dim=config.head_dim,
+        window=config.sliding_window if SLIDING in config.layer_types else None,
+        dtype=precision.compute,
+        device=device,
+    )
+    if problem is None:
+        return VarlenKernel()
+    if wanted == "varlen":
+        raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
+    return SdpaKernel(note=problem)
 
 
 def _offloads(recipe: Recipe, device: torch.device) -> bool:

@@ -144,6 +144,12 @@ def test_meshes_and_plans_pass(overrides):
     assert problems(8, *overrides) == []
 
 
+def test_varlen_attention_is_refused_where_it_cannot_be():
+    (found,) = problems(2, "model.attention=varlen", "launch.device=cpu", "parallel.cp=2", "train.dtype=float32")
+    assert "and launch.device=cpu and parallel.cp=2 and train.dtype=float32: set model.attention=auto" in found
+    assert problems(1, "model.attention=varlen", "train.dtype=bfloat16") == []
+
+
 def test_every_violation_of_a_mesh_is_listed():
     found = problems(6, "parallel.tp=4", "parallel.cp=4", "data.max_length=4")
     assert len(found) == 2

@@ -1,0 +1,63 @@
+"""Which attention kernel a model is built with."""
+
+import pytest
+import torch
+
+from dtrain.errors import UserError
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import build
+from dtrain.policy.precision import choose_precision
+from tests.tiny import tiny_recipe
+from tests.world import run_world
+
+
+def kernel_of(recipe, device):
+    """The kernel of a model laid out for `device`, which no tensor touches: everything is on meta."""
+    from dtrain.parallel.mesh import build_mesh
+
+    mesh: Mesh = build_mesh(Runtime(), dp_replicate=1, dp_shard=1, cp=1, tp=1)
+    precision = choose_precision(recipe.train.dtype, device.type)
+    model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, device)
+    (kernel,) = {id(layer.self_attn.kernel): layer.self_attn.kernel for layer in model.model.layers}.values()
+    return kernel
+
+
+def choices(rank, root):
+    asked = []
+
+    def proof(problem):
+        def prove(kernel, **shape):
+            asked.append(shape)
+            return problem
+
+        return prove
+
+    cuda = torch.device("cuda", 0)
+    half = tiny_recipe(root, "train.dtype=bfloat16", family="gemma3")
+    own = build.prove
+    try:
+        build.prove = proof(None)
+        assert kernel_of(half, cuda).name == "varlen"
+        assert asked.pop() == {
+            "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda
+        }  # fmt: skip
+        for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
+            assert kernel_of(other, cuda).name == "sdpa"
+        assert kernel_of(half, torch.device("cpu")).name == "sdpa" and not asked
+        build.prove = proof("varlen does not run here: too old")
+        chosen = kernel_of(half, cuda)
+        assert (chosen.name, chosen.note) == ("sdpa", "varlen does not run here: too old")
+        wanted = tiny_recipe(root, "train.dtype=bfloat16", "model.attention=varlen")
+        with pytest.raises(UserError, match="model.attention=varlen: varlen does not run here: too old; set"):
+            kernel_of(wanted, cuda)
+        build.prove = own
+        with pytest.raises(UserError, match="model.attention=varlen: varlen does not run here"):
+            kernel_of(wanted, torch.device("cpu"))
+    finally:
+        build.prove = own
+
+
+def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
+    run_world(choices, 1, tmp_path)
