@@ -16,6 +16,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("grpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
     ("grpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     ("grpo.reward_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
+    ("grpo.environment_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
+    ("grpo.environment_threads", lambda v: v >= 1, "at least 1"),
     ("grpo.overlong_cache", lambda v: v >= 1, "at least 1, or null for no punishment"),
     ("grpo.max_refills", lambda v: v >= 0, "at least 0"),
     ("grpo.max_turns", lambda v: v >= 1, "at least 1"),

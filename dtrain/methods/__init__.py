@@ -1,4 +1,11 @@
-"""Methods: what a batch is, which loss, which metrics. One loop, small methods."""
+"""Methods: what a batch is, which loss, which metrics. One loop, small methods. README.md says how to add one.
+
+method                               what every method can do
+sft, dpo, grpo, distill              how each differs
+objective, precompute                dpo: what is minimised; the reference's sums, once
+collect, engines, episodes           grpo: a rollout, what draws and judges it, several turns
+rollout_buffer, table                grpo: a rollout as tensors; on the terminal
+"""
 
 from dtrain.methods.distill import Distill
 from dtrain.methods.dpo import Dpo

@@ -228,6 +228,8 @@ class Collector:
         if len(self.names) > 1:
             parts = zip(self.names, groups.parts.t(), strict=True)
             fields |= {f"reward/{name}": _mean(values) for name, values in parts}
+        if self.episodes is not None:
+            fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
         return fields | lengths_of(groups.samples)
 
     def _lines(self, groups: Groups, values: Tensor) -> list[dict[str, Any]]:
@@ -264,10 +266,12 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _plus_earned(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Rewards and what samples earned in their environments; NaN where neither is known."""
+    """Rewards and what samples earned in their environments; NaN where neither is known, or the environment was lost:
+    rewards of a conversation that broke off would hold that against the model."""
     earned = torch.tensor([float("nan") if one.earned is None else one.earned for one in samples], dtype=torch.float64)
     is_known = ~(rewards.isnan() & earned.isnan())
-    return torch.where(is_known, rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0), rewards)
+    is_known &= torch.tensor([one.finish != "lost" for one in samples], dtype=torch.bool)
+    return torch.where(is_known, rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0), float("nan"))
 
 
 def _spread(rewards: Tensor) -> Tensor:

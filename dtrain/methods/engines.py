@@ -1,4 +1,4 @@
-"""What draws a method's completions and what judges them, as the recipe's `grpo` section says it.
+"""What draws a method's completions, what answers and what judges them, as the recipe's `grpo` section says it.
 
 Every engine draws with the weights of now: `generate` is collective, every rank passes all requests and gets all
 completions, in their order, or Interrupted where a rank's `ask_stop` says yes meanwhile. `expect` says which requests
@@ -16,6 +16,7 @@ from dtrain.errors import Interrupted, Unavailable, UserError
 from dtrain.methods.method import Run
 from dtrain.policy import Policy
 from dtrain.rollout.ahead import Ahead
+from dtrain.rollout.environments.stepping import Environments
 from dtrain.rollout.http import HttpEngine
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.publish import DirectoryPublisher, StreamPublisher
@@ -147,6 +148,23 @@ def open_rewards(section: Grpo, run: Run) -> Rewards | None:
         if section.rewards:
             rewards = Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say)
             opened.append(run.stack.enter_context(rewards))
+
+    Ranks().first(start)
+    return opened[0] if opened else None
+
+
+def open_environments(section: Grpo, run: Run) -> Environments | None:
+    """The environments in their own process, on rank 0 alone; the run closes it. Collective. Raises UserError."""
+    opened: list[Environments] = []
+
+    def start() -> None:
+        environments = Environments(
+            section.environment,
+            timeout=section.environment_timeout,
+            threads=section.environment_threads,
+            say=run.metrics.say,
+        )
+        opened.append(run.stack.enter_context(environments))
 
     Ranks().first(start)
     return opened[0] if opened else None

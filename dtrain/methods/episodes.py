@@ -1,4 +1,4 @@
-"""Completions in several turns: a recipe's environments, run on rank 0, around an engine that all ranks call."""
+"""Completions in several turns: a recipe's environments, which rank 0 asks, around an engine that all ranks call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate
 from dtrain.methods.engines import Draws
 from dtrain.methods.rollout_buffer import Sample
-from dtrain.rollout.environment import Observations, environment_seed, find_maker, run_episodes
+from dtrain.rollout.environments.episodes import environment_seed, run_episodes
+from dtrain.rollout.environments.observations import Observations
+from dtrain.rollout.environments.stepping import Environments
 from dtrain.rollout.request import AskStop, Completion, Request
 
 
@@ -26,21 +28,20 @@ class _AtVersion:
 
 
 class Episodes:
-    """Plays requests as episodes in environments that `path` makes. Collective. Raises UserError for a path that is not
-    there."""
+    """Plays requests as episodes in environments, which ranks other than 0 do not have. Collective."""
 
     def __init__(
-        self, path: str, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_turns: int, max_length: int
+        self,
+        environments: Environments | None,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_turns: int,
+        max_length: int,
     ):
-        self.tokenizer, self.template = tokenizer, template
+        self.environments, self.tokenizer, self.template = environments, tokenizer, template
         self.max_turns, self.max_length = max_turns, max_length
         self.ranks = Ranks()
-        self._make: Any = None
-
-        def find() -> None:
-            self._make = find_maker(path)
-
-        self.ranks.first(find)
 
     def play(
         self,
@@ -50,25 +51,26 @@ class Episodes:
         version: int,
         ask_stop: AskStop | None = None,
     ) -> list[Sample]:
-        """An episode for each request, whose data row the environment is made with; in their order. Raises Interrupted
-        as `engine` does."""
-        environments: list[Any] = []
+        """An episode for each request, whose data row the environment is made with; in their order. Raises UserError as
+        `environments` does, and Interrupted as `engine` does."""
 
         def make() -> None:
-            pairs = zip(requests, rows, strict=True)
-            environments.extend(self._make(dict(row), environment_seed(request)) for request, row in pairs)
+            seeds = [environment_seed(request) for request in requests]
+            self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
 
         self.ranks.first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
         episodes = run_episodes(
             _AtVersion(engine, version, ask_stop),
             requests,
-            environments or None,
+            self.environments,
             Observations(self.tokenizer, self.template if is_chat else None),
             max_turns=self.max_turns,
             max_length=self.max_length,
             first=self.ranks.first,
         )
+        if self.environments is not None:
+            self.environments.forget()
         return [
             Sample(one.prompt, one.ids, one.sampled, one.logprobs, one.finish, one.version, one.earned)
             for one in episodes

@@ -24,7 +24,7 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy import top_entropy_threshold
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
 from dtrain.methods.collect import Collector, Rollout, lengths_of
-from dtrain.methods.engines import open_engine, open_rewards
+from dtrain.methods.engines import open_engine, open_environments, open_rewards
 from dtrain.methods.episodes import Episodes
 from dtrain.methods.method import Method, Run
 from dtrain.methods.rollout_buffer import Buffer
@@ -93,7 +93,7 @@ class Grpo(Method):
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=open_rewards(section, run),
-            episodes=self._episodes(tokenizer) if section.environment is not None else None,
+            episodes=self._episodes(tokenizer, run) if section.environment is not None else None,
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,
             ask_stop=run.ask_stop,
@@ -342,11 +342,15 @@ class Grpo(Method):
                 "grpo.max_mismatch"
             )
 
-    def _episodes(self, tokenizer: Tokenizer) -> Episodes:
+    def _episodes(self, tokenizer: Tokenizer, run: Run) -> Episodes:
         section, limits = self.recipe.grpo, self.recipe.data
         template = choose_template(
             tokenizer.directory, tokenizer.special_tokens, limits.chat_template, limits.template_kwargs
         )
         return Episodes(
-            section.environment, tokenizer, template, max_turns=section.max_turns, max_length=limits.max_length
+            open_environments(section, run),
+            tokenizer,
+            template,
+            max_turns=section.max_turns,
+            max_length=limits.max_length,
         )

@@ -18,6 +18,7 @@ class Sample:
     """One completion: its prompt's ids, what followed, which of that the model drew, and with what log-probability.
 
     sampled [s]: tokens of `ids` that the model drew; others are an environment's. logprobs [s]: 0 where not sampled.
+    finish: stop, length, and in an environment turns or lost, which failed: what the completion is worth is unknown.
     """
 
     prompt: Sequence[int]

@@ -1,4 +1,18 @@
-"""Prompts to completions. Torch is imported with the first function that is asked for."""
+"""Prompts to completions. Torch is imported with the first function that is asked for. README.md explains it.
+
+request                            what an engine is asked for and gives back
+engine, native                     continuous batching on one rank; on a mesh
+sampling, stopping, budget         the next token; when a completion ends; how many rows at once
+sharing                            which rank does what
+http, dialects, wire               completions from servers; how each is asked
+ahead                              the next rollout while training goes on
+publish, weights                   new weights to servers; their buckets
+shared_directory                   weights in a directory that trainer and servers share
+rewards, environments              what completions earn; what answers them
+process, child                     the user's code in a process of its own, from outside and inside
+serve                              `dtrain serve`
+generate, evaluate                 completions in one call; `dtrain eval`
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rewards and an environment for tests, found by import path. No torch: the rewards' worker imports this file."""
+"""Rewards and environments for tests, found by import path. No torch: the rewards' worker imports this file."""
 
 
 def even(completion_ids):
@@ -31,3 +31,17 @@ class Asks:
 
     def observe(self):
         return " w5 w6 w7"
+
+
+class Breaks(Asks):
+    """Every third raises in its last step."""
+
+    def __init__(self, row, seed):
+        super().__init__(row, seed)
+        self.breaks = seed % 3 == 0
+
+    def step(self, completion):
+        earned = super().step(completion)
+        if self.breaks and self.done:
+            raise RuntimeError("no luck")
+        return earned

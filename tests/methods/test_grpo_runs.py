@@ -1,6 +1,7 @@
 """Whole GRPO runs from files: meshes, resume in the middle of a rollout, minibatches, validation, what is written."""
 
 import json
+import math
 import signal
 from contextlib import ExitStack
 
@@ -298,8 +299,9 @@ def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatc
 
     exact = NativeEngine.generate
 
-    def off(self, requests):
-        return [replace(one, logprobs=[value - 0.2 for value in one.logprobs]) for one in exact(self, requests)]
+    def off(self, requests, ask_stop):
+        drawn = exact(self, requests, ask_stop)
+        return [replace(one, logprobs=[value - 0.2 for value in one.logprobs]) for one in drawn]
 
     monkeypatch.setattr(NativeEngine, "generate", off)
     recipe = tiny_grpo(tmp_path, "train.steps=2")
@@ -326,6 +328,25 @@ def test_turns_in_an_environment(tmp_path, world_size, shape):
     rows = rows_of(one)
     mean = sum(row["tokens"] for row in samples if row["step"] == 1) / 16
     assert rows[0]["completion_len"] < mean  # of which some are the environment's
+
+
+def test_episodes_whose_environment_fails_teach_nothing(tmp_path, capfd):
+    """Whatever other rewards say of them; the others of their groups are judged and trained without them."""
+    turns = ("grpo.environment=tests.methods.judges.Breaks", "grpo.sampling.stop=[w1,w2,w3]", "train.steps=2")
+    recipe = tiny_grpo(tmp_path, *turns, "grpo.rewards=[{fn: tests.methods.judges.even}]", "train.micro_batch=2")
+    run(recipe)
+    samples = lines(recipe, "samples")
+    lost = [row for row in samples if row["finish"] == "lost"]
+    assert 0 < len(lost) < len(samples)
+    assert rows_of(recipe)[0]["lost_frac"] == sum(row["step"] == 1 for row in lost) / 16
+    assert all(row["reward"] is None and row["advantage"] == 0 and "earned" not in row for row in lost)
+    assert all(row["rewards"]["even"] is not None for row in lost)
+    for row in samples:
+        if row["finish"] != "lost":
+            assert row["reward"] == pytest.approx(row["rewards"]["even"] + row["earned"], rel=1e-12)
+    told = capfd.readouterr()
+    assert (told.out + told.err).count("environment tests.methods.judges.Breaks failed in step:") == 1
+    assert all(math.isfinite(row["loss"]) for row in rows_of(recipe))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import torch
 
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.orphans import end_with
 from tests.tiny import write_model
 
 TEMPLATE = "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
@@ -57,6 +59,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=partial(end_with, os.getpid()),
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

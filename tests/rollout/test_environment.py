@@ -7,13 +7,9 @@ import pytest
 from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate
 from dtrain.errors import UserError
-from dtrain.rollout.environment import (
-    Observations,
-    environment_seed,
-    find_maker,
-    run_episodes,
-    turn_seed,
-)
+from dtrain.rollout.environments import calls
+from dtrain.rollout.environments.episodes import Reply, environment_seed, run_episodes, turn_seed
+from dtrain.rollout.environments.observations import Observations
 from dtrain.rollout.request import Completion, Request, SamplingParams
 from tests.data import makers, templates
 
@@ -71,6 +67,39 @@ class Scripted:
         return found
 
 
+class Here:
+    """Environments in this very process; what goes wrong with one is raised."""
+
+    def __init__(self, *environments):
+        self.environments = environments
+
+    def step(self, turns, encode):
+        replies = []
+        for place, turn in enumerate(turns):
+            environment = self.environments[turn.number]
+            answer = calls.step(environment, turn.text)
+            goes_on = not answer["done"] and not turn.is_last
+            ids = encode(place, calls.observe(environment)["observation"]) if goes_on else []
+            replies.append(Reply(answer["earned"], answer["done"], ids))
+        return replies
+
+
+class Losing(Here):
+    """Loses these environments with these steps."""
+
+    def __init__(self, *environments, lost):
+        super().__init__(*environments)
+        self.lost = lost
+
+    def step(self, turns, encode):
+        replies = super().step(turns, encode)
+        seen = [len(self.environments[turn.number].seen) for turn in turns]
+        return [
+            Reply(is_lost=True) if self.lost.get(turn.number) == steps else reply
+            for turn, steps, reply in zip(turns, seen, replies, strict=True)
+        ]
+
+
 def requests_for(prompt, count, most=40):
     return [Request(prompt, SamplingParams(most), 5, index, 3) for index in range(count)]
 
@@ -85,7 +114,12 @@ def test_a_conversation_token_by_token(tmp_path, name):
     engine = Scripted(tokenizer, {0: replies})
     environment = Counting(3)
     (episode,) = run_episodes(
-        engine, requests_for(prompt, 1), [environment], Observations(tokenizer, template), max_turns=5, max_length=999
+        engine,
+        requests_for(prompt, 1),
+        Here(environment),
+        Observations(tokenizer, template),
+        max_turns=5,
+        max_length=999,
     )
     assert (episode.turns, episode.finish, episode.earned, episode.version) == (3, "stop", None, 7)
     assert [text.strip() for text in environment.seen] == replies
@@ -121,7 +155,7 @@ def test_sampled_tokens_are_never_encoded_again(tmp_path):
 
     engine = Odd(tokenizer, {})
     (episode,) = run_episodes(
-        engine, requests_for([7], 1), [Counting(2)], Observations(tokenizer, template), max_turns=9, max_length=99
+        engine, requests_for([7], 1), Here(Counting(2)), Observations(tokenizer, template), max_turns=9, max_length=99
     )
     (second,) = engine.asked[1]
     assert list(second.prompt[:5]) == [7, *letters, tokenizer.eos_id]
@@ -156,7 +190,7 @@ def test_turns_go_together_and_each_draw_has_a_seed_of_its_own(tmp_path):
     engine = Scripted(tokenizer, {0: ["a"], 1: ["b", "c", "d"], 2: ["e", "f"]})
     environments = [Counting(1, [1.0]), Counting(3, [0.5, None, 0.25]), Counting(2, [None, None])]
     episodes = run_episodes(
-        engine, requests_for([7, 8], 3), environments, Observations(tokenizer, None), max_turns=9, max_length=99
+        engine, requests_for([7, 8], 3), Here(*environments), Observations(tokenizer, None), max_turns=9, max_length=99
     )
     assert [[one.prompt_index for one in asked] for asked in engine.asked] == [[0, 1, 2], [1, 2], [1]]
     assert [episode.earned for episode in episodes] == [1.0, 0.75, None]
@@ -177,7 +211,7 @@ def test_bounds(tmp_path):
     def run(script, environment, *, most=40, max_turns=9, max_length=99):
         engine = Scripted(tokenizer, {0: script})
         (episode,) = run_episodes(
-            engine, requests_for([7] * 4, 1, most), [environment], observations, max_turns=max_turns,
+            engine, requests_for([7] * 4, 1, most), Here(environment), observations, max_turns=max_turns,
             max_length=max_length,
         )  # fmt: skip
         return episode, engine
@@ -216,7 +250,7 @@ def test_only_one_rank_asks_the_environments(tmp_path):
             first=first,
         )  # fmt: skip
 
-    one = run([Counting(2, [1.0, 2.0]), Counting(1)], on_first)
+    one = run(Here(Counting(2, [1.0, 2.0]), Counting(1)), on_first)
     received = iter(sent)
     assert run(None, lambda act: next(received)) == one
 
@@ -224,26 +258,51 @@ def test_only_one_rank_asks_the_environments(tmp_path):
 def test_what_an_environment_may_not_say(tmp_path):
     tokenizer, template = family(tmp_path, "qwen25")
     for environment, template_of, words in (
-        (Counting(2, observation=3), template, "observed 3; a text or a list of messages"),
+        (Counting(2, observation=3), template, "gave 3; a text or a list of messages"),
         (Counting(2, observation=[]), template, "a text or a list of messages"),
         (Counting(2, observation=[{"content": "a"}]), template, "a text or a list of messages"),
         (Counting(2, observation=[{"role": "user", "content": "a"}]), None, "needs a prompt of messages"),
-        (Counting(2, ["1"]), template, "step gave '1'"),
-        (Counting(2, [math.inf]), template, "step gave inf"),
+        (
+            Counting(2, observation=[{"role": "user", "content": {1, 2}}]),
+            template,
+            "must be JSON, and: Object of type set",
+        ),
+        (Counting(2, ["1"]), template, "gave '1'; a finite number"),
+        (Counting(2, [math.inf]), template, "gave inf; a finite number"),
     ):
         with pytest.raises(UserError, match=words):
             run_episodes(
-                Scripted(tokenizer, {0: ["a", "b"]}), requests_for([7], 1), [environment],
+                Scripted(tokenizer, {0: ["a", "b"]}), requests_for([7], 1), Here(environment),
                 Observations(tokenizer, template_of), max_turns=3, max_length=99,
             )  # fmt: skip
 
 
-def test_a_maker_is_found_from_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "worlds_of_mine.py").write_text("def make(row, seed):\n    return (row, seed)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
-    assert find_maker("worlds_of_mine.make")(1, 2) == (1, 2)
-    with pytest.raises(UserError, match="environment worlds_of_mine.mak: .* did you mean make?"):
-        find_maker("worlds_of_mine.mak")
-    with pytest.raises(UserError, match="environment make: no environment has this name"):
-        find_maker("make")
+def test_a_lost_environment_ends_its_episode_and_no_other(tmp_path):
+    """Behind the completion that it was given, and nobody knows what it earned."""
+    tokenizer, _ = family(tmp_path, "qwen25")
+    script = {number: list("abcd") for number in range(4)}
+
+    def run(environments):
+        engine = Scripted(tokenizer, script)
+        return run_episodes(
+            engine, requests_for([7], 4), environments, Observations(tokenizer, None), max_turns=4, max_length=99
+        ), engine
+
+    def fresh():
+        return [Counting(4, [1.0, 2.0, 4.0, 8.0]) for _ in range(4)]
+
+    whole, _ = run(Here(*fresh()))
+    episodes, engine = run(Losing(*fresh(), lost={0: 1, 2: 3, 3: 4}))
+    assert [[one.prompt_index for one in asked] for asked in engine.asked] == [
+        [0, 1, 2, 3],
+        [1, 2, 3],
+        [1, 2, 3],
+        [1, 3],
+    ]
+    assert episodes[1] == whole[1] and whole[1].earned == 15.0
+    for number, turns in ((0, 1), (2, 3), (3, 4)):
+        one, other = episodes[number], whole[number]
+        assert (one.finish, one.earned, one.turns) == ("lost", None, turns)
+        for mine, theirs in ((one.ids, other.ids), (one.sampled, other.sampled), (one.logprobs, other.logprobs)):
+            assert mine == theirs[: len(mine)]
+        assert one.sampled[-1] and sum(one.sampled) == 2 * turns  # a letter and the end of the turn

@@ -9,8 +9,12 @@ completions as text without special tokens, completion_ids as lists of ints, eve
 None says that it has no opinion on a completion. Options of the recipe are given by keyword too; an import path may
 also name a class, which is made with the options and then called.
 
-`find` looks an import path up; `Rewards` scores with a list of them. `worker` is the process, `calls` what it does with
-a function; the other files are the rewards that come with dtrain.
+    find                            an import path or a name to a function
+    scoring, worker                 `Rewards` scores with a list of them, in a process of its own
+    calls                           what the process does with a function
+    math_exact, math_answers        those that come with dtrain: right answers, and reading them
+    numeric, regex, json_valid      numbers, patterns, JSON
+    format_tags, length_penalty     layout, length
 """
 
 from dtrain.rollout.rewards.find import BUILT_IN, find

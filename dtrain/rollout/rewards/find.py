@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dtrain.errors import UserError
+from dtrain.rollout.child import search_path
 
 _HERE = "dtrain.rollout.rewards"
 BUILT_IN: Mapping[str, str] = MappingProxyType(
@@ -46,12 +47,6 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
     return module, function
-
-
-def search_path() -> list[str]:
-    """sys.path with the working directory in front, where it is not on it yet."""
-    here = str(Path.cwd())
-    return list(sys.path) if here in sys.path or "" in sys.path else [here, *sys.path]
 
 
 def _spec(whose: str, module: str) -> ModuleSpec:
