@@ -1,6 +1,23 @@
 """dtrain: fine-tune open-weight language models; one recipe, any mesh, the same numbers.
 
-`import dtrain` loads no torch: what needs it is loaded when it is first asked for.
+`import dtrain` loads no torch: what needs it is loaded when it is first asked for. Imports run downwards, but for the
+last line, which stands beside:
+
+    cli                      the `dtrain` command
+    launch, environment      the start of a run, also under torchrun and SLURM; versions for a bug report
+    agent, rank              several ranks on this machine; one rank
+    plan                     what each rank would hold and send, without a GPU
+    preflight, hosts         what is wrong before anything starts; what hosts must have in common
+    meeting, rendezvous      how ranks meet
+    pulse, contact           who is still there; how hosts reach rank 0
+    trainer, resume          the loop; where it starts
+    methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
+    models, rollout          the families; completions and rewards
+    checkpoint, data         what outlives a run; files to batches
+    losses, metrics, optim   logits to numbers; what is written down; optimizers and schedules
+    attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
+    batch, orphans           the batch contract; children that end with their parent
+    config, errors           the recipe; what a user can mend
 """
 
 import importlib
@@ -21,7 +38,7 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> None:
     """
     from dtrain import launch, preflight
 
-    launch.launch(preflight.load(recipe, overrides))
+    launch.launch(lambda: preflight.load(recipe, overrides))
 
 
 def __getattr__(name: str):

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         if recipe:
             sub.add_argument("recipe", metavar="RECIPE", help=RECIPE)
-            sub.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES)
+            sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=OVERRIDES)
         return sub
 
     add("run", _run, "train what a recipe says", recipe=True)
@@ -200,7 +200,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from dtrain.preflight import load
 
     try:
-        launch(load(arguments.recipe, arguments.overrides))
+        launch(lambda: load(arguments.recipe, arguments.overrides))
     except WorkerFailed as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return 1

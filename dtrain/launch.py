@@ -2,7 +2,7 @@
 
 Three ways to run, told apart by what the environment says:
 
-    torchrun, SLURM started this process   it is one rank of theirs: in place
+    torchrun, srun started this process    it is one rank of theirs: in place
     launch.nproc == 1                      in place, without a process group
     launch.nproc > 1                       torchrun's own elastic agent starts that many processes (`agent`)
 """
@@ -11,36 +11,62 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 
 from dtrain import agent
 from dtrain.config import Recipe
-from dtrain.errors import RecipeError
+from dtrain.errors import RecipeError, UserError
 from dtrain.preflight import not_here, preflight, with_local_model
-from dtrain.rank import Place, Train, run_in_place
+from dtrain.rank import Place, Train, run_in_place, told_to_all
 
 
-def launch(recipe: Recipe, train: Train | None = None) -> None:
-    """Run `recipe` to its end, in place or in processes of its own. `train` defaults to `dtrain.trainer.train`.
+def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:
+    """Run `recipe`, or what it gives, to its end, in place or in processes of its own. `train` defaults to
+    `dtrain.trainer.train`.
 
     Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM
     or SIGUSR1, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
     """
+    place = None
+    try:
+        recipe = recipe() if callable(recipe) else recipe
+        place = find_place(os.environ, recipe.launch.nproc)
+        recipe = _checked(recipe, place.world_size if place else recipe.launch.nproc)
+    except UserError:
+        with told_to_all(place or find_place(os.environ, 1)):
+            raise
+    if place is None and recipe.launch.nproc == 1:
+        _note_tasks(os.environ)
+    if place is None and recipe.launch.nproc > 1:
+        agent.run_workers(recipe, _threads(recipe.launch.nproc), train)
+    else:
+        place = place or Place()
+        run = _recorded(run_in_place) if place.started_by == "torchrun" else run_in_place
+        per_task = _number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
+        run(recipe, place, _threads(place.local_world_size, per_task), train)
+
+
+def _checked(recipe: Recipe, world_size: int) -> Recipe:
+    """`recipe` with a model that is here, downloaded perhaps. Raises UserError."""
     recipe = with_local_model(recipe)
-    place = find_place(os.environ, recipe.launch.nproc)
-    world_size = place.world_size if place else recipe.launch.nproc
     problems = preflight(recipe, world_size)
     if problems and problems == not_here(recipe):
         recipe = with_local_model(recipe, fetch=True)
         problems = preflight(recipe, world_size)
     if problems:
         raise RecipeError(problems)
-    if place is None and recipe.launch.nproc > 1:
-        agent.run_workers(recipe, _threads(recipe.launch.nproc), train)
-    else:
-        place = place or Place()
-        run = _recorded(run_in_place) if place.started_by == "torchrun" else run_in_place
-        run(recipe, place, _threads(place.local_world_size), train)
+    return recipe
+
+
+def _note_tasks(environ: Mapping[str, str]) -> None:
+    """A batch script that forgot srun runs on one process of all that it was given."""
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ and tasks not in ("0", "1"):
+        print(
+            f"note: this is one process in a SLURM job of {tasks} tasks; `srun dtrain run ...` starts a rank for each",
+            file=sys.stderr,
+        )
 
 
 def work(job: str) -> None:
@@ -55,47 +81,86 @@ def _recorded(run: Callable[..., None]) -> Callable[..., None]:
     return record(run)
 
 
-def _threads(processes: int) -> int | None:
-    """CPU threads of each of `processes` on this machine; None, torch's own choice, where OMP_NUM_THREADS is set."""
+def _threads(processes: int, per_task: int | None = None) -> int | None:
+    """CPU threads of each of `processes` on this machine, of which each was given `per_task` cores; None, torch's own
+    choice, where OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return min(cores, per_task) if per_task else max(1, cores // processes)
 
 
-def find_place(environ: Mapping[str, str], nproc: int) -> Place | None:
-    """Where torchrun or SLURM put this process, or None where nobody started it as a rank.
+def find_place(environ: MutableMapping[str, str], nproc: int) -> Place | None:
+    """Where torchrun or SLURM put this process, or None where nobody started it as one of several ranks.
 
-    A SLURM batch script that asks for processes of its own (`nproc` > 1) is no rank: srun starts those.
+    Of SLURM's processes srun's tasks are ranks; a batch script and a shell of salloc are none, and neither is a step of
+    one task that asks for processes of its own (`nproc` > 1). Raises UserError for an environment that contradicts
+    itself.
     """
     if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        world = int(environ["WORLD_SIZE"])
-        local_world = int(environ.get("LOCAL_WORLD_SIZE", world))
-        return Place(
-            rank=int(environ["RANK"]),
-            local_rank=int(environ["LOCAL_RANK"]),
+        world = _number(environ, "WORLD_SIZE")
+        place = Place(
+            rank=_number(environ, "RANK"),
+            local_rank=_number(environ, "LOCAL_RANK"),
             world_size=world,
-            local_world_size=local_world,
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world),
             started_by="torchrun",
-            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            master=(environ.get("MASTER_ADDR", "localhost"), int(environ.get("MASTER_PORT", 29500))),
+            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            master=(environ.get("MASTER_ADDR", "localhost"), _number(environ, "MASTER_PORT", 29500)),
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            environ=environ,
         )
-    if not all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+    elif "SLURM_PROCID" in environ and _is_step(environ):
+        tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ), "SLURM_NTASKS")
+        world = _number(environ, tasks)
+        if world == 1 < nproc:
+            return None
+        place = Place(
+            rank=_number(environ, "SLURM_PROCID"),
+            local_rank=_number(environ, "SLURM_LOCALID"),
+            world_size=world,
+            local_world_size=_tasks_here(environ, world),
+            started_by="slurm",
+            attempt=_number(environ, "SLURM_RESTART_COUNT", 0),
+            master=_slurm_master(environ),
+            environ=environ,
+        )
+    else:
         return None
-    if nproc > 1 and "SLURM_STEP_ID" not in environ and "SLURM_JOB_ID" in environ:
-        return None
-    world = int(environ["SLURM_NTASKS"])
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(world)
-    return Place(
-        rank=int(environ["SLURM_PROCID"]),
-        local_rank=int(environ["SLURM_LOCALID"]),
-        world_size=world,
-        local_world_size=int(re.match(r"\d+", per_node)[0]),
-        started_by="slurm",
-        attempt=int(environ.get("SLURM_RESTART_COUNT", 0)),
-        master=_slurm_master(environ),
-    )
+    if not 0 <= place.rank < place.world_size:
+        raise UserError(
+            f"{place.started_by} started this process as rank {place.rank} of {place.world_size}, says the environment"
+        )
+    return place
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and otherwise is not None:
+        return otherwise
+    if text is None or not text.isdecimal():
+        what = "is not set" if text is None else f"is {text!r}, which is no number"
+        raise UserError(f"this process was started as one of several ranks, but {name} {what} in its environment")
+    return int(text)
+
+
+def _is_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process. The shell that salloc opens is a step too, of a number beyond srun's."""
+    step = environ.get("SLURM_STEP_ID", "")
+    first_special = 0xFFFFFFF0
+    return step.isdecimal() and int(step) < first_special
+
+
+def _tasks_here(environ: Mapping[str, str], world: int) -> int:
+    """The step's tasks on this node, from a list such as `2(x3),1`."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    nodes = [
+        int(tasks)
+        for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", listed)
+        for _ in range(int(times or 1))
+    ]
+    node = _number(environ, "SLURM_NODEID", 0)
+    return nodes[node] if node < len(nodes) else max(nodes, default=world)
 
 
 def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -107,9 +172,8 @@ def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     nodes = next((environ[name] for name in lists if name in environ), "")
     listed = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-    step = int(environ.get("SLURM_JOB_ID", 0)) + 1009 * int(environ.get("SLURM_STEP_ID", 0))
-    host, port = environ.get("MASTER_ADDR") or listed, environ.get("MASTER_PORT") or 20000 + step % 12000
-    return host, int(port)
+    step = _number(environ, "SLURM_JOB_ID", 0) + 1009 * _number(environ, "SLURM_STEP_ID", 0)
+    return environ.get("MASTER_ADDR") or listed, _number(environ, "MASTER_PORT", 20000 + step % 12000)
 
 
 def first_host(nodes: str) -> str:
@@ -120,5 +184,5 @@ def first_host(nodes: str) -> str:
         shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
         if shown.returncode == 0 and shown.stdout.strip():
             return shown.stdout.split()[0]
-    first = re.match(r"[^,\[]+(\[[^\]]*\][^,\[]*)*", nodes)[0]
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

@@ -1,57 +1,61 @@
-"""Where a rank is among those of its run, how they meet, and how those on several hosts watch over one another."""
+"""How the ranks of a run meet, and how those on several hosts watch over one another."""
 
+import json
+import resource
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dtrain import pulse
+from dtrain import contact, pulse
 from dtrain.errors import Stopped, Unavailable, UserError
+from dtrain.rendezvous import (
+    NOTE_SECONDS,
+    PATIENCE,
+    POLL_SECONDS,
+    Answers,
+    Place,
+    Voices,
+    absent,
+    agree,
+    heed,
+    listed,
+    open_store,
+    served,
+)
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-PATIENCE = timedelta(minutes=30)  # for the others to come: torch's own
-POLL_SECONDS = 0.1
+PROBLEM_SECONDS = 60.0  # for the others to come where one that has come knows that the run cannot begin
+FILES = 65536
+GLOO = "GLOO_SOCKET_IFNAME"  # of the environment, read by torch
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among those of the run.
+class Met:
+    """What the ranks of one start have once they have met: a store that no other start wrote to, and the attempt that
+    it is, by the rank that has counted the most."""
 
-    started_by  torchrun, or slurm; None: this process is alone, or a launcher
-    attempt     restarts of all processes before this one
-    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    started_by: str | None = None
+    store: "dist.Store"
     attempt: int = 0
-    master: tuple[str, int] = ("localhost", 0)
-    agent_store: bool = False
-
-    @property
-    def watches(self) -> bool:
-        """Whether the ranks watch over one another: an agent of torchrun sees the processes of its own host only, and
-        srun's need not end together."""
-        alone = self.world_size == 1 or self.started_by is None
-        return not alone and (self.started_by == "slurm" or self.world_size > self.local_world_size)
 
 
-def join(place: Place, device: "torch.device") -> None:
-    """The process group of the whole run. Collective. Raises UserError where other ranks do not come."""
+def join(place: Place, device: "torch.device", met: Met | None) -> None:
+    """The process group of the whole run. Collective. Raises UserError where other ranks do not come.
+
+    met: None where the ranks do not watch over one another.
+    """
     import torch.distributed as dist
 
     host, port = place.master
-    if place.agent_store:  # the same one over all restarts: what an earlier start left there must not be read
+    if met is not None:
+        where = {"store": met.store}
+    elif place.agent_store:  # the same one over all restarts: what an earlier start left there must not be read
         store = dist.TCPStore(host, port, is_master=False)
         where = {"store": dist.PrefixStore(agree(store, place.rank, place.world_size), store)}
     else:
@@ -60,75 +64,40 @@ def join(place: Place, device: "torch.device") -> None:
     dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, device_id=device_id, **where)
 
 
-def agree(store: "dist.Store", rank: int, size: int, patience: timedelta = PATIENCE) -> str:
-    """A name that the `size` ranks of this start share and no other start on `store` had. Collective.
-
-    The count of restarts is none: an agent that came back, in place of a lost one, counts from 0, and torchrun does not
-    count the restarts of changed membership at all. So every rank signs in with a word of its own, and rank 0 answers
-    each word with the name until all have said that they have it. Raises UserError after `patience`.
-    """
-    mine = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"here/{rank}", mine)
-        try:
-            store.wait([f"answer/{mine}"], patience)
-        except RuntimeError as error:
-            raise UserError(f"rank 0 did not come within {patience.total_seconds():g} s") from error
-        name = store.get(f"answer/{mine}").decode()
-        store.set(f"{name}/has/{rank}", "")
-        return name
-    answered: dict[int, str] = {}
-    missing = set(range(1, size))
-    until = time.monotonic() + patience.total_seconds()
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"{mine}/has/{other}"]):
-                missing.discard(other)
-            elif store.check([f"here/{other}"]):
-                word = store.get(f"here/{other}").decode()
-                if word != answered.get(other):  # that of an earlier start comes first, perhaps
-                    answered[other] = word
-                    store.set(f"answer/{word}", mine)
-        if missing and time.monotonic() > until:
-            which = ", ".join(map(str, sorted(missing)[:8])) + ", ..." * (len(missing) > 8)
-            raise UserError(f"of {size} ranks, {len(missing)} did not come: {which}")
-        time.sleep(POLL_SECONDS if missing else 0)
-    return mine
-
-
 @contextmanager
-def watched(place: Place, patience: float, tell: Callable[[str], str], end: Callable[[str], None]) -> Iterator[int]:
-    """While the block runs, a rank of another host that is lost is told of: at the latest `patience` + 1 seconds after
-    its last sign of life, `end(tell(who and why))` is called in a thread, or, where this rank failed because of it,
-    Unavailable is raised with what `tell` returned. Collective: one all-gather of objects.
+def watched(place: Place, patience: float, voices: Voices, problem: str | None = None) -> Iterator[Met]:
+    """Meet, and watch while the block runs: where a rank is lost, from when it has come on, `end(tell(who and why))` is
+    called in a thread, at the latest `patience` + 1 seconds after its last sign of life (rank 0's patience counts); or,
+    where this rank failed because of it, Unavailable is raised with what `tell` returned. Collective, by sockets alone:
+    no process group is up yet.
 
-    Yields the attempt that this start is, by the rank that has counted the most.
+    Once all have come, the `problem` of any is a UserError on every one. Raises UserError too where ranks do not come
+    within PATIENCE, and Stopped where this process is asked to end meanwhile. The interface that leads to the others is
+    named to gloo, which takes the one of the host's name, and that may be a loopback.
     """
-    import torch.distributed as dist
-
-    listener, meeting = None, None
-    if place.rank == 0:
-        listener, token = pulse.listen()
-        meeting = pulse.Meeting((place.master[0], *pulse.addresses(place.master)), listener.getsockname()[1], token)
-    told = [None] * place.world_size
-    dist.all_gather_object(told, (socket.gethostname(), place.attempt, meeting))
-    hosts, attempts, meetings = zip(*told, strict=True)
 
     def lost(who: str) -> None:
-        end(tell(who))
+        voices.end(voices.tell(who))
 
-    if listener is not None:
-        heart = pulse.Hub(hosts, patience, lost, listener, token)
+    _allow_files()
+    me = contact.Guest(place.rank, socket.gethostname(), place.attempt, problem)
+    store = open_store(place, voices)
+    if place.rank == 0:
+        heart, token = _receive(place, me, store, patience, lost, voices)
     else:
-        link = pulse.connect(meetings[0], place.rank)
-        if link is None:
-            print(f"note: rank 0 on {hosts[0]} cannot be reached at port {meetings[0].port}: this rank is not watched")
-            yield max(attempts)
-            return
-        heart = pulse.Spoke(place.rank, hosts, patience, lost, link)
-    heart.start()
+        heart, token = _come(place, me, store, lost, voices)
+    together = heart.all
+    if together.problem:
+        heart.close()
+        raise UserError(together.problem)
+    if GLOO not in place.environ:
+        address = heart.address if place.rank and not contact.is_loopback(heart.address) else together.address
+        if name := contact.interface_of(address):
+            place.environ[GLOO] = name
     try:
-        yield max(attempts)
+        import torch.distributed as dist
+
+        yield Met(dist.PrefixStore(token, store), together.attempt)
     except Stopped:
         heart.close()
         raise
@@ -140,5 +109,74 @@ def watched(place: Place, patience: float, tell: Callable[[str], str], end: Call
         who = heart.close(failed=f"{type(error).__name__}: {lines[0] if lines else ''}")
         if who is None:
             raise
-        raise Unavailable(tell(who)) from error
+        raise Unavailable(voices.tell(who)) from error
     heart.close()
+
+
+def _allow_files() -> None:
+    """Connections to every other rank, of which gloo holds one per group, are more than systems allow at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+
+
+def _receive(
+    place: Place, me: contact.Guest, store: "dist.Store", patience: float, lost: pulse.Lost, voices: Voices
+) -> tuple[pulse.Hub, str]:
+    """Rank 0: the hub, once all have come, and the token of this start."""
+    listener, token = contact.listen()
+    addresses = (place.master[0], *contact.addresses(place.master))
+    hub = pulse.Hub(me, place.world_size, patience, lost, listener, token)
+    hub.start()
+    answers = Answers(store, json.dumps([me.host, addresses, listener.getsockname()[1], token, patience]))
+    begun, is_noted = time.monotonic(), False
+    try:
+        while hub.wait(POLL_SECONDS) is None:
+            missing, waited = hub.missing, time.monotonic() - begun
+            answers.give(missing)
+            if hub.has_problem and waited > PROBLEM_SECONDS:
+                hub.wait_no_longer()
+            elif waited > PATIENCE.total_seconds():
+                raise absent(place.world_size, missing, PATIENCE)
+            elif waited > NOTE_SECONDS and not is_noted:
+                is_noted = True
+                voices.note(
+                    f"note: for {waited:.0f} s, {len(missing)} of {place.world_size} ranks have not come: "
+                    f"{listed(missing)}; they look for {me.host} at {place.master[0]}:{place.master[1]}"
+                )
+            heed(voices.stop)
+    except BaseException as error:
+        hub.close(failed=str(error))
+        raise
+    return hub, token
+
+
+def _come(
+    place: Place, me: contact.Guest, store: "dist.Store", lost: pulse.Lost, voices: Voices
+) -> tuple[pulse.Spoke, str]:
+    """Another rank: its connection to the hub, once all have come, and the token of this start."""
+    word = uuid.uuid4().hex
+    served(place, lambda: store.set(f"here/{place.rank}", word) or word)
+    begun = time.monotonic()
+    while not served(place, lambda: (store.check([f"answer/{word}"]),))[0]:
+        if time.monotonic() - begun > PATIENCE.total_seconds():
+            raise UserError(f"rank 0 did not come within {PATIENCE.total_seconds():g} s")
+        heed(voices.stop)
+        time.sleep(POLL_SECONDS * 5)
+    meeting = contact.Meeting(*json.loads(store.get(f"answer/{word}")))
+    link = contact.connect(meeting, me)
+    if link is None:
+        raise UserError(
+            f"rank {me.rank} on {me.host} reaches {meeting.host} at port {place.master[1]} but not at port "
+            f"{meeting.port}: ranks talk over ports that their systems pick, which no firewall may close between hosts"
+        )
+    spoke = pulse.Spoke(me, meeting.host, meeting.patience, lost, link)
+    spoke.start()
+    try:
+        while spoke.wait(POLL_SECONDS) is None:
+            heed(voices.stop)
+    except Stopped as error:
+        spoke.close(failed=str(error))
+        raise
+    return spoke, meeting.token

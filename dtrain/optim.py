@@ -47,9 +47,7 @@ _WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
 _SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
 
 
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: tensors of two or more dimensions, embeddings included, decay; the others do not.
 
     Parameters that need no gradient are left out, and so is a group without parameters.

@@ -1,11 +1,13 @@
-"""Who is still there: the ranks of a run on several hosts tell one another that they live, and a lost one is named.
+"""Who is there, and still there: the ranks of a run on several hosts come to a hub, tell one another that they live,
+and a lost one is named.
 
 torch does not: gloo waits half an hour for a host that fell silent, NCCL ten minutes, and neither says which it was.
 Rank 0 runs the hub, every other rank holds one TCP connection to it, and each end writes a line every `patience` ÷ 6
 seconds, from a thread of its own, since the main thread may be deep in a collective:
 
-    rank → hub   `TOKEN RANK`, then `beat` again and again, at last `done` or `failed REASON`
-    hub → rank   `TOKEN`, then `beat` again and again, at last `done` or `lost {ranks, text}`
+    rank → hub   `TOKEN {who it is}`, then `beat` again and again, at last `done` or `failed REASON`
+    hub → rank   `TOKEN`, then `beat` again and again, `all {what they know together}` once all ranks have come, at last
+                 `done` or `lost {ranks, text}`
 
 A connection that ends without a last word is a process that died; one that is silent for `patience` seconds is a host
 or a network that did. `SETTLE` seconds after the first such sign the hub tells all ranks who it was, the dead before
@@ -14,30 +16,30 @@ job that was suspended as a whole finds everybody alive. Standard library only.
 """
 
 import json
-import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from dtrain.contact import LONGEST_PROBLEM, Guest, Line, is_loopback, plain, read_guest
 
 LOOKS = 6  # beats that may be missed
 SETTLE = 1.0  # seconds
-CONNECT_SECONDS = 5.0
-LONGEST = 2**16  # bytes of a line
 
 Lost = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the hub is: addresses to try, in order, and a token that only this run's ranks know."""
+class All:
+    """What all ranks know once they have come: the problems of all, in words; the attempt that this start is, by the
+    rank that has counted the most; and the address at which other hosts reached the hub's (a loopback address where
+    there is one host)."""
 
-    addresses: tuple[str, ...]
-    port: int
-    token: str
+    problem: str | None
+    attempt: int
+    address: str
 
 
 @dataclass(frozen=True)
@@ -48,43 +50,16 @@ class Verdict:
     text: str
 
 
-class _Line:
-    """One connection, in lines of text. It never blocks; `is_open` turns False when the other end is gone."""
-
-    def __init__(self, link: socket.socket):
-        link.setblocking(False)
-        self.link, self.is_open, self._rest = link, True, b""
-
-    def write(self, text: str) -> None:
-        try:
-            self.link.sendall(text.replace("\n", " ").encode()[: LONGEST - 1] + b"\n")
-        except OSError:  # what it leaves to be read, its last word perhaps, is still read
-            pass
-
-    def read(self) -> list[str]:
-        """The whole lines that have come."""
-        try:
-            while got := self.link.recv(65536):
-                self._rest += got
-            self.is_open = False
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_open = False
-        *lines, self._rest = self._rest.split(b"\n")
-        if len(self._rest) > LONGEST:  # a stranger
-            self.is_open = False
-        return [line.decode(errors="replace") for line in lines]
-
-
 class Pulse:
     """This rank's end. `lost(text)` is called in the pulse's thread once another rank is lost, unless this rank's main
     thread is in `close` by then, which returns that text."""
 
-    def __init__(self, rank: int, hosts: Sequence[str], patience: float, lost: Lost):
-        self.rank, self.hosts, self.patience, self.lost = rank, list(hosts), patience, lost
+    def __init__(self, me: Guest, patience: float, lost: Lost):
+        self.rank, self.hosts, self.patience, self.lost = me.rank, {me.rank: me.host}, patience, lost
+        self.all: All | None = None  # once all have come
         self.verdict: Verdict | None = None
         self._ended = False
+        self._have_come = threading.Event()
         self._lock = threading.Lock()
         self._last: str | None = None  # word of this rank
         self._waker, self._wake = socket.socketpair()
@@ -94,6 +69,11 @@ class Pulse:
 
     def start(self) -> None:
         self._thread.start()
+
+    def wait(self, seconds: float) -> All | None:
+        """Wait so long for all ranks to come."""
+        self._have_come.wait(seconds)
+        return self.all
 
     def close(self, failed: str | None = None) -> str | None:
         """This rank is done, or has `failed` for that reason; then this waits some seconds for what the hub says.
@@ -140,7 +120,8 @@ class Pulse:
 
 @dataclass
 class _Peer:
-    line: _Line
+    line: Line
+    address: str  # of ours, that it came to
     rank: int | None = None
     missed: int = 0
     is_done: bool = False
@@ -156,15 +137,30 @@ class _Signs:
 
 
 class Hub(Pulse):
-    """Rank 0's end: hears all others, and tells them who is lost."""
+    """Rank 0's end: hears all others, and tells them when all `size` ranks have come, and who is lost."""
 
-    def __init__(self, hosts: Sequence[str], patience: float, lost: Lost, listener: socket.socket, token: str):
-        super().__init__(0, hosts, patience, lost)
-        self._listener, self._token = listener, token
+    def __init__(self, me: Guest, size: int, patience: float, lost: Lost, listener: socket.socket, token: str):
+        super().__init__(me, patience, lost)
+        self.size, self._listener, self._token = size, listener, token
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._peers: list[_Peer] = []
+        self._guests, self._twice, self._waits = {0: me}, [], True
         self._signs, self._since = _Signs(), float("inf")
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in range(self.size) if rank not in self.hosts]
+
+    @property
+    def has_problem(self) -> bool:
+        return bool(self._twice) or any(guest.problem for guest in list(self._guests.values()))
+
+    def wait_no_longer(self) -> None:
+        """Those that have come are all that will."""
+        self._waits = False
+        self._wake.send(b".")
 
     def _due(self) -> float:
         return self._since + SETTLE if self.verdict is None else float("inf")
@@ -172,10 +168,10 @@ class Hub(Pulse):
     def _hear(self, key: selectors.SelectorKey) -> None:
         if key.fileobj is self._listener:
             try:
-                line = _Line(self._listener.accept()[0])
+                line = Line(self._listener.accept()[0])
             except OSError:  # it has gone again
                 return
-            peer = _Peer(line)
+            peer = _Peer(line, plain(line.link.getsockname()[0]))
             self._peers.append(peer)
             self._selector.register(line.link, selectors.EVENT_READ, peer)
             return
@@ -184,10 +180,11 @@ class Hub(Pulse):
             peer.missed = 0
             word, _, rest = text.partition(" ")
             if peer.rank is None:
-                if word != self._token or not rest.isdecimal() or not 0 < int(rest) < len(self.hosts):
+                guest = read_guest(rest) if word == self._token else None
+                if guest is None or not self._admit(guest):
                     peer.line.is_open = False
                     break
-                peer.rank = int(rest)
+                peer.rank = guest.rank
                 peer.line.write(self._token)
             elif word == "failed":
                 self._signs.failed.setdefault(peer.rank, rest[:1000])
@@ -201,6 +198,27 @@ class Hub(Pulse):
             if peer.rank is not None and not peer.is_done:
                 self._signs.died.add(peer.rank)
 
+    def _admit(self, guest: Guest) -> bool:
+        if not 0 < guest.rank < self.size:
+            return False
+        if guest.rank in self._guests:
+            first = self._guests[guest.rank].host
+            self._twice.append(f"two processes came as rank {guest.rank}, from {first} and from {guest.host}")
+            return False
+        self._guests[guest.rank] = guest
+        self.hosts[guest.rank] = guest.host
+        return True
+
+    def _tell_all(self) -> None:
+        """All have come."""
+        outside = [peer.address for peer in self._peers if not is_loopback(peer.address)]
+        problem = "\n".join([*self._twice, *_problems(self._guests)])
+        attempt = max(guest.attempt for guest in self._guests.values())
+        self.all = All(problem or None, attempt, outside[0] if outside else "127.0.0.1")
+        for peer in self._peers:
+            peer.line.write(f"all {json.dumps([problem[:LONGEST_PROBLEM], attempt, self.all.address])}")
+        self._have_come.set()
+
     def _look(self) -> None:
         for peer in self._peers:
             peer.line.write("beat")
@@ -210,6 +228,8 @@ class Hub(Pulse):
 
     def _act(self) -> None:
         signs = self._signs
+        if self.all is None and (not self.missing or not self._waits):
+            self._tell_all()
         if self._last is not None and self._last.startswith("failed "):
             signs.failed.setdefault(0, self._last.removeprefix("failed ")[:1000])
         if (signs.silent or signs.died or signs.failed) and self._since == float("inf"):
@@ -232,9 +252,11 @@ class Hub(Pulse):
 class Spoke(Pulse):
     """Another rank's end."""
 
-    def __init__(self, rank: int, hosts: Sequence[str], patience: float, lost: Lost, link: socket.socket):
-        super().__init__(rank, hosts, patience, lost)
-        self._line, self._missed, self._is_released, self._has_spoken = _Line(link), 0, False, False
+    def __init__(self, me: Guest, host: str, patience: float, lost: Lost, link: socket.socket):
+        super().__init__(me, patience, lost)
+        self.hosts[0] = host
+        self.address = plain(link.getsockname()[0])  # of this host, on the way to the hub
+        self._line, self._missed, self._is_released, self._has_spoken = Line(link), 0, False, False
         self._selector.register(link, selectors.EVENT_READ)
 
     def _hear(self, key: selectors.SelectorKey) -> None:
@@ -244,6 +266,10 @@ class Spoke(Pulse):
             if word == "lost" and self.verdict is None:
                 ranks, said = json.loads(rest)
                 self._decide(Verdict(tuple(ranks), said))
+            elif word == "all":
+                problem, attempt, address = json.loads(rest)
+                self.all = All(problem or None, attempt, address)
+                self._have_come.set()
             elif word == "done":
                 self._is_released = True
         if not self._line.is_open:
@@ -273,47 +299,19 @@ class Spoke(Pulse):
             self._ended = True
 
 
-def listen() -> tuple[socket.socket, str]:
-    """A socket for the hub, on every address of this host and a port that the system picks, and a token."""
-    token = secrets.token_hex(16)
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be built in and switched off
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096), token
-    return socket.create_server(("", 0), backlog=4096), token
+def _problems(guests: Mapping[int, Guest]) -> list[str]:
+    """Each problem once, with the ranks that have it where others have not."""
+    having: dict[str, set[int]] = {}
+    for rank, guest in sorted(guests.items()):
+        if guest.problem:
+            having.setdefault(guest.problem, set()).add(rank)
+    hosts = {rank: guest.host for rank, guest in guests.items()}
+    return [
+        problem if ranks == guests.keys() else f"{_named(ranks, hosts)}: {problem}" for problem, ranks in having.items()
+    ]
 
 
-def addresses(master: tuple[str, int]) -> tuple[str, ...]:
-    """How this host may be reached by those that reach `master`: its own address on the way there, and its name."""
-    found = []
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing
-            found.append(probe.getsockname()[0])
-    except OSError:
-        pass
-    return (*found, socket.gethostname())
-
-
-def connect(meeting: Meeting, rank: int) -> socket.socket | None:
-    """A connection to the hub that has answered with the token; None where no address leads to it."""
-    for address in dict.fromkeys(meeting.addresses):
-        try:
-            link = socket.create_connection((address, meeting.port), timeout=CONNECT_SECONDS)
-        except OSError:
-            continue
-        try:
-            link.sendall(f"{meeting.token} {rank}\n".encode())
-            answer = link.recv(len(meeting.token) + 1, socket.MSG_WAITALL)
-        except OSError:
-            answer = b""
-        if answer.decode(errors="replace").strip() == meeting.token:
-            return link
-        link.close()
-    return None
-
-
-def _verdict(signs: _Signs, hosts: Sequence[str], patience: float) -> Verdict:
+def _verdict(signs: _Signs, hosts: Mapping[int, str], patience: float) -> Verdict:
     said, gone = [], signs.died | signs.silent
     for ranks, why in ((signs.died, "ended without a word"), (signs.silent - signs.died, _silence(patience))):
         if ranks:
@@ -328,7 +326,7 @@ def _silence(patience: float) -> str:
     return f"no sign of life for {patience:g} s (launch.lost_after)"
 
 
-def _named(ranks: set[int], hosts: Sequence[str]) -> str:
+def _named(ranks: set[int], hosts: Mapping[int, str]) -> str:
     """`rank 3 on b`, `ranks 2, 3 on b and rank 5 on c`."""
     by_host: dict[str, list[int]] = {}
     for rank in sorted(ranks):

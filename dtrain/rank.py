@@ -12,11 +12,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.meeting import Place, join, watched
+from dtrain.meeting import join, watched
+from dtrain.rendezvous import Place, Voices, within
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,9 @@ class OutOfMemory(UserError):
 
 
 Train = Callable[[Recipe, "Runtime"], None]
+
+TOLD_SECONDS = 60.0  # of silence after which a rank is lost, where no recipe could be read that says so
+FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 
 SAME_SECONDS = 1.0  # two SIGINTs closer than this are one Ctrl-C: `timeout` and torchrun pass on what the group got too
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
@@ -51,6 +55,7 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
+    from dtrain.hosts import same_on_all
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:
@@ -65,13 +70,16 @@ def run_rank(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         stack.enter_context(memory_errors(recipe, place, device))
-        if place.world_size > 1:
-            join(place, device)
+        met = None
         if place.watches:
-            tell = partial(_tell_lost, recipe, terminal)
-            attempt = stack.enter_context(watched(place, recipe.launch.lost_after, tell, _end_lost))
+            voices = Voices(partial(_tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
+            met = stack.enter_context(watched(place, recipe.launch.lost_after, voices))
             stack.enter_context(memory_errors(recipe, place, device))
-            recipe = resumed(recipe) if attempt > place.attempt else recipe
+            recipe = resumed(recipe) if met.attempt > place.attempt else recipe
+        if place.world_size > 1:
+            join(place, device, met)
+        if met is not None:
+            same_on_all(recipe, place.local_rank)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
@@ -83,9 +91,11 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
     from dtrain.parallel.runtime import StopFlag
 
     terminal = None
-    if place.rank > 0:
-        terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
-        write_to_log(recipe, place.rank)
+    with told_to_all(place):
+        choose_device(recipe.launch.device, place)
+        if place.rank > 0:
+            terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
+            write_to_log(recipe, place.rank)
     if place.attempt:
         recipe = resumed(recipe)
     stop = StopFlag()
@@ -99,23 +109,64 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
         run_rank(recipe, place, stop, threads, train, terminal)
 
 
+@contextmanager
+def told_to_all(place: Place | None) -> Iterator[None]:
+    """Where the block finds that the run cannot begin (UserError) and `place` is one of several hosts, the other ranks
+    are told, rather than left to wait for this one. Raises UserError with what all have found, or SystemExit where
+    another process of this host tells of it.
+    """
+    try:
+        yield
+    except UserError as problem:
+        if place is None or not place.watches:
+            raise
+        _come_with(place, problem)
+
+
+def _come_with(place: Place, problem: UserError) -> NoReturn:
+    from dtrain.parallel.runtime import StopFlag
+
+    stop = StopFlag()
+    voices = Voices(lambda who: who, _end_lost, partial(_note, None), stop)
+    with on_signals(stop.request):
+        try:
+            with watched(place, TOLD_SECONDS, voices, str(problem)):
+                pass
+        except UserError:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another process here has ended
+            if place.local_rank == 0:
+                raise
+    sys.exit(1)
+
+
 def _tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
     """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
     checkpoints = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
-    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
-    saved = "no checkpoint was saved yet: the same command starts over"
-    if steps:
-        saved = f"the last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
-    text = f"{who}; the run cannot go on without. {saved[0].upper()}{saved[1:]}"
+    saved = within(FILE_SECONDS, partial(_newest, checkpoints))
+    if saved is None:
+        saved = f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
+    text = f"{who}; the run cannot go on without. {saved}"
     if terminal is not None:
         os.write(terminal, f"\ndtrain: {text}\n".encode())
     return text
 
 
+def _newest(checkpoints: Path) -> str:
+    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
+    if steps:
+        return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
+    return "No checkpoint was saved yet: the same command starts over"
+
+
 def _end_lost(text: str) -> None:
     """The last of this process, whose main thread waits in a collective for a rank that is lost."""
-    os.write(2, f"\ndtrain: {text}\n".encode())
+    within(FILE_SECONDS, partial(os.write, 2, f"\ndtrain: {text}\n".encode()))
     os._exit(1)
+
+
+def _note(terminal: int | None, text: str) -> None:
+    os.write(2 if terminal is None else terminal, f"dtrain: {text}\n".encode())
 
 
 def resumed(recipe: Recipe) -> Recipe:

@@ -70,9 +70,7 @@ def find_start(
     return Start(step, tuple(state["cursor"]), source, state, verified=resume == "auto")
 
 
-def restore(
-    recipe: Recipe, policy: Policy, method: Method, start: Start, fingerprint: str, ranks: Ranks
-) -> list[str]:
+def restore(recipe: Recipe, policy: Policy, method: Method, start: Start, fingerprint: str, ranks: Ranks) -> list[str]:
     """Load `start` into `policy` and `method`; returns a line per difference between the saved recipe and this one.
     Collective.
 
@@ -118,7 +116,7 @@ def contents(
     fingerprint: str,
     measured: Mapping[str, float],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """What a save of the run after `step` holds, `cursor` being its next row and `measured` the step's metrics: 
+    """What a save of the run after `step` holds, `cursor` being its next row and `measured` the step's metrics:
     tensors, the state that is the same on every rank, and this rank's own."""
     state = {
         "step": step,

@@ -4,7 +4,8 @@
 # What it does: runs a recipe, saves and stops 120 s before the time limit (or at a pre-emption), and queues itself again;
 #   the next start goes on from the newest whole checkpoint. A node that dies ends the job, and SLURM queues it again.
 # Run it: dtrain cp slurm.sh . && sbatch slurm.sh sft model.path=/models/Qwen3-8B data.train.path=/data/chat.jsonl
-#   The arguments are those of `dtrain run`. Recipe, data, model and run.dir must lie where every node sees them.
+#   The arguments are those of `dtrain run`. Recipe, data, model and run.dir must lie where every node sees them, and so
+#   must the Python environment: sbatch passes on the one that is active where it is called.
 # Override: the #SBATCH lines, here or by sbatch's options. checkpoint.every says how much a lost node costs at most,
 #   launch.lost_after after how many silent seconds a node is lost.
 #
@@ -20,6 +21,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
+
+# srun does not take this over from sbatch by itself (since SLURM 22.05): without, each rank may have one core.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
 # USR1 (above) and TERM (a pre-emption) come to every rank: they save after the same step and exit with 138 or 143.
 # The first that ends must not take the others along while they save: those of a lost rank end by themselves.

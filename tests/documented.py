@@ -5,7 +5,6 @@ steps of a tiny model, a server listens on a free port; downloads, clusters and 
 """
 
 import contextlib
-import gc
 import io
 import json
 import multiprocessing
@@ -15,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +24,7 @@ from dtrain.checkpoint.hub import is_id
 from dtrain.cli import _parser, main
 from tests.pages import ROOT, Command
 from tests.rollout.serving import make_model, wait_until
+from tests.world import fork
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
 TINY = (
@@ -38,6 +39,7 @@ TINY = (
     "launch.device=cpu",
     "checkpoint.every=1",
     "metrics.tensorboard=false",
+    "metrics.plan=false",
 )
 TINY_GRPO = ("grpo.prompts_per_step=2", "grpo.group_size=2", "grpo.sampling.max_new_tokens=4")
 ADDED = {
@@ -164,21 +166,18 @@ class Directory:
 
     def _forked(self, words: Sequence[str]) -> tuple[int | None, str]:
         said = self.path / "said.txt"
-        child = multiprocessing.get_context("fork").Process(target=_command, args=(self.path, said, list(words)))
-        gc.collect()
-        child.start()
+        child = fork(_command, self.path, said, list(words))
         child.join(120)
         if child.exitcode is None:
             child.kill()
+            child.join()
         return child.exitcode, said.read_text()
 
     def _serve(self, words: list[str]) -> None:
         said = self.path / "served.txt"
         said.unlink(missing_ok=True)
         words = [*words, "--port", "0", "--device", "cpu", "--max-length", "64"]
-        self._server = multiprocessing.get_context("fork").Process(target=_command, args=(self.path, said, words))
-        gc.collect()
-        self._server.start()
+        self._server = fork(_command, self.path, said, words)
 
         def listens() -> bool:
             assert self._server.is_alive(), said.read_text()
@@ -273,7 +272,6 @@ def tiny_model(directory: Path) -> Path:
 
 def _command(directory: Path, said: Path, words: list[str]) -> None:
     """The main function of a forked process: `dtrain` with `words` in `directory`, its output in `said`."""
-    gc.freeze()
     os.chdir(directory)
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -282,6 +280,8 @@ def _command(directory: Path, said: Path, words: list[str]) -> None:
     status = 1
     try:
         status = _status(words)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

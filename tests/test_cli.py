@@ -122,3 +122,9 @@ def test_env_tells_versions_and_devices(capsys):
 def test_preview_prints_samples(tmp_path, capsys):
     assert main(["preview", write(tmp_path), "--samples", "2"]) == 0
     assert "sample" in capsys.readouterr().out
+
+
+def test_overrides_are_not_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["run"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")

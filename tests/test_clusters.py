@@ -110,6 +110,7 @@ def srun(node, job, *words, restarts=0):
         "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",  # a login node that nobody reaches
         **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
     }
+    shared["SLURM_NODEID"] = str(node)
     tasks = [{"SLURM_PROCID": str(2 * node + local), "SLURM_LOCALID": str(local)} for local in range(2)]
     return [[sys.executable, "-m", *words]] * 2, [shared | task for task in tasks]
 
@@ -171,6 +172,19 @@ def test_srun_s_ranks_name_those_of_a_dead_node_and_go_on_when_they_are_queued_a
     assert rows(tmp_path) == list(range(1, steps + 1))
 
 
+def test_what_one_host_finds_wrong_is_told_on_all_before_anything_starts(tmp_path, start):
+    recipe, job = long_recipe(tmp_path), free_port()
+    both = []
+    for node, words in enumerate(([str(recipe)], [str(tmp_path / "elsewhere.yaml")])):
+        commands, given = srun(node, job, "dtrain", "run", *words)
+        both.append(start(*commands, environments=given))
+    assert [host.end(BOUND) for host in both] == [[1, 1], [1, 1]]
+    told = f"dtrain: ranks 2, 3 on {socket.gethostname()}: there is no recipe"
+    for host in both:
+        assert host.text().count(told) == 1 and "elsewhere.yaml" in host.text(), host.text()
+    assert not saved(tmp_path, 0).parent.exists()
+
+
 def test_torchrun_s_ranks_hear_at_once_that_rank_0_s_node_died(tmp_path, start):
     tiny_recipe(tmp_path)
     port = free_port()
@@ -196,8 +210,7 @@ def test_a_cut_wire_is_noticed_on_both_hosts(tmp_path, hosts, start):  # noqa: F
     for node, name in enumerate(hosts):
         named = ["unshare", "--uts", "sh", "-c", f'hostname {"ab"[node]} && exec "$@"', "sh"]
         command = ["ip", "netns", "exec", name, *named, *torchrun(node, 29518, *words, address=MASTER)]
-        # The machine's name leads to an address that this namespace does not have.
-        both.append(start(command, environments=[{"GLOO_SOCKET_IFNAME": "wire"}]))
+        both.append(start(command))
     wait_for(*marks(tmp_path))
     pids = [int(path.read_text()) for path in marks(tmp_path)]
     began = time.monotonic()
@@ -245,6 +258,7 @@ def test_torchrun_starts_the_survivors_again_and_they_go_on_with_the_node_that_c
 
 def test_where_slurm_says_that_rank_0_is():
     given = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12041"}
+    given["SLURM_STEP_ID"] = "0"
     listed = {**given, "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
     assert find_place(listed, 1).master == ("gpu07", 20041)
     assert find_place({**given, "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}, 1).master == ("192.0.2.1", 20041)

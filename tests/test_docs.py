@@ -3,17 +3,19 @@
 import ast
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from dtrain import config
 from dtrain.cli import _parser
-from dtrain.config import policy_losses, preference, rewards
+from dtrain.config import policy_losses, preference, rewards, words
 from dtrain.data import formats
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
-from tests.documented import Directory, tiny_model
+from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
 
 PAGES = [str(path) for path in all_pages()]
@@ -26,6 +28,7 @@ SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")
 NOT_KEYS = {"model.plan"}  # an attribute of the model
 OWN_NAMES = {"data.fingerprint"}  # of what a resume compares
+SECTIONS_OF_OTHERS = {"env", "scheduler", "backend"}  # without a word for the whole
 
 
 def page(path):
@@ -85,6 +88,16 @@ def test_named_keys_commands_and_tools_exist(path):
             assert (ROOT / code).exists(), code
 
 
+def test_a_key_of_another_tool_is_answered_with_the_one_of_its_row():
+    (table,) = [table for table in page("dtrain/methods/README.md").tables if table[0][0] == "dtrain"]
+    own = {key.rsplit(".", 1)[-1] for key in config.keys()}
+    for ours, *theirs in table[1:]:
+        for key in re.findall(r"`([^`]+)`", " ".join(theirs)):
+            answer = words.answer(key) or ""
+            told = any(name in answer for name in re.findall(r"`([^`]+)`", ours))
+            assert told or not answer and key.rsplit(".", 1)[-1] in own | SECTIONS_OF_OTHERS, (key, answer)
+
+
 def is_key(key, of_entry, known):
     """A key, a section of keys, or a key of one of a list's entries."""
     if of_entry:
@@ -102,6 +115,17 @@ def test_code_that_is_shown_is_sound(path):
     for code in page(path).inline:
         if code.startswith('{"'):
             json.loads(code.replace(": ...", ': ""'))
+
+
+@pytest.mark.parametrize("room", sorted(str(path.parent) for path in (ROOT / "dtrain").rglob("__init__.py")))
+def test_the_map_of_a_room_names_its_files_and_no_others(room):
+    room = Path(room)
+    told = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    files = {path.stem for path in room.glob("*.py")} | {path.parent.name for path in room.glob("*/__init__.py")}
+    assert files - {"__init__", "__main__"} <= set(re.findall(r"\w+", told))
+    for line in told.splitlines():
+        if names := re.match(r"(?:    )?(\w+(?:, \w+)*) {2,}\S", line):
+            assert set(names[1].split(", ")) <= files, line
 
 
 def test_rows_that_are_shown_are_of_their_format():
@@ -149,7 +173,7 @@ def first_words(table):
 def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     from dtrain.methods import METHODS, Method
 
-    (block,) = [block for block in page("dtrain/methods/README.md").blocks if block.language == "python"]
+    (block,) = [block for block in page("dtrain/methods/README.md").blocks if "(Method)" in block.text]
     names = {}
     exec(compile(block.text, "README.md", "exec"), names)
     (shown,) = [
@@ -164,6 +188,42 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "runs" / "my" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] < 0 for row in rows if "loss" in row] == [True, True]
     assert [row["val_loss"] < 0 for row in rows if "val_loss" in row] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "checks", "words"),
+    [
+        (
+            "zero_one",
+            preference,
+            ["dpo", "dpo.loss=zero_one", "dpo.kwargs.sharpness=1.5", "data.train.path=pairs.jsonl"],
+        ),
+        (
+            "soft",
+            policy_losses,
+            ["grpo", "grpo.loss=soft", "grpo.kwargs.softness=1.5", "data.train.path=problems.jsonl"],
+        ),
+    ],
+)
+def test_the_losses_that_are_shown_train(name, checks, words, model, tmp_path, monkeypatch):
+    import dtrain.methods.grpo  # and with it every module that has either table
+
+    home = dtrain.losses.pair_losses if checks is preference else dtrain.losses.policy_losses
+    shown = page("dtrain/methods/README.md")
+    (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
+    (lines,) = [row for table in shown.tables for row in table if f'"{name}"' in row[0]]
+    names = dict(vars(home))
+    exec(compile(block.text, "README.md", "exec"), names)
+    for cell, place in zip(lines, (home, checks), strict=True):
+        whole = {**place.LOSSES, **eval("{" + re.search(r'`(".*)`', cell)[1] + "}", {**vars(checks), **names})}
+        for module in [one for one in sys.modules.values() if getattr(one, "LOSSES", None) is place.LOSSES]:
+            monkeypatch.setattr(module, "LOSSES", whole)
+    directory = Directory(tmp_path).fill(model, makes_recipe=False)
+    words = [*words, f"model.path={MODELS[0]}", "data.max_length=64", *TINY, *(TINY_GRPO if name == "soft" else ())]
+    directory.expect(["run", *words])
+    directory.expect(["validate", *words, words[2].replace("1.5", "much")], status=1)
+    rows = [json.loads(line) for line in (tmp_path / "runs" / words[0] / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and (name == "soft" or 0 < rows[0]["loss"] < 1)
 
 
 PLANNED = ("parameters", "gradients", "optimizer state", "reference", "activations")
@@ -186,11 +246,25 @@ def test_every_recipe_is_named_and_those_of_models_are_planned():
 
 
 @pytest.mark.full
+def test_the_plan_that_is_shown_is_the_plan_s(tmp_path):
+    from tests import test_recipes as recipes
+
+    (shown,) = [block.text for block in page("recipes/README.md").blocks if block.text.startswith("$ dtrain plan ")]
+    command, *lines = shown.splitlines()
+    name, path = command.split()[3:]
+    model = tmp_path / path.removeprefix("model.path=")
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(recipes.MODELS[name][0]))
+    found = Directory(tmp_path).expect(["plan", name, path]).splitlines()
+    assert [line for line in lines if line not in ("...", *(line.rstrip() for line in found))] == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(planned_rows()))
 def test_the_table_of_memory_is_the_plan_s(name, tmp_path):
-    from tests.test_recipes import MODELS, OTHERS
+    from tests import test_recipes as recipes
 
-    shape = MODELS[name][0] if name in MODELS else OTHERS[name]
+    shape = recipes.MODELS[name][0] if name in recipes.MODELS else recipes.OTHERS[name]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     plan = json.loads(Directory(tmp_path).expect(["plan", name, f"model.path={tmp_path}", "--json"]))
     sizes, parts = plan["sizes"], plan["memory"]["peak_parts"]

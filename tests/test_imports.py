@@ -19,8 +19,9 @@ FLOORS = (
     ("agent",),
     ("rank",),
     ("plan",),
-    ("preflight", "meeting"),
-    ("pulse",),
+    ("preflight", "meeting", "hosts"),
+    ("pulse", "rendezvous"),
+    ("contact",),
     ("trainer",),
     ("resume",),
     ("methods",),
@@ -39,7 +40,19 @@ DOORS = {
     ("rollout", "checkpoint"),
     ("rollout", "data"),
 }
-KNOW_THE_RECIPE = {"cli", "launch", "plan", "agent", "rank", "preflight", "trainer", "resume", "methods", "policy"}
+KNOW_THE_RECIPE = {
+    "cli",
+    "launch",
+    "plan",
+    "agent",
+    "rank",
+    "hosts",
+    "preflight",
+    "trainer",
+    "resume",
+    "methods",
+    "policy",
+}
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
@@ -48,7 +61,7 @@ TORCH_FREE = """
     dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
     dtrain.rollout.rewards.worker dtrain.rollout.http dtrain.rollout.ahead dtrain.rollout.shared_directory
-    dtrain.rollout.serve.answers
+    dtrain.rollout.serve.answers dtrain.rollout.environments.worker
 """.split()
 
 

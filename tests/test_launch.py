@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,20 @@ from dtrain import config
 from dtrain.agent import ENDED, Report, WorkerFailed, _reason
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import find_place, first_host, launch
+from dtrain.orphans import end_with
 from dtrain.rank import OutOfMemory, Place, choose_device, memory_errors
 from tests.tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NODELIST": "gpu[07-09],login1"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NODELIST": "gpu[07-09],login1",
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+}
 
 
 class Launched:
@@ -32,8 +41,9 @@ class Launched:
         self.runs = directory / "runs"
         command = [sys.executable, *prefix, "-m", "tests.launched", str(directory), training, *overrides]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=partial(end_with, os.getpid()),
+        )  # fmt: skip
 
     def pids(self, count: int) -> list[int]:
         """Of the ranks, once all of them have begun to train."""
@@ -79,16 +89,52 @@ def test_the_place_that_torchrun_gives():
 
 
 def test_the_place_that_slurm_gives():
-    found = find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0"}, 8)
+    found = find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, 8)
     assert found == Place(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
     assert find_place({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
-    assert find_place({**SLURM, "SLURM_JOB_ID": "41"}, 8) is None  # the batch script itself
     assert find_place({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
+    assert find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, 1).world_size == 6  # under --preserve-env
+
+
+@pytest.mark.parametrize("nproc", [1, 8])
+def test_what_slurm_starts_that_is_no_rank(nproc):
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    assert find_place(batch, nproc) is None
+    assert find_place({**batch, "SLURM_STEP_ID": "4294967290"}, nproc) is None  # the shell of salloc
+    alone = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert (find_place(alone, nproc) is None) == (nproc > 1)
+
+
+@pytest.mark.parametrize(
+    ("listed", "node", "tasks"),
+    [("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("2,1", 1, 1), ("16", 0, 16), ("4(x2)", 9, 4), ("", 0, 8)],
+)
+def test_the_tasks_of_a_node_by_slurm_s_list(listed, node, tasks):
+    given = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": listed, "SLURM_NODEID": str(node)}
+    assert find_place(given, 1).local_world_size == tasks
+
+
+def test_an_environment_that_contradicts_itself_is_refused():
+    for name in ("SLURM_LOCALID", "SLURM_NTASKS"):
+        with pytest.raises(UserError, match=f"{name} is not set"):
+            find_place({key: value for key, value in SLURM.items() if key != name}, 1)
+    with pytest.raises(UserError, match="WORLD_SIZE is 'two', which is no number"):
+        find_place({**TORCHRUN, "WORLD_SIZE": "two"}, 1)
+    with pytest.raises(UserError, match="as rank 3 of 2"):
+        find_place({**TORCHRUN, "WORLD_SIZE": "2"}, 1)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a1", "a1"), ("a1,b2", "a1"), ("gpu[07-09,12],x", "gpu07"), ("r[1,3]n[04-05]", "r1n04"), ("", "localhost")],
+    [
+        ("a1", "a1"),
+        ("a1,b2", "a1"),
+        ("gpu[07-09,12],x", "gpu07"),
+        ("r[1,3]n[04-05]", "r1n04"),
+        ("a-[1-2]-b", "a-1-b"),
+        ("[7-9]", "7"),
+    ]
+    + [("", "localhost")],
 )
 def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first

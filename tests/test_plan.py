@@ -135,3 +135,19 @@ def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, name):
         assert planned == sent
     assert step.lightest == min(held["parameters"] for held, _ in real)
     assert max(held["parameters"] for held, _ in real) == real[0][0]["parameters"]
+
+
+def test_a_teachers_likeliest_tokens_travel_over_tp(tmp_path):
+    """Its k candidates of each rank, an id and a logit each, and the student's logits at the k that are chosen."""
+    student, teacher = (write_model(tmp_path / name, "llama", tied=False) for name in ("student", "teacher"))
+    words = [f"model.path={student}", f"distill.teacher={teacher}", "method=distill", "data.packing=false"]
+    recipe = tiny_recipe(tmp_path, *words, "parallel.tp=2", "train.dtype=float32", "train.global_batch=2")
+    sizes, model = config.sizes(recipe, 2), read_config(student)
+
+    def gathered(k):
+        traffic = plan_step(config.load(recipe, [f"distill.top_k={k}"]), model, sizes, device="cpu").traffic
+        assert ("fsdp", "all-gather", 2, False) not in traffic
+        return traffic["tp", "all-gather", 2, False][1]
+
+    tokens = 2 * (32 - 1)
+    assert gathered(9) - gathered(5) == tokens * 4 * 2 * (2 * 4 + 4)

@@ -183,7 +183,7 @@ def test_the_tensor_parallel_plan_is_printed(tmp_path):
     assert "Tensor parallel" not in report.text(make_plan(tiny_recipe(tmp_path), 2, GPUS["h100"]))
 
 
-# Tokens/s of a GPU that torchtitan has published of its own runs (docs/performance.md, benchmarks/), 8,192 tokens a row.
+# Tokens/s of a GPU that torchtitan has published of its runs (docs/performance.md, benchmarks/), 8,192 tokens a row.
 PUBLISHED = {
     "8B on 64 A100": (LLAMA_3_1_8B, "a100", None, 64, "micro_batch=1", "selective", 2973, 0.05),
     "70B on 64 A100": (LLAMA_3_1_70B, "a100", None, 64, "micro_batch=1", "full", 331, 0.05),

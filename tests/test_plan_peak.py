@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtrain import config
+from dtrain.batch import collate
 from dtrain.methods import METHODS
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.step import plan_step
-from dtrain.plan.trace import full_batch
+from dtrain.plan.trace import full_rows
 from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
@@ -65,11 +66,12 @@ def peaks_of_a_step(rank, recipe, world_size):
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
     method = METHODS[recipe.method](recipe)
-    if recipe.method == "dpo":
+    if recipe.method == "dpo" and method.objective.needs_reference:
         policy.init_reference_model()
 
     def step():
-        batch, loss = method.prepare(policy, full_batch(recipe, method, sizes.accumulation))
+        rows = full_rows(recipe, method, sizes.accumulation)
+        batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
         policy.train(batch, loss, mbs=method.micro_rows)
 
     step()
@@ -97,8 +99,19 @@ CASES = {
     "dpo": (1, ["method=dpo", "train.micro_batch=1"]),
     "cp2 dp2, selective": (4, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
     "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),
+    "one process, mixed, one micro-batch": (1, ["train.dtype=bfloat16", "train.micro_batch=1", "train.global_batch=1"]),
+    "long packed rows": (1, ["data.max_length=1024", "train.micro_batch=1"]),
+    "cp2 tp2, lengths that do not divide": (4, ["parallel.cp=2", "parallel.tp=2", "data.max_length=142"]),
+    "SGD, weights larger than activations": (
+        1,
+        ["optimizer.name=sgd", "data.max_length=16", "train.micro_batch=1", "train.global_batch=1"],
+    ),
+    "dpo of whole batches": (
+        2,
+        ["method=dpo", "train.micro_batch=1", "dpo.loss=bco_pair", "dpo.kwargs={bco_shift: batch}"],
+    ),
 }
-SAMPLED = ("one process", "dp2, computed again")
+SAMPLED = ("dp2, computed again", "one process, mixed, one micro-batch", "SGD, weights larger than activations")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +125,6 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, name):
     planned = plan_step(recipe, read_config(path), config.sizes(recipe, ranks), device="cpu").peak
     living, allocated, process = max(run_world(peaks_of_a_step, ranks, recipe, ranks))
     print(f"{name}: planned {planned:,}, living {living:,}, allocated {allocated:,}, process {process:,} bytes")
-    assert planned == pytest.approx(living, rel=0.05)
+    assert planned == pytest.approx(living, rel=0.005)
     if ranks == 1:
-        assert planned == pytest.approx(allocated, rel=0.05)
+        assert planned == pytest.approx(allocated, rel=0.005)

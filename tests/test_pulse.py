@@ -1,4 +1,5 @@
-"""The watch of ranks over one another, over real sockets in threads of this process: who is told to be lost, and when.
+"""The watch of ranks over one another, over real sockets in threads of this process: who comes, who is told to be lost,
+and when.
 
 And how the ranks of a start agree on a name that no earlier start had.
 """
@@ -6,29 +7,44 @@ And how the ranks of a start agree on a name that no earlier start had.
 import socket
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from dtrain import pulse
-from dtrain.errors import UserError
-from dtrain.meeting import Place, agree
+from dtrain import contact, meeting, pulse, rendezvous
+from dtrain.errors import Stopped, UserError
+from dtrain.parallel.runtime import StopFlag
+from dtrain.rendezvous import Place, Voices, agree, within
 
 HOSTS = ("a", "a", "b", "b")
 
 
 class World:
-    """A hub and three spokes, two hosts; `told[rank]` is what that rank's `lost` was called with."""
+    """A hub and three spokes, two hosts; `told[rank]` is what that rank's `lost` was called with.
 
-    def __init__(self, patience=30.0):
-        listener, token = pulse.listen()
-        meeting = pulse.Meeting(("127.0.0.1",), listener.getsockname()[1], token)
-        self.meeting, self.told = meeting, {}
-        self.hearts = [pulse.Hub(HOSTS, patience, self.lost(0), listener, token)]
+    problems: what ranks bring; come: the spokes that have come.
+    """
+
+    def __init__(self, patience=30.0, problems=None, come=(1, 2, 3)):
+        listener, token = contact.listen()
+        self.meeting = contact.Meeting("a", ("127.0.0.1",), listener.getsockname()[1], token, patience)
+        self.told, self.patience, self.problems = {}, patience, problems or {}
+        self.hearts = {0: pulse.Hub(self.guest(0), 4, patience, self.lost(0), listener, token)}
         self.hearts[0].start()
-        for rank in (1, 2, 3):
-            self.hearts.append(pulse.Spoke(rank, HOSTS, patience, self.lost(rank), pulse.connect(meeting, rank)))
+        for rank in come:
+            self.come(rank)
+
+    def guest(self, rank):
+        return contact.Guest(rank, HOSTS[rank], rank, self.problems.get(rank))
+
+    def come(self, rank):
+        link = contact.connect(self.meeting, self.guest(rank))
+        self.hearts[rank] = pulse.Spoke(self.guest(rank), "a", self.patience, self.lost(rank), link)
+
+    def close(self):
+        return [self.hearts[rank].close() for rank in sorted(self.hearts, reverse=True)]
 
     def lost(self, rank):
         return lambda text: self.told.setdefault(rank, text)
@@ -52,7 +68,7 @@ def test_ranks_that_end_in_order_are_not_lost():
     world = World(patience=1.2)
     world.start(1, 2, 3)
     time.sleep(1.5)  # longer than a silence may be
-    assert [heart.close() for heart in world.hearts[::-1]] == [None] * 4
+    assert world.close() == [None] * 4
     assert world.told == {}
 
 
@@ -83,7 +99,7 @@ def test_a_hub_that_is_gone_is_rank_0():
     assert world.hearts[2].close() is None
     listener = socket.create_server(("127.0.0.1", 0))  # a hub that says nothing
     link = socket.create_connection(listener.getsockname())
-    spoke = pulse.Spoke(3, HOSTS, 1.2, world.lost(3), link)
+    spoke = pulse.Spoke(world.guest(3), "a", 1.2, world.lost(3), link)
     spoke.start()
     world.wait(3)
     assert world.told == {3: "rank 0 on a is lost: no sign of life for 1.2 s (launch.lost_after)"}
@@ -117,18 +133,107 @@ def test_a_stranger_is_not_a_rank():
     stranger = socket.create_connection(("127.0.0.1", world.meeting.port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert stranger.recv(100) == b""
-    assert pulse.connect(pulse.Meeting(("127.0.0.1",), world.meeting.port, "0" * 32), 2) is None
+    assert contact.connect(replace(world.meeting, token="0" * 32), world.guest(2)) is None
     time.sleep(1.5)
-    assert world.told == {} and [heart.close() for heart in world.hearts[::-1]] == [None] * 4
+    assert world.told == {} and world.close() == [None] * 4
 
 
 def test_the_hub_is_found_by_the_address_that_leads_to_it():
-    world = World()
+    world = World(come=())
     elsewhere = socket.create_server(("127.0.0.2", 0))
-    meeting = pulse.Meeting(("nowhere.invalid", "127.0.0.1"), world.meeting.port, world.meeting.token)
-    link = pulse.connect(meeting, 1)
-    assert link is not None
-    assert pulse.addresses(("127.0.0.1", elsewhere.getsockname()[1]))[0] == "127.0.0.1"
+    where = replace(world.meeting, addresses=("nowhere.invalid", "127.0.0.1"))
+    assert contact.connect(where, world.guest(1)) is not None
+    assert contact.addresses(("127.0.0.1", elsewhere.getsockname()[1]))[0] == "127.0.0.1"
+
+
+def test_all_know_the_highest_attempt_once_the_last_has_come():
+    world = World(come=(1, 3))
+    world.start(1, 3)
+    assert world.hearts[1].wait(0.3) is None and world.hearts[0].missing == [2]
+    world.come(2)
+    world.start(2)
+    for rank in range(4):
+        together = world.hearts[rank].wait(10)
+        assert (together.attempt, together.problem, together.address) == (3, None, "127.0.0.1")
+    assert world.close() == [None] * 4 and world.told == {}
+
+
+def test_a_rank_that_dies_before_the_last_has_come_is_told_of():
+    world = World(come=(1, 3))
+    world.start(1)
+    world.kill(3)
+    world.wait(0, 1)
+    assert set(world.told.values()) == {"rank 3 on b is lost: ended without a word"}
+
+
+@pytest.mark.parametrize(
+    ("problems", "expected"),
+    [
+        ({2: "no model\nthere", 3: "no model\nthere"}, "ranks 2, 3 on b: no model\nthere"),
+        (dict.fromkeys(range(4), "an unknown key"), "an unknown key"),
+        ({0: "x", 3: "y"}, "rank 0 on a: x\nrank 3 on b: y"),
+    ],
+)
+def test_what_any_rank_found_wrong_is_told_to_all(problems, expected):
+    world = World(problems=problems)
+    world.start(1, 2, 3)
+    assert {world.hearts[rank].wait(10).problem for rank in range(4)} == {expected}
+    assert world.close() == [None] * 4 and world.told == {}
+
+
+def test_a_problem_is_told_though_ranks_stay_away_and_two_of_one_number_are_one():
+    world = World(come=(1,))
+    world.start(1)
+    assert not world.hearts[0].has_problem
+    assert contact.connect(world.meeting, contact.Guest(1, "b")) is None
+    assert world.hearts[0].has_problem
+    world.hearts[0].wait_no_longer()
+    assert world.hearts[1].wait(10).problem == "two processes came as rank 1, from a and from b"
+
+
+def test_the_interface_of_an_address():
+    assert contact.interface_of("127.0.0.1") == "lo" and contact.interface_of("192.0.2.77") is None
+    assert contact.plain("::ffff:10.0.0.1") == "10.0.0.1" and contact.plain("fe80::1%eth0") == "fe80::1"
+    assert contact.is_loopback("::ffff:127.0.1.1") and not contact.is_loopback("10.0.0.1")
+
+
+def voices():
+    return Voices(str, print, print, StopFlag())
+
+
+@pytest.fixture
+def silent_port():
+    """Something that is no store listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_ranks_that_cannot_meet_are_told_where_they_looked(monkeypatch, silent_port):
+    monkeypatch.setattr(rendezvous, "SERVED_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "NAME_SECONDS", 0.3)
+    place = Place(rank=1, world_size=2, started_by="slurm", master=("127.0.0.1", silent_port))
+    with pytest.raises(UserError, match=f"127.0.0.1:{silent_port}, where the ranks meet, .*no answer for 0.3 s"):
+        rendezvous.open_store(place, voices())
+    with pytest.raises(UserError, match=f"port {silent_port} of .* is taken by another process: set MASTER_PORT"):
+        rendezvous.open_store(replace(place, rank=0), voices())
+    with pytest.raises(UserError, match="rank 1 on .* cannot reach rank 0's host at nowhere.invalid:1 "):
+        rendezvous.open_store(replace(place, master=("nowhere.invalid", 1)), voices())
+
+
+def test_a_rank_that_waits_for_the_others_can_be_stopped():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free_port = probe.getsockname()[1]
+    asked = voices()
+    asked.stop.request(15)
+    with pytest.raises(Stopped), meeting.watched(Place(0, 0, 2, 1, "slurm", 0, ("localhost", free_port)), 9.0, asked):
+        pass
+
+
+def test_what_takes_too_long_is_not_waited_for():
+    assert within(20, lambda: 3) == 3
+    assert within(0.1, lambda: time.sleep(5)) is None
+    with pytest.raises(ZeroDivisionError):
+        within(20, lambda: 1 / 0)
 
 
 def test_who_watches():
@@ -157,5 +262,5 @@ def test_each_start_agrees_on_a_name_of_its_own_whatever_an_earlier_one_left():
         assert len(names) == size and len(set(names.values())) == 1
         seen.append(names[0])
     assert len(set(seen)) == 3
-    with pytest.raises(UserError, match="of 3 ranks, 2 did not come: 1, 2"):
+    with pytest.raises(UserError, match="of 3 ranks, 2 did not come within 0.2 s: 1, 2"):
         agree(store, 0, 3, timedelta(seconds=0.2))

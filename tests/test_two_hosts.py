@@ -56,8 +56,7 @@ def torchrun(host, rank, recipe, log):
     command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(rank)]
     command += ["--master-addr", MASTER, "--master-port", "29517", "-m", "dtrain", "run", str(recipe)]
-    # The machine's name leads to an address that this namespace does not have.
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Worlds for tests: run one function on n forked gloo ranks and hand back what each returned.
+"""Processes for tests: `run_world` runs a function on n gloo ranks and hands back its results, `fork` starts one child.
 
 A fork from a parent that has imported torch (and `torch._dynamo`, which FSDP2 imports lazily) costs 30 to 130 ms a
 world; torchrun costs seconds. As soon as one rank raises, the others are killed: they would wait in a collective.
@@ -24,11 +24,33 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+from dtrain.orphans import end_with
+
+# Before any kernel has run: a fork does not take OpenMP's threads along, and the child's first large kernel would wait
+# for them without end.
 torch.set_num_threads(1)
 
 
-def _rank_main(fn, rank, world_size, store_path, args, pipe):
+def fork(function: Callable[..., None], *args: Any) -> multiprocessing.Process:
+    """`function(*args)` in a process forked from this one, which ends with this one."""
+    # A process group that the parent dropped must not be collected in a child: its threads exist in the parent only.
+    gc.collect()
+    return _fork(function, *args)
+
+
+def _fork(function, *args):
+    process = multiprocessing.get_context("fork").Process(target=_child_main, args=(os.getpid(), function, args))
+    process.start()
+    return process
+
+
+def _child_main(parent, function, args):
+    end_with(parent)
     gc.freeze()
+    function(*args)
+
+
+def _rank_main(fn, rank, world_size, store_path, args, pipe):
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         dist.init_process_group(
@@ -54,16 +76,13 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose
     stacks then stand on stderr.
     """
-    context = multiprocessing.get_context("fork")
-    # A process group that the parent dropped must not be collected in a child: its threads exist in the parent only.
-    gc.collect()
+    gc.collect()  # as `fork` does, once for all ranks: it takes longer than a fork
     with tempfile.TemporaryDirectory() as directory:
         store_path = os.path.join(directory, "store")
         pipes, processes = {}, []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(fn, rank, world_size, store_path, args, sender))
-            process.start()
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            process = _fork(_rank_main, fn, rank, world_size, store_path, args, sender)
             sender.close()
             pipes[receiver] = rank
             processes.append(process)

@@ -4,6 +4,7 @@ Without that, a full disk on one rank leaves the others waiting in a collective.
 other exception is a bug and ends its rank, and with it the run.
 """
 
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,10 @@ class Ranks:
         self.distributed = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
+
+    @property
+    def me(self) -> str:
+        return f"rank {self.rank} on {socket.gethostname()}"
 
     @property
     def is_first(self) -> bool:
@@ -57,6 +62,15 @@ class Ranks:
         if problems:
             raise UserError("\n".join(problems))
         return [value for value, _ in outcomes]
+
+    def same(self, value: str | None, wrong: str) -> None:
+        """Raises UserError on every rank, `wrong` and whose differ from the first, where `value` is not the same on
+        all; None is no answer. Collective: one all-gather of objects."""
+        told = [one for one in self.every(lambda: (self.me, value)) if one[1] is not None]
+        differing = [who for who, other in told if other != told[0][1]]
+        if differing:
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise UserError(f"{wrong}: that of {', '.join(differing[:3])}{more} is not that of {told[0][0]}")
 
     def together(self, act: Callable[[], T]) -> T:
         """`act` on every rank; this rank's result, which does not travel, or all errors in one UserError on every rank.

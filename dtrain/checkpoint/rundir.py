@@ -26,6 +26,8 @@ from dtrain.checkpoint.model_files import CHAT_TEMPLATE, copy_companions
 from dtrain.errors import UserError
 
 WAIT_SECONDS = 30.0
+# Where a host has died, a file server keeps its locks until their lease ends (90 s is usual with NFSv4).
+AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
@@ -63,8 +65,9 @@ class RunDirectory:
     def export(self) -> Path:
         return self.path / "export"
 
-    def hold(self, wait: float = WAIT_SECONDS, tell: Callable[[str], None] | None = None) -> "RunDirectory":
-        """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process.
+    def hold(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+        """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process
+        (None: WAIT_SECONDS, or AWAY_SECONDS where the holder is, or was, on another host).
 
         tell: called once, with a line for the user, when there is someone to wait for. The lock is a POSIX record lock:
         the system drops it with the process, however that ends, and forked workers do not inherit it.
@@ -74,13 +77,15 @@ class RunDirectory:
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
-        deadline = time.monotonic() + wait
+        begun = time.monotonic()
         while not self._try(lock):
-            holder = _holder(lock)
+            holder, host = _holder(lock)
+            if wait is None:
+                wait = WAIT_SECONDS if host in (None, socket.gethostname()) else AWAY_SECONDS
             if tell is not None:
                 tell(f"{self.path} is held by {holder}; waiting up to {wait:.0f} s")
                 tell = None
-            if time.monotonic() >= deadline:
+            if time.monotonic() - begun >= wait:
                 os.close(lock)
                 raise UserError(
                     f"{self.path} is held by {holder}: another run writes there. Wait for it, stop it, or choose "
@@ -178,10 +183,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _holder(lock: int) -> str:
+def _holder(lock: int) -> tuple[str, str | None]:
+    """The holder in words, and its host."""
     text = os.pread(lock, 4096, 0)
     try:
         holder = json.loads(text)
-        return f"process {holder['pid']} on {holder['host']}"
+        return f"process {holder['pid']} on {holder['host']}", holder["host"]
     except (ValueError, KeyError, TypeError):
-        return "another process"
+        return "another process", None

@@ -15,6 +15,7 @@ import json
 import pickle
 import re
 import shutil
+import socket
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -247,11 +248,22 @@ class CheckpointStore:
 
     def _publish(self, step: int, partial: Path, table: str, state: str, records: list[dict[str, Any]]) -> None:
         files = {name: record for written in records for name, record in written.items()}
+        self._refuse_apart(partial, files)
         files[TABLE] = write_new(partial / TABLE, table)
         files[STATE] = write_new(partial / STATE, state)
         content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
         write_new(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
         publish(partial, self.path(step))
+
+    def _refuse_apart(self, partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises UserError where what other ranks wrote is not here: their hosts have another directory there."""
+        for name, record in files.items():
+            path = partial / name
+            if not path.is_file() or path.stat().st_size != record["bytes"]:
+                raise UserError(
+                    f"{path}: a rank has written it, and on {socket.gethostname()}, where the step is put together, it "
+                    "is not there as it was written: all hosts must share run.dir, under the same path"
+                )
 
     def _manifest(self, step: int) -> dict[str, Any]:
         path = self.path(step) / MANIFEST

@@ -1,4 +1,11 @@
-"""The recipe: its schema, how it is read, and what must hold between its keys. Imports no torch."""
+"""The recipe: its schema, how it is read, and what must hold between its keys. Imports no torch.
+
+schema                              every key, its type, its default and what it means
+load                                YAML, shipped recipes and overrides to a `Recipe`, and back
+check, rollouts                     what must hold between keys and in a world; of `grpo`
+preference, policy_losses, rewards  what the losses and rewards can do, by name
+words                               other tools' words for our keys
+"""
 
 from dtrain.config.check import Sizes, check, sizes
 from dtrain.config.load import diff, find, keys, load, read, recipes_dir, shipped, to_yaml

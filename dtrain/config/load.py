@@ -294,13 +294,13 @@ def _needed(kinds: list) -> str:
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
     """One problem for an unknown key; for an unknown section also one per word of another tool in it."""
     word = dotted.rsplit(".", 1)[-1]
-    known = words.answer(word)
+    known = words.answer(dotted)
     if known:
         return [f"{dotted}: {known}"]
     inner = [
         f"{key}: {known}"
         for key in (_flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
-        if (known := words.answer(key.rsplit(".", 1)[-1]))
+        if (known := words.answer(key))
     ]
     return [f"{dotted} is no key of a recipe{_near(word, prefix, siblings)}", *inner]
 

@@ -62,19 +62,19 @@ def _one_of(choices: Sequence[str]) -> tuple[Callable[[Any], bool], str]:
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
 
 
+_NUMBER = (lambda v: _is_number(v), "a finite number")
 _POSITIVE = (lambda v: _is_number(v) and v > 0, "a finite number above 0")
 _NOT_NEGATIVE = (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0")
 _BOUND = (lambda v: v is None or (_is_number(v) and v > 0), "a finite number above 0, or null")
 _CAP = (lambda v: v is None or (_is_number(v) and v > 1), "a finite number above 1, or null")
 
-# What an option may be, and that in words.
+# What an option may be, and that in words; one that is not named here is any finite number.
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         "importance_sampling_level": (lambda v: v is None or v in LEVELS, f"one of {', '.join(LEVELS)}"),
         "kl_estimator": _one_of(KL_ESTIMATORS),
         "kl_gradient": _one_of(KL_GRADIENTS),
         "old_kl_coef": _NOT_NEGATIVE,
-        "entropy_coef": (lambda v: _is_number(v), "a finite number"),
         "top_entropy_quantile": (lambda v: _is_number(v) and 0 <= v <= 1, "from 0 to 1"),
         "off_policy_mask_threshold": _BOUND,
         "sampling_correction": _one_of(CORRECTIONS),
@@ -109,8 +109,8 @@ def problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str
     for key, value in options.items():
         if key not in read:
             found.append(f"grpo.kwargs.{key} is not read by {loss}{_hint(key, read, 'grpo.kwargs.')}")
-        elif not RANGES[key][0](value):
-            found.append(f"grpo.kwargs.{key}={value} must be {RANGES[key][1]}")
+        elif not (allowed := RANGES.get(key, _NUMBER))[0](value):
+            found.append(f"grpo.kwargs.{key}={value} must be {allowed[1]}")
         elif key in _READ_WITH_BETA and not beta:
             found.append(f"grpo.kwargs.{key} says how the divergence is measured, and grpo.beta=0 leaves it out")
     return found or _combinations(loss, read | dict(options))

@@ -51,16 +51,18 @@ LOSSES: Mapping[str, Ability] = MappingProxyType(
     }
 )
 
-KWARGS = frozenset({"simpo_gamma", "discopop_tau", "f_alpha_divergence_coef", "bco_shift"})
+KWARGS = frozenset[str]().union(*(loss.options for loss in LOSSES.values())) - {"label_smoothing", "f_divergence"}
 """Options without a key of their own in the schema: they stand in `dpo.kwargs`."""
 
-# What an option may be, and that in words.
+_NUMBER = (lambda v: _is_number(v), "a finite number")
+
+# What an option may be, and that in words; one that is not named here is any finite number.
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         "beta": (lambda v: _is_number(v) and v > 0, "a finite number above 0"),
         "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
         "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
-        "f_alpha_divergence_coef": (lambda v: _is_number(v), "a finite number"),
+        "f_alpha_divergence_coef": _NUMBER,
         "discopop_tau": (lambda v: _is_number(v) and v > 0, "a finite number above 0"),
         "simpo_gamma": (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0"),
         "bco_shift": (lambda v: v == "batch" or _is_number(v), "a finite number or batch"),
@@ -96,8 +98,9 @@ def problems(
     for key, value in given.items():
         within = "kwargs." if key in options else ""
         is_off = (key, value) in (("label_smoothing", 0), ("f_divergence", "reverse_kl"))
-        if key in RANGES and not RANGES[key][0](value):
-            found.append(f"dpo.{within}{key}={value} must be {RANGES[key][1]}")
+        good, words = RANGES.get(key, _NUMBER)
+        if (key in RANGES or key in read) and not good(value):
+            found.append(f"dpo.{within}{key}={value} must be {words}")
         elif key not in read and not is_off and losses:
             near = difflib.get_close_matches(key, read, n=1)
             hint = f"; did you mean dpo.{'kwargs.' if near[0] in KWARGS else ''}{near[0]}?" if near else ""

@@ -1,6 +1,7 @@
 """The words of other tools, and what dtrain calls the same thing; and what dtrain does not have yet.
 
-Looked up by the last part of an unknown key, so `learning_rate` and `training_args.learning_rate` get one answer.
+Looked up by the last part of an unknown key, so `learning_rate` and `training_args.learning_rate` get one answer, or by
+the last two where these are named; `sequence_packing.enabled` is looked up as `sequence_packing`.
 """
 
 OURS = {
@@ -15,13 +16,16 @@ OURS = {
     "lr_scheduler_type": "scheduler.name",
     "lr_scheduler": "scheduler.name",
     "lr_scheduler_kwargs": "scheduler.kwargs",
+    "_component_": "optimizer.name or scheduler.name (a name or an import path), dpo.loss or grpo.loss",
     "warmup_ratio": "scheduler.warmup_steps, a number of steps: the ratio times train.steps",
     "num_warmup_steps": "scheduler.warmup_steps",
     "min_lr": "scheduler.min_lr_ratio, a share of optimizer.lr",
     "num_train_epochs": "train.epochs",
     "num_epochs": "train.epochs",
     "epoch": "train.epochs",
+    "max_num_epochs": "train.epochs",
     "max_steps": "train.steps",
+    "max_num_steps": "train.steps",
     "num_steps": "train.steps",
     "max_train_steps": "train.steps",
     "max_steps_per_epoch": "train.steps, in place of train.epochs",
@@ -29,7 +33,9 @@ OURS = {
     "micro_batch_size": "train.micro_batch",
     "batch_size": "train.global_batch (all ranks, one optimizer step) and train.micro_batch (one rank, at once)",
     "per_device_eval_batch_size": "train.micro_batch, in validation too",
+    "train_micro_batch_size": "train.micro_batch",
     "train_batch_size": "train.global_batch",
+    "train_global_batch_size": "train.global_batch",
     "global_batch_size": "train.global_batch",
     "gradient_accumulation_steps": "train.global_batch: it is micro_batch × accumulation × dp",
     "gradient_accumulation": "train.global_batch: it is micro_batch × accumulation × dp",
@@ -56,6 +62,14 @@ OURS = {
     "save_steps": "checkpoint.every",
     "save_strategy": "checkpoint.every, steps between saves or null",
     "save_total_limit": "checkpoint.keep_last",
+    "keep_last_n_checkpoints": "checkpoint.keep_last",
+    "save_period": "checkpoint.every",
+    "save_every_n_steps": "checkpoint.every",
+    "save_every_n_epochs": "checkpoint.every, counted in steps",
+    "load_best_model_at_end": "checkpoint.keep_best, val_loss or another metric: its save stays",
+    "metric_for_best_model": "checkpoint.keep_best",
+    "metric_name": "checkpoint.keep_best",
+    "keep_top_k": "checkpoint.keep_best, of which one is kept, and checkpoint.keep_last",
     "resume_from_checkpoint": "checkpoint.resume, auto | null | a step's directory",
     "resume": "checkpoint.resume",
     "output_dir": "run.dir and run.name: a run's directory is run.dir/run.name",
@@ -64,25 +78,31 @@ OURS = {
     "nproc_per_node": "launch.nproc",
     "num_gpus": "launch.nproc",
     # models and data, as Axolotl, LLaMA-Factory, torchtune and others call them
-    "model_name_or_path": "model.path, a local directory",
-    "model_name": "model.path, a local directory",
-    "base_model": "model.path, a local directory",
-    "pretrained_model_name_or_path": "model.path, a local directory",
+    "model_name_or_path": "model.path, a directory or an id of the hub",
+    "model_name": "model.path, a directory or an id of the hub",
+    "base_model": "model.path, a directory or an id of the hub",
+    "pretrained_model_name_or_path": "model.path, a directory or an id of the hub",
+    "checkpoint_dir": "model.path, where training starts; a run saves under run.dir/run.name/checkpoints",
     "tokenizer": "model.path: the tokenizer is read from the model's directory",
     "tokenizer_name": "model.path: the tokenizer is read from the model's directory",
     "dataset": "data.train.path, local files",
     "datasets": "data.train.sources, local files",
     "dataset_name": "data.train.path, local files",
     "dataset_path": "data.train.path",
+    "data_path": "data.train.path",
+    "data_files": "data.train.path",
+    "train_dataset": "data.train.path",
     "train_file": "data.train.path",
     "train_files": "data.train.path",
     "validation_file": "data.val.path",
     "val_files": "data.val.path",
     "sample_packing": "data.packing",
     "packed": "data.packing",
+    "sequence_packing": "data.packing",
     "cutoff_len": "data.max_length",
     "max_seq_len": "data.max_length",
     "max_seq_length": "data.max_length",
+    "max_total_sequence_length": "data.max_length",
     "sequence_len": "data.max_length",
     "seq_len": "data.max_length",
     "model_max_length": "data.max_length",
@@ -91,39 +111,51 @@ OURS = {
     "train_on_input": "data.loss_on, assistant | completion | last | all",
     "assistant_only_loss": "data.loss_on=assistant",
     "completion_only_loss": "data.loss_on=completion",
+    "only_unmask_final": "data.loss_on=last",
     "dataloader_num_workers": "data.num_workers",
     "dataset_num_proc": "data.num_workers",
     "chat_template_kwargs": "data.template_kwargs",
     # preferences, as TRL calls them
-    "loss_type": "dpo.loss",
+    "loss_type": "dpo.loss or grpo.loss",
     "rpo_alpha": "dpo.sft_weight",
+    "sft_loss_weight": "dpo.sft_weight",
     "simpo_gamma": "dpo.kwargs, {simpo_gamma: 0.5}",
     "discopop_tau": "dpo.kwargs, {discopop_tau: 0.05}",
     "f_divergence_type": "dpo.f_divergence",
-    "ref_model": "dpo.reference, start | none | a model's directory",
+    "ref_model": "dpo.reference, start | none | a directory or an id of the hub",
     "reference_free": "dpo.reference=none",
     "precompute_ref_log_probs": "dpo.precompute",
     "sync_ref_model": "dpo.sync_every, steps between moves of the reference, or null",
     "ref_model_sync_steps": "dpo.sync_every",
     "ref_model_mixup_alpha": "dpo.sync_mix",
     "max_prompt_length": "data.max_length, of prompt and completion together",
-    "teacher_model_name_or_path": "distill.teacher, a local directory",
-    # meshes, as torchtitan, NeMo and Megatron call them
+    "teacher_model_name_or_path": "distill.teacher, a directory or an id of the hub",
+    "teacher.model_name": "distill.teacher, a directory or an id of the hub",
+    "teacher_checkpointer": "distill.teacher, a directory or an id of the hub",
+    "topk_logits_k": "distill.top_k",
+    # meshes, as torchtitan, torchtune, NeMo and Megatron call them
     "tensor_parallel_size": "parallel.tp",
     "tensor_parallel_degree": "parallel.tp",
+    "tensor_parallel_dim": "parallel.tp",
     "tensor_model_parallel_size": "parallel.tp",
     "tp_size": "parallel.tp",
     "context_parallel_size": "parallel.cp",
     "context_parallel_degree": "parallel.cp",
+    "context_parallel_dim": "parallel.cp",
     "cp_size": "parallel.cp",
     "data_parallel_size": "parallel.dp_shard",
     "data_parallel_shard_degree": "parallel.dp_shard",
+    "data_parallel_shard_dim": "parallel.dp_shard",
     "data_parallel_replicate_degree": "parallel.dp_replicate",
+    "data_parallel_replicate_dim": "parallel.dp_replicate",
+    "dp_replicate_size": "parallel.dp_replicate",
     "dp_size": "parallel.dp_shard",
     "fsdp": "parallel.dp_shard: parameters are sharded by FSDP2 always",
     "fsdp_config": "parallel.dp_shard: parameters are sharded by FSDP2 always",
-    # TRL's GRPOConfig, verl's and NeMo-RL's grpo sections
+    # GRPO, as TRL, torchtune, verl and NeMo-RL call its keys
     "num_generations": "grpo.group_size",
+    "grpo_samples": "grpo.group_size",
+    "generation_batch_size": "grpo.prompts_per_step, times grpo.group_size",
     "num_generations_per_prompt": "grpo.group_size",
     "rollout_batch_size": "grpo.prompts_per_step",
     "num_prompts_per_step": "grpo.prompts_per_step",
@@ -132,21 +164,30 @@ OURS = {
     "ppo_mini_batch_size": "train.global_batch, counted in completions",
     "max_completion_length": "grpo.sampling.max_new_tokens",
     "max_response_length": "grpo.sampling.max_new_tokens",
+    "max_generated_tokens": "grpo.sampling.max_new_tokens",
     "epsilon": "grpo.clip, [below, above]",
     "epsilon_high": "grpo.clip, [below, above]",
+    "ratio_clip_min": "grpo.clip, [below, above]",
+    "ratio_clip_max": "grpo.clip, [below, above]",
     "clip_ratio_low": "grpo.clip, [below, above]",
     "clip_ratio_high": "grpo.clip, [below, above]",
     "kl_loss_coef": "grpo.beta",
     "kl_coef": "grpo.beta",
-    "reference_policy_kl_penalty": "grpo.beta",
+    "kl_coeff": "grpo.beta",
+    "reference_policy_kl_penalty": "grpo.beta or dpo.beta",
     "scale_rewards": "grpo.scale, group | batch | none",
+    "normalize_rewards": "grpo.scale, group | batch | none",
+    "use_leave_one_out_baseline": "grpo.advantage=leave_one_out",
     "reward_funcs": "grpo.rewards, [{fn, weight, kwargs}]",
+    "reward_functions": "grpo.rewards, [{fn, weight, kwargs}]",
     "reward_weights": "grpo.rewards, [{fn, weight, kwargs}]",
     "mask_truncated_completions": "grpo.mask_truncated",
     "overlong_filtering": "grpo.mask_truncated",
     "use_dynamic_sampling": "grpo.dynamic_sampling, none | drop | refill",
     "use_vllm": "grpo.engine=http, with grpo.server.urls",
     "vllm_server_base_url": "grpo.server.urls",
+    "max_staleness": "grpo.max_off_policy_steps",
+    "max_trajectory_age_steps": "grpo.max_off_policy_steps",
     "importance_sampling_level": "grpo.kwargs, {importance_sampling_level: token | sequence}",
     "entropy_coeff": "grpo.kwargs, {entropy_coef: ...}",
 }
@@ -190,10 +231,12 @@ NOT_YET = {
 """What other tools have and dtrain does not have yet."""
 
 
-def answer(word: str) -> str | None:
-    """What to say to a key whose last part is `word`, or None where dtrain has no answer of its own."""
-    if word in OURS:
-        return f"dtrain's word for it is {OURS[word]}"
-    if word in NOT_YET:
-        return f"dtrain does not have this yet: {NOT_YET[word]}"
+def answer(key: str) -> str | None:
+    """What to say to the unknown `key`, with dots or without, or None where dtrain has no answer of its own."""
+    parts = key.removesuffix(".enabled").split(".")
+    for word in (".".join(parts[-2:]), parts[-1]):
+        if word in OURS:
+            return f"dtrain's word for it is {OURS[word]}"
+        if word in NOT_YET:
+            return f"dtrain does not have this yet: {NOT_YET[word]}"
     return None

@@ -1,11 +1,19 @@
 """Logits or hidden states to log-probabilities, entropy and top-k, over a vocabulary that may be cut over ranks; and
-from those to a loss. Knows no recipe.
+from those to a loss. Knows no recipe. README.md has every loss with its formula.
 
-`shard` and `softmax_stats` are underneath; `logprob`, `entropy`, `softmax`, `topk`, `sampling` read logits; `head` and
-`hidden` read hidden states; `next_token`, `packed`, `sequence_first`, `context`, `distillation` are what users call.
-From sums of log-probabilities to a loss of pairs: `divergence` and `pair_losses` underneath, `preference` for users;
-`length` weighs tokens. From rewards and log-probabilities to a policy loss: `advantages`; `sequences`, `policy_kl`,
-`policy_correction` and `policy_losses` underneath, `policy_core` for the trainer, `policy` for users.
+    shard, softmax_stats                  a vocabulary over ranks; parts of a softmax, merged
+    logprob, entropy, softmax, topk       from logits
+    filtering, sampling                   from logits after top-k and top-p
+    hidden, head, scaling                 from hidden states, tile by tile; the head's softcap and temperature
+    head_filtered, head_kl, head_topk     the same under a filter, between two models, over a teacher's top-k
+    next_token, packed, sequence_first    for users, by layout of the logits or hidden states
+    context, distillation                 for users, under context parallel; student and teacher
+    divergence, length, pair_losses       of pairs: scores, weights of tokens, the formulas
+    preference                            of pairs, for users: losses by name
+    advantages                            rewards to advantages
+    sequences, policy_kl                  sums over sequences; the divergence from a reference
+    policy_losses, policy_correction      the formulas; weights for another sampler
+    policy_core, policy                   a policy loss over a micro-batch; for users, by name
 """
 
 from dtrain.losses.advantages import (

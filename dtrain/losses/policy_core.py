@@ -62,13 +62,12 @@ def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
 
 
-# What an option may be, and that in words.
+# What an option may be, and that in words; one that is not named here is any finite number.
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "importance_sampling_level": (lambda v: v is None or v in LEVELS, f"one of {', '.join(LEVELS)}"),
     "kl_estimator": _one_of(ESTIMATORS),
     "kl_gradient": _one_of(GRADIENTS),
     "old_kl_coef": _NOT_NEGATIVE,
-    "entropy_coef": _NUMBER,
     "top_entropy_quantile": (lambda v: _is_number(v) and 0 <= v <= 1, "from 0 to 1"),
     "off_policy_mask_threshold": _BOUND,
     "sampling_correction": _one_of(MODES),
@@ -106,7 +105,7 @@ class PolicySpec:
         for key, value in self.options.items():
             if key not in read:
                 raise ValueError(f"{key} is no option of {self.name}{_hint(key, read)}")
-            check, words = _RANGES[key]
+            check, words = _RANGES.get(key, _NUMBER)
             if not check(value):
                 raise ValueError(f"{key}={value!r} must be {words}")
         if not (len(self.clip) == 2 and all(_is_number(one) and one >= 0 for one in self.clip)):

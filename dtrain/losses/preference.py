@@ -13,12 +13,15 @@ from torch import Tensor
 from dtrain.losses.divergence import DIVERGENCES
 from dtrain.losses.pair_losses import LOSSES, Pairs, PreferenceLoss
 
-# What an option may be, and that in words. Values that switch an option off are good for every loss.
+_NUMBER = (math.isfinite, "a finite number")
+
+# What an option may be, and that in words; one that is not named here is any finite number. Values that switch an
+# option off are good for every loss.
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "beta": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "label_smoothing": (lambda v: 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
     "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
-    "f_alpha_divergence_coef": (math.isfinite, "a finite number"),
+    "f_alpha_divergence_coef": _NUMBER,
     "discopop_tau": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "simpo_gamma": (lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
     "bco_shift": (lambda v: v == "batch" if isinstance(v, str) else math.isfinite(v), "a finite number or batch"),
@@ -181,7 +184,7 @@ def _check_options(name: str, loss: PreferenceLoss, beta: float, options: Mappin
         is_off = key in _OFF and value == _OFF[key]
         if key not in loss.options and key != "beta" and not is_off:
             raise ValueError(_unread(key, name, loss.options))
-        good, words = _RANGES[key]
+        good, words = _RANGES.get(key, _NUMBER)
         if not isinstance(value, Tensor) and not good(value):
             raise ValueError(f"{key}={value!r}: {words}")
     if name == "exo_pair" and options["label_smoothing"] == 0:

@@ -83,9 +83,8 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
     """
     if group_size(group) == 1:
         return [columns]
-    if torch.device("cpu") in group._device_types:
-        device = torch.device("cpu")
-    return all_gather(torch.full((1,), columns, device=device), 0, group).tolist()
+    on_host = torch.device("cpu") in group._device_types
+    return all_gather(torch.full((1,), columns, device="cpu" if on_host else device), 0, group).tolist()
 
 
 def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:

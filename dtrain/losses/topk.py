@@ -93,6 +93,8 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda or k == logits.shape[-1]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
+    if logits.is_meta:  # shapes alone, as a plan has: no values to look at
+        return logits.topk(k, -1)
     # On the CPU a look is free: only rows with equal values need work, and few of those a second look at the logits.
     values, columns = _largest(logits, k + 1)
     equal = values[..., 1:] == values[..., :-1]

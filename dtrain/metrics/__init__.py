@@ -1,4 +1,10 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar. Rank 0 alone writes."""
+"""What a run writes down. Rank 0 alone writes.
+
+metrics   the rows of a run, their fields and order
+sinks     metrics.jsonl, TensorBoard, Weights & Biases
+progress  the terminal
+hardware  peak FLOP/s, model FLOPs utilisation, peak memory
+"""
 
 from dtrain.metrics.hardware import memory_gib, model_flops_utilisation, peak_flops
 from dtrain.metrics.metrics import Metrics, build

@@ -1,6 +1,12 @@
 """Models in plain PyTorch under Hugging Face's names: configuration, families, initialisation.
 
 `config` is torch-free; what needs torch is imported when it is first asked for.
+
+    config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
+    registry                     from a `ModelConfig` to a model
+    llama, qwen, gemma3          the families
+    layers, functions, rope      what they are made of
+    init                         starting values
 """
 
 from typing import Any

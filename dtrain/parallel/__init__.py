@@ -1,6 +1,15 @@
 """Meshes, placements, FSDP and gradients: how one model lies on many ranks. README.md explains the meshes.
 
 Names are imported when they are used: `dtrain.parallel.fits` is read where no torch is.
+
+    runtime, mesh            a rank's place; the device mesh
+    fits                     which tp sizes a model allows
+    tensor, apply, local     tensor parallel: styles, a plan of them applied, modules that compute with their part
+    fsdp, placement, grads   FSDP2; which slice a rank holds; the gradient's norm
+    layout, collectives      head-tail pieces of a sequence; collectives with derivatives
+    context, thd             context parallel for users; packed batches as one run of tokens
+    checkpointing            activations computed again
+    parallelize              models onto meshes, for users
 """
 
 from importlib import import_module

@@ -1,16 +1,54 @@
-"""The kernels whose choice torch makes inside, by device: attention and the fused norm, on meta tensors.
+"""The kernels whose choice torch makes inside, by device: attention and the fused norm, on meta tensors; and dtrain's
+own attention on a CPU, as far as it looks at values.
 
 `torch.nn.functional` would take the plain composition for meta tensors, whose scores [B, H, S, S] no device with a
 fused kernel holds. What is kept for the backward here is what the fused kernels keep: q, k, v, the output and its
 log-sum-exp [B, H, S].
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from dtrain.attention.kernels import SdpaKernel
+from dtrain.attention.mask import Visibility
+from dtrain.batch import Batch, pad_stream
+from dtrain.parallel.layout import shard_sequence
 
 aten = torch.ops.aten
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class PlannedSdpa(SdpaKernel):
+    """The kernel that a CPU takes, which cuts each run of queries to the keys that they see. Which these are, a row of
+    the micro-batch on the host says, whose others must be like it; stand-ins do not. It is cut over cp and padded for
+    tp as they are. rank, size: of cp.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__()
+        self._rank, self._size = rank, size
+        self._parts: list[Tensor] = []
+
+    def take(self, batch: Batch) -> None:
+        """The rows of the forward that follows."""
+        length, cut = batch["input_ids"].shape[1], 2 * self._size if self._size > 1 else 1
+        padded = -(-length // cut) * cut
+        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in ("position_ids", "seq_ids")])  # [2, S]
+        ranks = range(self._size)
+        self._parts = [shard_sequence(row, rank, self._size) for rank in ranks] if self._size > 1 else [row]
+
+    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        missing = visibility.queries - self._parts[0].shape[1]
+        parts = [torch.cat([part, part.new_tensor([[2**30], [-1]]).expand(2, missing)], 1) for part in self._parts]
+        chunks = [part.chunk(2, 1) for part in parts]
+        keys = torch.cat([*(head for head, *_ in chunks), *(one for _, *tail in reversed(chunks) for one in tail)], 1)
+        row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
+        if row.query_documents is not None:
+            row = replace(row, query_documents=parts[self._rank][1:], key_documents=keys[1:])
+        return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
 def attention(

@@ -19,6 +19,7 @@ from torch import Tensor
 PARTS = (
     "parameters",
     "gradients",
+    "rows",
     "reference",
     "teacher",
     "gathered parameters",
@@ -30,9 +31,9 @@ PARTS = (
 
 @dataclass
 class Allocation:
-    """One storage. `part` is its final one, which may be known later than its first byte."""
+    """One storage. `part` is its final one, which may be known later than its first byte; None: left out."""
 
-    part: str
+    part: str | None
     size: int = 0
 
 
@@ -52,7 +53,7 @@ class Storages:
         self.changes: list[tuple[Allocation, int]] = []
         self.marks: list[tuple[int, Hashable]] = []
         self._live: dict[int, tuple[weakref.ref, Allocation]] = {}
-        self._resized: set[int] = set()  # whose size changes without an operation
+        self._resized: set[int] = set()  # whose size may change without an operation
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """The storage of `tensor`, counted from now on where it was not before."""
@@ -65,14 +66,26 @@ class Storages:
         self._resize(allocation, storage.nbytes())
         return allocation
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """The storage of `tensor`, which was not seen yet, is counted elsewhere."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._live[key] = weakref.ref(storage, lambda _: self._gone(key)), Allocation(None)
+
+    def total(self) -> int:
+        """Bytes that live now."""
+        return sum(allocation.size for _, allocation in self._live.values() if allocation.part is not None)
+
     def saw(self, func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> None:
         """An operation is done; `tensors` are its inputs and outputs."""
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
+        is_room = func is torch.ops.aten.empty.memory_format  # FSDP's for a parameter, in a group of one rank, perhaps
         for tensor in tensors:
             allocation = self.see(tensor)
-            if is_gathering and tensor.untyped_storage()._cdata not in self._resized and tensor.dim() == 2:
+            if (is_gathering and tensor.dim() == 2) or (is_room and tensor.dim() == 1):
                 self._resized.add(tensor.untyped_storage()._cdata)
-                allocation.part = "gathered parameters"
+                if is_gathering:
+                    allocation.part = "gathered parameters"
 
     def poll(self) -> None:
         """Look at the storages whose sizes change by themselves."""
@@ -81,15 +94,11 @@ class Storages:
             if allocation.size:  # what is empty grows just before an operation that fills it
                 storage = reference()
                 if storage is not None and storage.nbytes() != allocation.size:
+                    allocation.part = "gathered parameters"
                     self._resize(allocation, storage.nbytes())
 
     def mark(self, label: Hashable) -> None:
         """A new piece of the timeline begins here."""
-        for key, (reference, allocation) in self._live.items():
-            storage = reference()
-            if storage is not None and allocation.size and not storage.nbytes():  # FSDP's, in a group of one rank
-                self._resized.add(key)
-                allocation.part = "gathered parameters"
         self.poll()
         self.marks.append((len(self.changes), label))
 
@@ -122,7 +131,7 @@ class Storages:
         return found
 
     def _resize(self, allocation: Allocation, size: int) -> None:
-        if size != allocation.size:
+        if size != allocation.size and allocation.part is not None:
             self.changes.append((allocation, size - allocation.size))
             allocation.size = size
 

@@ -3,12 +3,13 @@
 A plan's tensors are torch's meta tensors: shapes, dtypes and autograd, no bytes and no arithmetic. Two modes make a
 training step run on them as it would run on the device.
 
-`OnDevice` answers for them. dtrain's own code asks a tensor where it is and chooses its kernels and tiles by that, so
-it is told the planned device. torch's code is told that they are on a CPU: FSDP would open CUDA streams otherwise,
-which a machine without CUDA cannot. Whatever is made inside is a meta tensor too.
+`OnDevice` answers for them. dtrain's own code asks a tensor where it is and chooses its kernels and tiles by that, as
+torch's optimizers do, so it is told the planned device. Other code is told that they are on a CPU: FSDP would open CUDA
+streams otherwise, which a machine without CUDA cannot. Whatever is made inside is a meta tensor too.
 
 `Stubbed` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a tensor is
-one, or True: a step takes the path of a finite gradient norm.
+one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake group's, where
+every rank holds what this one does.
 """
 
 import sys
@@ -22,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dtrain.plan.kernels import attention, rms_norm
 
+_TOLD = ("dtrain.", "torch.optim.")  # torch's optimizers step all parameters at once on a GPU, one by one on a CPU
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _HOST = torch.device("cpu", 0)  # what real tensors answer, to tell it from a planned CPU
@@ -70,7 +73,7 @@ class OnDevice(TorchFunctionMode):
             return _HOST
         if asking == "torch.utils.checkpoint":  # it compares with what it was told inside an operation, without a mode
             return _META
-        return self.device if asking.startswith("dtrain.") else _CPU
+        return self.device if asking.startswith(_TOLD) else _CPU
 
     def _is_cuda(self, tensor: Tensor, asking: str) -> bool:
         return self._device_of(tensor, asking).type == "cuda"
@@ -88,7 +91,7 @@ class Stubbed(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and any(one.is_meta for one in tree_leaves(args) if isinstance(one, Tensor)):
             return _without_sending(func, args)
         with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
             return func(*args, **(kwargs or {}))

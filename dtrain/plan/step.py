@@ -114,6 +114,9 @@ def _extended(one: Watched, two: Watched, layers: int) -> Watched:
         line(one.gradients, two.gradients),
         line(one.state, two.state),
         line(one.lightest, two.lightest),
+        two.micro_batches,
+        two.rows,
+        two.micro_rows,
     )
 
 
@@ -141,13 +144,15 @@ def _of_micro_batches(seen: Watched, sizes: Sizes) -> Step:
         )
     moment, piece = max(seen.pieces.items(), key=lambda entry: entry[1].peak)
     parts = Counter({name: size for name, size in piece.parts.items() if size})
+    # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
+    rows = max(0, seen.rows * max(1, sizes.accumulation) // seen.micro_batches - seen.micro_rows)
     return Step(
         seen.parameters,
         seen.gradients,
         seen.state,
         seen.lightest,
-        piece.peak + seen.state,
-        parts + Counter({"optimizer state": seen.state}),
+        piece.peak + seen.state + rows,
+        parts + Counter({"optimizer state": seen.state, "rows": rows}),
         moment,
         max(piece.parts["activations"] for piece in seen.pieces.values()),
         dict(traffic),

@@ -1,8 +1,10 @@
 """One training step on stand-in tensors, watched: what `Policy.train` allocates, sends and computes on one rank.
 
 The step is the trainer's own: the method's `prepare`, then `Policy.train`, on a model that `policy.build.lay_out` laid
-out over a process group of as many ranks as are planned, of which this process is one and the only one. Only the
-optimizer's step is left out; `optimizer.state_bytes` says what it holds.
+out over a process group of as many ranks as are planned, of which this process is one and the only one. The optimizer
+steps this rank's shards as plain tensors; `optimizer.state_bytes` says what it holds.
+
+On a planned CPU the host's tensors lie in the same memory: the step's rows are counted too.
 """
 
 import warnings
@@ -17,15 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.batch import IGNORE, Batch
+from dtrain.attention.context import GatherKernel
+from dtrain.attention.kernels import SdpaKernel
+from dtrain.batch import IGNORE, Batch, Row, collate
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
 from dtrain.methods import METHODS, Method
 from dtrain.models.config import ModelConfig
+from dtrain.optim import build_optimizer
 from dtrain.parallel.mesh import Mesh, build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.costs import Cost, cost
+from dtrain.plan.kernels import PlannedSdpa
 from dtrain.plan.memory import Piece, Storages
 from dtrain.plan.optimizer import state_bytes
 from dtrain.plan.shards import min_shard_elements
@@ -67,6 +73,8 @@ class Watched:
     pieces: by (phase, pass, layer), the peaks of its timeline; a pass is one micro-batch through the model, None what
     is around them. traffic: (count, bytes) by pass and lane. costs: by pass. parameters, gradients, state: bytes of
     this rank's shards, and of what the optimizer keeps for them. lightest: the smallest parameters that a rank has.
+    micro_batches: that were traced. rows, micro_rows: of the host's tensors on a planned CPU, and of those of them that
+    one micro-batch brings.
     """
 
     layers: int
@@ -77,6 +85,9 @@ class Watched:
     gradients: int
     state: int
     lightest: int
+    micro_batches: int
+    rows: int
+    micro_rows: int
 
 
 class Watch(Stubbed):
@@ -85,10 +96,12 @@ class Watch(Stubbed):
     def __init__(self, groups: Groups):
         super().__init__()
         self.storages = Storages("temporaries")
+        self.host = Storages("rows")
         self.sent: list[tuple[int | None, Sent]] = []
         self.costs: dict[int | None, Cost] = defaultdict(Cost)
         self.current: int | None = None  # the pass through the model
         self.is_forward = False
+        self.is_costed = True
         self._groups = groups
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -97,12 +110,16 @@ class Watch(Stubbed):
         kwargs = kwargs or {}
         self.storages.poll()
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        tensors = [one for one in _tensors((args, tuple(kwargs.values()), out)) if one.is_meta]
+        everything = list(_tensors((args, tuple(kwargs.values()), out)))
+        tensors = [one for one in everything if one.is_meta]
         self.storages.saw(func, tensors)
+        for one in everything:
+            if not one.is_meta:
+                self.host.see(one)
         sent = collective(func, args, out, self._groups, self.current is not None)
         if sent is not None:
             self.sent.append((self.current, sent))
-        elif tensors:
+        elif tensors and self.is_costed:
             self.costs[self.current] += cost(func, args, kwargs, out, tensors)
         return out
 
@@ -128,13 +145,16 @@ class PlannedPolicy(Policy):
         self.optimizer = self.scheduler = self._updater = None
         self.reference = None
         self.watch = Watch(Groups(self.mesh))
-        self.scorer = _WatchedScorer(self.model, self.mesh, self.device, self.watch)
+        self.kernel = PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
+        if device.type == "cpu":
+            use_planned_kernel(self.model, self.kernel)
+        self.scorer = _WatchedScorer(self.model, self.mesh, self.device, self.watch, self.kernel)
         for module in {id(p): p for p in self.model.parameters()}.values():
             self.watch.storages.see(local_tensor(module.detach()), "parameters")
 
     def init_optimizer(self, total_steps: int) -> None:
         super().init_optimizer(total_steps)
-        self._updater.optimizer = _Still(self.optimizer)
+        self._updater.optimizer = _ShardsOptimizer(self)
 
     def _backward(self, batches, loss_fn, count):
         result = super()._backward(batches, loss_fn, count)
@@ -146,26 +166,59 @@ class PlannedPolicy(Policy):
         return result
 
 
-class _Still:
-    """An optimizer whose step changes nothing."""
+class _ShardsOptimizer:
+    """The recipe's optimizer over a rank's shards as plain tensors, as it is from its second step on. Its state is left
+    to `state_bytes`, its cost to the estimate."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.zero_grad = optimizer.zero_grad
+    def __init__(self, policy: PlannedPolicy):
+        self.zero_grad = policy.optimizer.zero_grad
+        self._watch = policy.watch
+        self._parameters = list(policy.model.parameters())
+        self._shards = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._parameters]
+        names = (name for name, _ in policy.model.named_parameters())
+        self._optimizer = build_optimizer(policy.recipe.optimizer, zip(names, self._shards, strict=True))
+        for shard in self._shards:
+            shard.grad = torch.empty_like(shard)
+        with Stubbed():
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_meta:
+                    self._watch.storages.leave_out(value)
 
     def step(self) -> None:
-        pass
+        for shard, parameter in zip(self._shards, self._parameters, strict=True):
+            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+        self._watch.is_costed = False
+        self._optimizer.step()
+        self._watch.is_costed = True
+        self._optimizer.zero_grad()
+
+
+def use_planned_kernel(model: nn.Module, kernel: PlannedSdpa) -> None:
+    """Put `kernel` where `model` has dtrain's own, alone or over gathered keys."""
+    for layer in model.model.layers:
+        held = layer.self_attn.kernel
+        if isinstance(held, GatherKernel):
+            held.inner = kernel
+        elif isinstance(held, SdpaKernel):
+            layer.self_attn.kernel = kernel
 
 
 class _WatchedScorer(Scorer):
     """Marks where each pass through the model begins."""
 
-    def __init__(self, model: nn.Module, mesh, device, watch: Watch):
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, watch: Watch, kernel: PlannedSdpa):
         super().__init__(model, mesh, device)
-        self.watch = watch
+        self.watch, self.kernel = watch, kernel
         self.passes = 0
+        self.host = self.micro_rows = 0  # bytes at the last pass: of the host's tensors, and its own rows
 
     def _at_head(self, batch, fn):
         watch, storages, number = self.watch, self.watch.storages, self.passes
+        self.kernel.take(batch)
+        self.host, self.micro_rows = watch.host.total(), sum(one.numel() * one.element_size() for one in batch.values())
         storages.rename("temporaries", "gradients")  # what a backward has left
         self.passes += 1
         watch.current, watch.is_forward = number, True
@@ -202,12 +255,13 @@ def watch_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
         policy.init_optimizer(total_steps=10)
         with policy.watch:
             policy.watch.storages.mark(("start", None, None))
-            batch, loss = method.prepare(policy, full_batch(recipe, method, micro_batches))
+            rows = full_rows(recipe, method, micro_batches)
+            batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
-    return _seen(policy, config.num_hidden_layers)
+    return _seen(policy, config.num_hidden_layers, micro_batches)
 
 
-def _seen(policy: PlannedPolicy, layers: int) -> Watched:
+def _seen(policy: PlannedPolicy, layers: int, micro_batches: int) -> Watched:
     watch = policy.watch
     traffic: dict[int | None, dict[Lane, tuple[int, int]]] = defaultdict(dict)
     for number, sent in watch.sent:
@@ -217,6 +271,7 @@ def _seen(policy: PlannedPolicy, layers: int) -> Watched:
     parameters = list(policy.model.parameters())
     shapes = [tuple(local_tensor(parameter.detach()).shape) for parameter in parameters]
     itemsize = policy.precision.master.itemsize
+    rows = (policy.scorer.host, policy.scorer.micro_rows) if policy.device.type == "cpu" else (0, 0)
     return Watched(
         layers,
         watch.storages.pieces(),
@@ -226,6 +281,8 @@ def _seen(policy: PlannedPolicy, layers: int) -> Watched:
         policy.gradient_bytes,
         state_bytes(policy.recipe.optimizer, shapes, policy.precision.master),
         min_shard_elements(parameters) * itemsize,
+        micro_batches,
+        *rows,
     )
 
 
@@ -255,12 +312,12 @@ def _has_reference(recipe: Recipe, method: Method) -> bool:
     return recipe.method == "grpo" and recipe.grpo.beta > 0
 
 
-def full_batch(recipe: Recipe, method: Method, micro_batches: int) -> Batch:
+def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
     pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
     are those of packing."""
     length, packed = recipe.data.max_length, recipe.data.packing
-    rows = micro_batches * (method.micro_rows if isinstance(method.micro_rows, int) else recipe.train.micro_batch)
+    count = micro_batches * (method.micro_rows if isinstance(method.micro_rows, int) else recipe.train.micro_batch)
     if method.kind == "pairs" and packed:
         length *= 2
     documents = 1 if method.kind == "prompts" or not packed else 2
@@ -275,7 +332,13 @@ def full_batch(recipe: Recipe, method: Method, micro_batches: int) -> Batch:
     }
     if method.kind == "prompts":
         streams |= {name: torch.zeros(length, dtype=torch.float64) for name in _of_rollouts(recipe)}
-    return {name: stream.expand(rows, length).clone() for name, stream in streams.items()}
+    return [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
+
+
+def full_batch(recipe: Recipe, method: Method, micro_batches: int) -> Batch:
+    """`full_rows` as a batch."""
+    rows = full_rows(recipe, method, micro_batches)
+    return collate(rows, list(rows[0]))
 
 
 def _of_rollouts(recipe: Recipe) -> list[str]:

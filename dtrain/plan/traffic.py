@@ -38,20 +38,23 @@ class Sent(NamedTuple):
 
 class Groups:
     """The process groups of a mesh. Where several dimensions of it are the same ranks, the kind of a collective says
-    which one it is of: FSDP's are in place, those of tp and cp give a new tensor."""
+    which one it is of: FSDP's are in place, those of cp give a new tensor. tp has ranks of its own, if it has several.
+    """
 
     def __init__(self, mesh: Mesh):
-        self._tp = mesh.tp.get_group().group_name
+        self._tp = mesh.tp.get_group().group_name if mesh.tp.size() > 1 else None
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
     def dimension(self, name: str, func: torch._ops.OpOverload, kind: str, in_pass: bool) -> str:
+        if name == self._tp:
+            return "tp"
         if func.namespace == "c10d" and kind in ("all-gather", "reduce-scatter") and in_pass:
             return "fsdp"
         if func.namespace == "c10d" and kind == "all-reduce":
             return "dp_replicate" if in_pass and name == self._replicate else "all"
         if func.namespace == "c10d" and kind != "send":
             return "all"
-        return "tp" if name == self._tp else "cp"
+        return "cp"
 
 
 def collective(func: torch._ops.OpOverload, args: tuple, out: Any, groups: Groups, in_pass: bool) -> Sent | None:

@@ -1,4 +1,12 @@
-"""A model on a mesh with its optimizer."""
+"""A model on a mesh with its optimizer.
+
+policy                the one object through which trainer and methods train
+build, precision      from a recipe to a model on its mesh; its dtypes
+step, batching        one optimizer step; micro-batches
+score                 what a loss may ask of the model
+reference, teacher    frozen weights of the same model; another model
+memory, weights       weights moved away and back; given to whoever generates
+"""
 
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
 from dtrain.policy.memory import get_cpu_state_dict, unshard_fsdp2_model

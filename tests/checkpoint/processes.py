@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 from dtrain import config
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.store import CheckpointStore
+from dtrain.orphans import end_with
 
 ROOT = Path(__file__).parents[2]
 MARK = "DTRAIN_TEST_MARK"
@@ -31,6 +33,7 @@ class Processes:
             self.launcher = subprocess.Popen(
                 [sys.executable, *prefix, "run", str(path), *overrides],
                 cwd=cwd, env=environ, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),
             )  # fmt: skip
 
     def pids(self):

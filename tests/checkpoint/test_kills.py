@@ -12,6 +12,7 @@ import torch
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.store import CheckpointStore
+from dtrain.orphans import end_with
 from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
@@ -118,9 +119,11 @@ def killed_savers(directory, draw, count):
     store = CheckpointStore(directory, Ranks(alone=True))
     longest = 4 * seconds_of_a_save(directory / "clock")
     newest = left = 0
+    parent = os.getpid()
     for _ in range(count):
         child = os.fork()
         if child == 0:
+            end_with(parent)
             try:
                 save_for_ever(directory)
             finally:

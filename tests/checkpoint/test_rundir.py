@@ -46,6 +46,21 @@ def test_a_second_run_waits_then_names_the_holder(holder, tmp_path):
     assert len(told) == 1 and str(holder.pid) in told[0]
 
 
+@pytest.mark.parametrize(("host", "seconds"), [(os.uname().nodename, 30), ("elsewhere", 120)])
+def test_the_lock_of_another_host_is_waited_for_longer(holder, tmp_path, host, seconds):
+    (tmp_path / "lock").write_text(json.dumps({"host": host, "pid": 7}))
+
+    class Told(Exception):
+        pass
+
+    def tell(line):
+        assert f"process 7 on {host}; waiting up to {seconds} s" in line
+        raise Told
+
+    with pytest.raises(Told):
+        RunDirectory(tmp_path).hold(tell=tell)
+
+
 @pytest.mark.parametrize("holder", ["alone", "fork"], indirect=True)
 def test_the_lock_dies_with_its_holder_even_when_its_workers_live(holder, tmp_path):
     holder.kill()

@@ -20,7 +20,7 @@ from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fs
 from dtrain.policy.weights import buckets
 from tests.policy.test_policy import rows
 from tests.tiny import tiny_recipe
-from tests.world import run_world
+from tests.world import fork, run_world
 
 
 def policy_of(rank, recipe, world_size):
@@ -71,10 +71,8 @@ def receive(at, port, bucket_bytes, pipe):
 def test_the_receiver_has_the_same_bits(tmp_path, world_size, tp, dtype, bucket_bytes):
     recipe = tiny_recipe(tmp_path, "train.global_batch=4", "train.dtype=float32", f"parallel.tp={tp}", family="llama")
     port, at = free_port(), tmp_path / "info"
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=receive, args=(at, port, bucket_bytes, theirs))
-    process.start()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = fork(receive, at, port, bucket_bytes, theirs)
     sent = run_world(send, world_size, recipe, world_size, port, dtype, bucket_bytes, at)
     assert ours.poll(60)
     got = ours.recv()
@@ -109,10 +107,8 @@ def rebuild(pipe):
 
 def test_handles_open_in_another_process(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.dtype=float32")
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=rebuild, args=(theirs,))
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    process = fork(rebuild, theirs)
     try:
         assert run_world(share, 1, recipe, ours) == [True]
     finally:

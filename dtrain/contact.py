@@ -1,0 +1,149 @@
+"""How the ranks of several hosts reach rank 0's: what each says of itself, by which address, over which interface.
+
+Rank 0 listens at a port that its system picks; where that is, and a token, the others learn from the store where ranks
+meet. A connection carries lines of text. Standard library only.
+"""
+
+import fcntl
+import ipaddress
+import json
+import secrets
+import socket
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+CONNECT_SECONDS = 5.0
+LONGEST = 2**16  # bytes of a line
+LONGEST_PROBLEM = 4000  # characters, of which JSON may make six bytes each
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the hub is: rank 0's host, addresses of it to try, in order, and a token that only this start's ranks
+    know; and the seconds of silence after which a rank is lost, which count for all."""
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    patience: float
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A rank that comes. problem: what it has found that the run cannot begin with; attempt: as it counts them."""
+
+    rank: int
+    host: str
+    attempt: int = 0
+    problem: str | None = None
+
+
+class Line:
+    """One connection, in lines of text. It never blocks; `is_open` turns False when the other end is gone."""
+
+    def __init__(self, link: socket.socket):
+        link.setblocking(False)
+        self.link, self.is_open, self._rest = link, True, b""
+
+    def write(self, text: str) -> None:
+        try:
+            self.link.sendall(text.replace("\n", " ").encode()[: LONGEST - 1] + b"\n")
+        except OSError:  # what it leaves to be read, its last word perhaps, is still read
+            pass
+
+    def read(self) -> list[str]:
+        """The whole lines that have come."""
+        try:
+            while got := self.link.recv(65536):
+                self._rest += got
+            self.is_open = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_open = False
+        *lines, self._rest = self._rest.split(b"\n")
+        if len(self._rest) > LONGEST:  # a stranger
+            self.is_open = False
+        return [line.decode(errors="replace") for line in lines]
+
+
+def listen() -> tuple[socket.socket, str]:
+    """A socket for the hub, on every address of this host and a port that the system picks, and a token."""
+    token = secrets.token_hex(16)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be built in and switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096), token
+    return socket.create_server(("", 0), backlog=4096), token
+
+
+def addresses(master: tuple[str, int]) -> tuple[str, ...]:
+    """How this host may be reached by those that reach `master`: its own address on the way there, and its name."""
+    found = []
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            found.append(probe.getsockname()[0])
+    except OSError:
+        pass
+    return (*found, socket.gethostname())
+
+
+def connect(meeting: Meeting, me: Guest) -> socket.socket | None:
+    """A connection to the hub that has answered with the token; None where no address leads to it."""
+    problem = me.problem and me.problem[:LONGEST_PROBLEM]
+    hello = f"{meeting.token} {json.dumps([me.rank, me.host, me.attempt, problem])}\n".encode()
+    for address in dict.fromkeys(meeting.addresses):
+        try:
+            link = socket.create_connection((address, meeting.port), timeout=CONNECT_SECONDS)
+        except OSError:
+            continue
+        try:
+            link.sendall(hello)
+            answer = link.recv(len(meeting.token) + 1, socket.MSG_WAITALL)
+        except OSError:
+            answer = b""
+        if answer.decode(errors="replace").strip() == meeting.token:
+            return link
+        link.close()
+    return None
+
+
+def read_guest(text: str) -> Guest | None:
+    try:
+        rank, host, attempt, problem = json.loads(text)
+        return Guest(int(rank), str(host), int(attempt), problem)
+    except (ValueError, TypeError):
+        return None
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(plain(address)).is_loopback
+
+
+def plain(address: str) -> str:
+    """An IPv4 address that came in by an IPv6 socket as such, and an IPv6 one without its zone."""
+    return address.removeprefix("::ffff:").split("%")[0]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has `address`; None where none has, or the system is not Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    wanted = ipaddress.ip_address(plain(address))
+    if wanted.version == 6:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        having = {line.split()[-1] for line in lines if bytes.fromhex(line.split()[0]) == wanted.packed}
+        return min(having, default=None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an IPv4 address
+                get_address = 0x8915
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+                if answer[20:24] == wanted.packed:
+                    return name
+    return None

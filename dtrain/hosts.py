@@ -1,0 +1,105 @@
+"""What the hosts of a run must have in common: versions, the recipe, the run's directory, the models.
+
+A command is typed, a file is copied and a directory is mounted on each host by itself. Where one of them is another,
+ranks would train different runs together, or save a checkpoint in parts that never come together.
+"""
+
+import hashlib
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from dtrain import __version__, config
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.config import Recipe
+from dtrain.errors import UserError
+
+SEEN_SECONDS = 5.0  # for a new file to be seen by every host
+SAMPLES, SAMPLE = 16, 4096  # places and bytes that are read of each file of a model
+
+# What changes nothing between ranks, or is read by one of them alone.
+FREE = ("launch", "metrics", "data.cache_dir", "data.num_workers")
+
+
+def same_on_all(recipe: Recipe, local_rank: int) -> None:
+    """Raises UserError, on every rank, where hosts have another version, recipe, run directory or model. Collective:
+    the process group is up."""
+    import torch
+
+    ranks = Ranks()
+    ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
+    _same_recipe(recipe, ranks)
+    _same_directory(Path(recipe.run.dir) / recipe.run.name, ranks)
+    for key, path in _models(recipe):
+        digest = sampled(Path(path)) if local_rank == 0 else None
+        ranks.same(digest, f"{key}={path} is not the same model on every host")
+
+
+def _same_recipe(recipe: Recipe, ranks: Ranks) -> None:
+    first = ranks.first(lambda: config.to_yaml(recipe))
+
+    def compare() -> None:
+        differences = [d for d in config.diff(first, recipe) if not _is_free(d[0])]
+        if differences:
+            lines = "".join(f"\n  {key}: {theirs} on rank 0, {ours} here" for key, theirs, ours in differences)
+            raise UserError(
+                f"{ranks.me} was started with another recipe than rank 0; start every host with the same{lines}"
+            )
+
+    ranks.every(compare)
+
+
+def _is_free(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in FREE)
+
+
+def _same_directory(run: Path, ranks: Ranks) -> None:
+    """A file that rank 0 writes is there for all."""
+
+    def write() -> Path:
+        run.mkdir(parents=True, exist_ok=True)
+        path = run / f".seen-by-all-{secrets.token_hex(8)}"
+        path.touch()
+        return path
+
+    path = ranks.first(write)
+
+    def look() -> None:
+        until = time.monotonic() + SEEN_SECONDS
+        while not path.exists():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{ranks.me} does not see what rank 0 writes to {run}: set run.dir to a directory that all hosts "
+                    "share, under the same path; a checkpoint is written by all ranks"
+                )
+            time.sleep(0.1)
+
+    try:
+        ranks.every(look)
+    finally:
+        if ranks.is_first:
+            path.unlink(missing_ok=True)
+
+
+def _models(recipe: Recipe) -> list[tuple[str, str]]:
+    """Key and directory of every model that the run reads."""
+    named: list[tuple[str, Any]] = [("model.path", recipe.model.path)]
+    if recipe.method in ("dpo", "grpo"):
+        named.append((f"{recipe.method}.reference", getattr(recipe, recipe.method).reference))
+    if recipe.method == "distill":
+        named.append(("distill.teacher", recipe.distill.teacher))
+    return [(key, path) for key, path in named if path and path not in ("start", "none")]
+
+
+def sampled(directory: Path) -> str:
+    """A digest of the JSON and safetensors files of a directory: names, sizes, and bytes at evenly spaced places."""
+    digest = hashlib.sha256()
+    for path in sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(SAMPLES):
+                file.seek(place * max(0, size - SAMPLE) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()

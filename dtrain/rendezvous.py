@@ -1,0 +1,200 @@
+"""Where the ranks of one start find one another: their places, and the store that they sign in to."""
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, MutableMapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from dtrain import contact
+from dtrain.errors import Stopped, UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dtrain.parallel.runtime import StopFlag
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(minutes=10)  # for the others to come
+SERVED_SECONDS = 60.0  # for a store to answer that must be there
+NAME_SECONDS = 120.0  # for a host's name to be known; Kubernetes gives names to pods as they come
+NOTE_SECONDS = 60.0  # until it is said who is waited for
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of the run.
+
+    started_by  torchrun, or slurm; None: this process is alone, or a launcher
+    attempt     restarts of all processes before this one
+    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
+    environ     the environment of this process, where gloo's interface is named unless its user has
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    started_by: str | None = None
+    attempt: int = 0
+    master: tuple[str, int] = ("localhost", 0)
+    agent_store: bool = False
+    environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def watches(self) -> bool:
+        """Whether the ranks watch over one another: an agent of torchrun sees the processes of its own host only, and
+        srun's need not end together."""
+        alone = self.world_size == 1 or self.started_by is None
+        return not alone and (self.started_by == "slurm" or self.world_size > self.local_world_size)
+
+
+@dataclass(frozen=True)
+class Voices:
+    """How a rank is heard. tell: what there is to say of ranks that are lost, told and returned; end: the last of this
+    process, with that; note: a line for its user; stop: set where this process is asked to end."""
+
+    tell: Callable[[str], str]
+    end: Callable[[str], None]
+    note: Callable[[str], None]
+    stop: "StopFlag"
+
+
+def open_store(place: Place, voices: Voices) -> "dist.Store":
+    """The store where the ranks meet."""
+    import torch.distributed as dist
+
+    host, port = place.master
+    if place.rank > 0 or place.agent_store:
+        _reach(place, voices)
+        return served(place, lambda: dist.TCPStore(host, port, is_master=False, timeout=dist.default_pg_timeout))
+    try:  # by whatever name the others know this host
+        return dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=dist.default_pg_timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        raise UserError(
+            f"port {port} of {socket.gethostname()}, where the ranks meet, is taken by another process: set "
+            "MASTER_PORT to a free one, the same for every rank"
+        ) from error
+
+
+def served(place: Place, ask: Callable[[], T]) -> T:
+    """What `ask` gets from the store. torch waits without end for what listens there and does not answer."""
+    import torch.distributed as dist
+
+    try:
+        got, why = within(SERVED_SECONDS, ask), f"no answer for {SERVED_SECONDS:g} s"
+    except dist.DistError as error:
+        got, why = None, str(error).splitlines()[0]
+    if got is None:
+        host, port = place.master
+        raise UserError(
+            f"{host}:{port}, where the ranks meet, is gone, or something else listens there ({why}): is rank 0's host "
+            "up, and are MASTER_ADDR and MASTER_PORT right?"
+        )
+    return got
+
+
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
+    process back."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result() if wait([done], seconds).done else None
+
+
+def _reach(place: Place, voices: Voices) -> None:
+    """Wait until something listens where the ranks meet. Raises UserError after PATIENCE; torchrun's agent has listened
+    since before it started this process."""
+    host, port = place.master
+    begun, is_noted = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=contact.CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            patience = SERVED_SECONDS if place.agent_store else PATIENCE.total_seconds()
+            patience = NAME_SECONDS if isinstance(error, socket.gaierror) else patience
+            said = f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0's host at {host}:{port} ({error})"
+        waited = time.monotonic() - begun
+        if waited > patience:
+            raise UserError(f"{said} for {waited:.0f} s: is it up, and are MASTER_ADDR and MASTER_PORT right?")
+        if waited > NOTE_SECONDS and not is_noted:
+            voices.note(f"note: {said} for {waited:.0f} s")
+            is_noted = True
+        heed(voices.stop)
+        time.sleep(POLL_SECONDS * 5)
+
+
+def heed(stop: "StopFlag") -> None:
+    if stop.signum:
+        raise Stopped(stop.signum, "stopped before all ranks had come; there was nothing to save")
+
+
+def agree(store: "dist.Store", rank: int, size: int, patience: timedelta = PATIENCE) -> str:
+    """A name that the `size` ranks of this start share and no other start on `store` had. Collective.
+
+    The count of restarts is none: an agent that came back, in place of a lost one, counts from 0, and torchrun does not
+    count the restarts of changed membership at all. So every rank signs in with a word of its own, and rank 0 answers
+    each word with the name until all have said that they have it. Raises UserError after `patience`.
+    """
+    mine = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"here/{rank}", mine)
+        try:
+            store.wait([f"answer/{mine}"], patience)
+        except RuntimeError as error:
+            raise UserError(f"rank 0 did not come within {patience.total_seconds():g} s") from error
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"{name}/has/{rank}", "")
+        return name
+    answers = Answers(store, mine)
+    missing = set(range(1, size))
+    until = time.monotonic() + patience.total_seconds()
+    while missing:
+        missing -= {other for other in missing if store.check([f"{mine}/has/{other}"])}
+        answers.give(missing)
+        if missing and time.monotonic() > until:
+            raise absent(size, sorted(missing), patience)
+        time.sleep(POLL_SECONDS if missing else 0)
+    return mine
+
+
+class Answers:
+    """Rank 0's answer to every word that another rank signed in with; that of an earlier start comes first, perhaps."""
+
+    def __init__(self, store: "dist.Store", answer: str):
+        self._store, self._answer = store, answer
+        self._answered: dict[int, str] = {}
+
+    def give(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if self._store.check([f"here/{rank}"]):
+                word = self._store.get(f"here/{rank}").decode()
+                if word != self._answered.get(rank):
+                    self._answered[rank] = word
+                    self._store.set(f"answer/{word}", self._answer)
+
+
+def absent(size: int, missing: list[int], patience: timedelta) -> UserError:
+    return UserError(
+        f"of {size} ranks, {len(missing)} did not come within {patience.total_seconds():g} s: {listed(missing)}"
+    )
+
+
+def listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)

@@ -1,0 +1,130 @@
+"""Hosts that differ are told so before anything is trained or saved.
+
+Each rank of these worlds has a working directory of its own, with relative paths: the same path is another file.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain import config
+from dtrain.checkpoint.pieces import Piece
+from dtrain.checkpoint.store import CheckpointStore
+from dtrain.errors import UserError
+from dtrain.hosts import SAMPLE, same_on_all, sampled
+from dtrain.parallel.runtime import Runtime
+from dtrain.trainer import train
+from tests.tiny import tiny_recipe, write_model, write_rows
+from tests.world import run_world
+
+
+def two_hosts(root, act):
+    """What each of two ranks is told: act(rank) with `root`/rank as its working directory; None: nothing."""
+
+    def on_rank(rank):
+        (root / str(rank)).mkdir(exist_ok=True)
+        os.chdir(root / str(rank))
+        try:
+            act(rank)
+        except UserError as error:
+            return str(error)
+        return None
+
+    return run_world(on_rank, 2)
+
+
+def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+
+    def act(rank):  # what is read by one rank alone, or is a matter of speed, may differ
+        same_on_all(config.load(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]), 0)
+
+    assert two_hosts(tmp_path, act) == [None, None]
+    assert not list((tmp_path / "runs" / "run").iterdir())
+
+
+def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+
+    def act(rank):
+        same_on_all(replace(recipe, optimizer=replace(recipe.optimizer, lr=0.01 * (1 + rank))), 0)
+
+    told = two_hosts(tmp_path, act)
+    assert told[0] == told[1]
+    assert told[0].startswith("rank 1 on ") and "another recipe than rank 0" in told[0]
+    assert told[0].splitlines()[1:] == ["  optimizer.lr: 0.01 on rank 0, 0.02 here"]
+
+
+def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtrain.hosts.SEEN_SECONDS", 0.2)
+    recipe = tiny_recipe(tmp_path)
+    recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
+    told = two_hosts(tmp_path, lambda rank: same_on_all(recipe, 0))
+    assert told[0] == told[1] and told[0].startswith("rank 1 on ")
+    assert "does not see what rank 0 writes to runs/run: set run.dir to a directory that all hosts share" in told[0]
+    assert not list((tmp_path / "0" / "runs" / "run").iterdir())
+
+
+def test_a_model_that_is_another_on_one_host_is_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    recipe = replace(recipe, model=replace(recipe.model, path="model"))
+
+    def act(rank):
+        write_model(Path("model"), rope_theta=1e4 * (1 + rank))
+        same_on_all(recipe, local_rank=rank if leaders == 1 else 0)
+
+    leaders = 1  # the second process of one host is not asked
+    assert two_hosts(tmp_path, act) == [None, None]
+    leaders = 2
+    told = two_hosts(tmp_path, act)
+    assert told[0] == told[1] and "model.path=model is not the same model on every host: that of rank 1 on" in told[0]
+
+
+def test_the_digest_of_a_model_sees_names_sizes_and_contents_anywhere(tmp_path):
+    size = 20 * SAMPLE
+    seen = set()
+    for name, content in [
+        ("a", bytes(size)),
+        ("a", bytes(size + 1)),
+        ("b", bytes(size)),
+        ("a", bytes(size - 1) + b"\1"),
+        ("a", bytes(8 * SAMPLE) + b"\1" * 2 * SAMPLE + bytes(10 * SAMPLE)),
+        ("a", b""),
+    ]:
+        directory = tmp_path / str(len(seen))
+        directory.mkdir()
+        (directory / f"{name}.safetensors").write_bytes(content)
+        (directory / "README.md").write_text(str(len(seen)))
+        seen.add(sampled(directory))
+        (directory / "README.md").write_text("no part of the model")
+        assert sampled(directory) in seen
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_data_that_are_others_on_one_host_are_refused(tmp_path, split):
+    both = write_rows(tmp_path / "both.jsonl")
+    paths = {"train": str(both), "val": str(both), split: "rows.jsonl"}
+    recipe = tiny_recipe(tmp_path, *(f"data.{name}.path={path}" for name, path in paths.items()))
+
+    def act(rank):
+        write_rows(Path("rows.jsonl"), seed=rank)
+        train(recipe, Runtime(rank=rank, local_rank=rank, world_size=2))
+
+    told = two_hosts(tmp_path, act)
+    assert told[0] == told[1] and f"data.{split} is not the same on every host: that of rank 1 on" in told[0]
+
+
+def test_a_step_whose_files_lie_on_several_hosts_is_not_published(tmp_path):
+    def act(rank):
+        store = CheckpointStore(Path("checkpoints"))
+        Path("checkpoints/.partial-step-3").mkdir(parents=True, exist_ok=rank == 0)
+        shard = Piece.place(torch.full((2,), float(rank)), (4,), (2 * rank,))
+        store.save(3, {"w": shard}, {"step": 3}, {"rank": rank})
+
+    told = two_hosts(tmp_path, act)
+    assert told[0] == told[1] and "all hosts must share run.dir" in told[0]
+    assert [path.name for path in (tmp_path / "0" / "checkpoints").iterdir()] == []
