@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtrain import config, models
 from dtrain.cli import main
@@ -162,9 +163,21 @@ def test_the_models_beside_the_policy_are_looked_at(tmp_path):
 def test_a_second_trace_does_not_wait_for_the_parents_threads(tmp_path):
     """A process with several threads that forks: what does not fit is traced more than once."""
     write_model(tmp_path / "model")
-    words = ["sft", f"model.path={tmp_path}/model", "--world-size", "2"]
+    words = [f"model.path={tmp_path}/model", "data.max_length=64"]
+    needed = make_plan(config.read("sft", words)[0], 2, GPUS["h100"]).step.peak
     told = subprocess.run(
-        [sys.executable, "-m", "dtrain", "plan", *words, "--memory", "0.0001"],
+        [
+            sys.executable,
+            "-m",
+            "dtrain",
+            "plan",
+            "sft",
+            *words,
+            "--world-size",
+            "2",
+            "--memory",
+            f"{needed / 2**30 * 0.99}",
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -201,3 +214,21 @@ def test_the_estimate_is_near_what_others_have_measured(tmp_path, name):
     hardware = GPUS[gpu] if bandwidth is None else replace(GPUS[gpu], bandwidth=bandwidth)
     plan = make_plan(recipe, ranks, hardware)
     assert plan.tokens / plan.time.total / ranks == pytest.approx(measured, rel=rtol)
+
+
+@pytest.mark.parametrize(
+    "method", ["sft", *(pytest.param(method, marks=pytest.mark.full) for method in ("dpo", "grpo", "distill"))]
+)
+def test_packed_rows_are_planned_with_the_kernel_that_they_take(tmp_path, method):
+    """Two documents of a row cost half of its scores under varlen, and hold no mask; a CPU and float32 have none."""
+    make = tiny_grpo if method == "grpo" else tiny_recipe
+    words = [f"method={method}", "train.dtype=bfloat16", "data.max_length=64", "parallel.tp=2", "train.global_batch=8"]
+    words += [f"distill.teacher={write_model(tmp_path / 'teacher')}"] if method == "distill" else []
+    plans = {
+        kind: make_plan(make(tmp_path, *words, f"model.attention={kind}", family="gemma3"), 4, GPUS["h100"])
+        for kind in ("sdpa", "varlen", "auto")
+    }
+    flops = {kind: plan.step.cost.flops[torch.bfloat16] for kind, plan in plans.items()}
+    assert flops["auto"] == flops["varlen"] < flops["sdpa"]
+    assert plans["auto"].step == plans["varlen"].step
+    assert plans["auto"].step.traffic == plans["sdpa"].step.traffic

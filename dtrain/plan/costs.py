@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 

@@ -1,5 +1,5 @@
 """The kernels whose choice torch makes inside, by device: attention and the fused norm, on meta tensors; and dtrain's
-own attention on a CPU, as far as it looks at values.
+own attention kernels, as far as they look at values.
 
 `torch.nn.functional` would take the plain composition for meta tensors, whose scores [B, H, S, S] no device with a
 fused kernel holds. What is kept for the backward here is what the fused kernels keep: q, k, v, the output and its
@@ -11,14 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import SdpaKernel
+from dtrain.attention.kernels import Block, SdpaKernel
 from dtrain.attention.mask import Visibility
+from dtrain.attention.varlen import HALF, Documents, VarlenKernel
 from dtrain.batch import Batch, pad_stream
 from dtrain.parallel.layout import shard_sequence
 
 aten = torch.ops.aten
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class PlannedSdpa(SdpaKernel):
@@ -51,6 +50,29 @@ class PlannedSdpa(SdpaKernel):
         return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
+class PlannedVarlen(VarlenKernel):
+    """The kernel that packed rows take on CUDA. Where documents lie, the rows of the micro-batch on the host say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._documents = torch.zeros(0, 0, dtype=torch.int64)  # [B, S]
+
+    def take(self, batch: Batch) -> None:
+        """The rows of the forward that follows."""
+        self._documents = batch["seq_ids"]
+
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block] | Documents:
+        if visibility.query_documents is None:
+            return super().prepare(visibility, dtype, device)
+        documents = [pad_stream("seq_ids", row, visibility.queries) for row in self._documents]
+        rows = replace(visibility, query_documents=torch.stack(documents))
+        real = super().prepare(rows, dtype, torch.device("cpu"))
+        return real._replace(ends=torch.empty(len(real.ends), dtype=real.ends.dtype, device=device))
+
+
+Planned = PlannedSdpa | PlannedVarlen
+
+
 def attention(
     device_type: str,
     q: Tensor,
@@ -72,11 +94,11 @@ def attention(
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
-    if q.dtype in _HALF and attn_mask is None:
+    if q.dtype in HALF and attn_mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     heads = q.shape[1]
     bias = None if attn_mask is None else attn_mask.expand(q.shape[0], heads, q.shape[2], k.shape[2])
-    if q.dtype in _HALF:
+    if q.dtype in HALF:
         return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout_p, is_causal, False, scale=scale)[
             0
         ]

@@ -8,7 +8,7 @@ torch's optimizers do, so it is told the planned device. Other code is told that
 streams otherwise, which a machine without CUDA cannot. Whatever is made inside is a meta tensor too.
 
 `Stubbed` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a tensor is
-one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake group's, where
+one, or True: a step takes the path of a finite gradient norm, in which nothing is NaN. A collective of host tensors is the fake group's, where
 every rank holds what this one does.
 """
 
@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dtrain.plan.kernels import attention, rms_norm
 
@@ -39,6 +40,7 @@ class OnDevice(TorchFunctionMode):
     def __init__(self, device_type: str):
         super().__init__()
         self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+        self._false = WeakIdKeyDictionary()  # stand-ins that hold no True: they ask for numbers that are none
         self._getters = {Tensor.device.__get__: self._device_of, Tensor.is_cuda.__get__: self._is_cuda}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -61,6 +63,12 @@ class OnDevice(TorchFunctionMode):
                     allow_unreachable=True,
                     accumulate_grad=True,
                 )
+        if func is Tensor.isnan and args[0].is_meta:
+            found = func(*args, **kwargs)
+            self._false[found] = True
+            return found
+        if func is Tensor.any and args[0] in self._false:
+            return torch.zeros((), dtype=torch.bool)
         if func is Tensor.cpu and args[0].is_meta:
             return torch.ones(args[0].shape, dtype=args[0].dtype)
         if _is_device(kwargs.get("device")):

@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -31,15 +31,15 @@ from dtrain.parallel.mesh import Mesh, build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.costs import Cost, cost
-from dtrain.plan.kernels import PlannedSdpa
+from dtrain.plan.kernels import Planned, PlannedSdpa, PlannedVarlen
 from dtrain.plan.memory import Piece, Storages
 from dtrain.plan.optimizer import state_bytes
 from dtrain.plan.shards import min_shard_elements
 from dtrain.plan.stand_in import OnDevice, Stubbed, is_wrapped
 from dtrain.plan.traffic import Groups, Sent, collective
 from dtrain.policy import Policy
-from dtrain.policy.build import lay_out
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.build import lay_out, wants_varlen
+from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.score import Scorer
 from dtrain.policy.step import LossScale
 from dtrain.policy.teacher import Teacher
@@ -140,13 +140,15 @@ class PlannedPolicy(Policy):
         self.recipe, self.mesh, self.rank, self.device = recipe, mesh, rank, device
         self.offloaded = False
         self.precision = choose_precision(recipe.train.dtype, device.type)
-        self.model = lay_out(recipe, config, self.mesh, self.precision, torch.device("cpu"))
+        self.model = _lay_out(recipe, config, self.mesh, self.precision)
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
         self.optimizer = self.scheduler = self._updater = None
         self.reference = None
         self.watch = Watch(Groups(self.mesh))
         self.kernel = PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
-        if device.type == "cpu":
+        if mesh.cp.size() == 1 and wants_varlen(recipe, self.precision, device.type):
+            self.kernel = PlannedVarlen()
+        if device.type == "cpu" or isinstance(self.kernel, PlannedVarlen):
             use_planned_kernel(self.model, self.kernel)
         self.scorer = _WatchedScorer(self.model, self.mesh, self.device, self.watch, self.kernel)
         for module in {id(p): p for p in self.model.parameters()}.values():
@@ -196,7 +198,13 @@ class _ShardsOptimizer:
         self._optimizer.zero_grad()
 
 
-def use_planned_kernel(model: nn.Module, kernel: PlannedSdpa) -> None:
+def _lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision) -> nn.Module:
+    """As for a CPU: no kernel is proved on a device that is not here."""
+    recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))
+    return lay_out(recipe, config, mesh, precision, torch.device("cpu"))
+
+
+def use_planned_kernel(model: nn.Module, kernel: Planned) -> None:
     """Put `kernel` where `model` has dtrain's own, alone or over gathered keys."""
     for layer in model.model.layers:
         held = layer.self_attn.kernel
@@ -209,7 +217,7 @@ def use_planned_kernel(model: nn.Module, kernel: PlannedSdpa) -> None:
 class _WatchedScorer(Scorer):
     """Marks where each pass through the model begins."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, watch: Watch, kernel: PlannedSdpa):
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, watch: Watch, kernel: Planned):
         super().__init__(model, mesh, device)
         self.watch, self.kernel = watch, kernel
         self.passes = 0
@@ -299,7 +307,7 @@ def _keep_beside(policy: PlannedPolicy, method: Method) -> None:
     if recipe.method == "distill":
 
         def build(own, config, mesh, precision, device):
-            return lay_out(own, config, mesh, precision, torch.device("cpu"))
+            return _lay_out(own, config, mesh, precision)
 
         method.teacher = Teacher(policy, recipe.distill.teacher, build)
         for parameter in method.teacher.model.parameters():

@@ -76,12 +76,19 @@ def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precisio
     return model
 
 
+def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool:
+    """Whether packed rows are to take `VarlenKernel`, where it is sound, without context parallel."""
+    if recipe.model.attention == "auto":
+        return device_type == "cuda" and precision.compute in HALF
+    return recipe.model.attention == "varlen"
+
+
 def _attention(
     recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> SdpaKernel | VarlenKernel:
     """The kernel that `model.attention` wants. Raises UserError where it wants one that is not sound here."""
-    wanted, tp = recipe.model.attention, mesh.tp.size()
-    if wanted == "sdpa" or (wanted == "auto" and (device.type != "cuda" or precision.compute not in HALF)):
+    tp = mesh.tp.size()
+    if not wants_varlen(recipe, precision, device.type):
         return SdpaKernel()
     problem = prove(
         VarlenKernel(),
@@ -94,7 +101,7 @@ def _attention(
     )
     if problem is None:
         return VarlenKernel()
-    if wanted == "varlen":
+    if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
     return SdpaKernel(note=problem)
 
