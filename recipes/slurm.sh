@@ -1,8 +1,8 @@
 #!/bin/bash
 # dtrain on several nodes under SLURM: srun starts one task for each GPU, and each task is a rank.
 #
-# What it does: runs a recipe, saves and stops 120 s before the time limit (or at a pre-emption), and queues itself again;
-#   the next start goes on from the newest whole checkpoint. A node that dies ends the job, and SLURM queues it again.
+# What it does: runs a recipe, saves and stops 120 s before the time limit, and queues itself again; the next start goes
+#   on from the newest whole checkpoint. So it does at a pre-emption and when a node dies, where SLURM queues it again.
 # Run it: dtrain cp slurm.sh . && sbatch slurm.sh sft model.path=/models/Qwen3-8B data.train.path=/data/chat.jsonl
 #   The arguments are those of `dtrain run`. Recipe, data, model and run.dir must lie where every node sees them, and so
 #   must the Python environment: sbatch passes on the one that is active where it is called.
@@ -26,12 +26,14 @@
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
 # USR1 (above) and TERM (a pre-emption) come to every rank: they save after the same step and exit with 138 or 143.
-# The first that ends must not take the others along while they save: those of a lost rank end by themselves.
-srun --kill-on-bad-exit=0 python -m dtrain run "${@:-sft}"
+# The first that ends must not take the others along while they save: those of a lost rank end by themselves. One that
+# hangs for good does not; srun ends it 10 minutes after the first.
+srun --kill-on-bad-exit=0 --wait=600 python -m dtrain run "${@:-sft}"
 status=$?
 
-# Stopped in order is not done: again, from the last checkpoint. Any other failure is for its user to see.
-if [ "$status" -eq 138 ] || [ "$status" -eq 143 ]; then
+# Stopped by the time limit is not done: again, from the last checkpoint. After TERM it is SLURM that queues the job
+# again, or its user who wanted it to end (scancel). Any other failure is for its user to see.
+if [ "$status" -eq 138 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
