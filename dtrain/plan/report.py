@@ -94,8 +94,8 @@ def _memory(plan: Plan) -> str:
     words = {
         "optimizer": plan.recipe.optimizer.name,
         "gradients": "of whole layers until the last micro-batch is done"
-        if plan.sizes.accumulation > 1
-        else "this rank's share, as far as it is there",
+        if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
+        else "this rank's share, as far as it is there, and what is on its way",
     }
     rows = [("Memory of a rank at its peak", "", f"({which})")]
     for part, name, why in _PARTS:
