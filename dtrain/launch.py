@@ -103,7 +103,7 @@ def find_place(environ: MutableMapping[str, str], nproc: int) -> Place | None:
             rank=_number(environ, "RANK"),
             local_rank=_number(environ, "LOCAL_RANK"),
             world_size=world,
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1 if world == 1 else None),
             started_by="torchrun",
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             master=(environ.get("MASTER_ADDR", "localhost"), _number(environ, "MASTER_PORT", 29500)),

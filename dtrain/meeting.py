@@ -81,11 +81,14 @@ def watched(place: Place, patience: float, voices: Voices, problem: str | None =
 
     _allow_files()
     me = contact.Guest(place.rank, socket.gethostname(), place.attempt, problem)
-    store = open_store(place, voices)
     if place.rank == 0:
-        heart, token = _receive(place, me, store, patience, lost, voices)
+        heart, token, store = _receive(place, me, patience, lost, voices)
     else:
-        heart, token = _come(place, me, store, lost, voices)
+        try:
+            heart, token, store = _come(place, me, lost, voices)
+        except UserError as error:  # rank 0 knows nothing of it
+            voices.note(str(error))
+            raise
     together = heart.all
     if together.problem:
         heart.close()
@@ -122,9 +125,10 @@ def _allow_files() -> None:
 
 
 def _receive(
-    place: Place, me: contact.Guest, store: "dist.Store", patience: float, lost: pulse.Lost, voices: Voices
-) -> tuple[pulse.Hub, str]:
-    """Rank 0: the hub, once all have come, and the token of this start."""
+    place: Place, me: contact.Guest, patience: float, lost: pulse.Lost, voices: Voices
+) -> tuple[pulse.Hub, str, "dist.Store"]:
+    """Rank 0: the hub, once all have come, the token of this start, and the store where the ranks meet."""
+    store = open_store(place, voices)
     listener, token = contact.listen()
     addresses = (place.master[0], *contact.addresses(place.master))
     hub = pulse.Hub(me, place.world_size, patience, lost, listener, token)
@@ -149,13 +153,12 @@ def _receive(
     except BaseException as error:
         hub.close(failed=str(error))
         raise
-    return hub, token
+    return hub, token, store
 
 
-def _come(
-    place: Place, me: contact.Guest, store: "dist.Store", lost: pulse.Lost, voices: Voices
-) -> tuple[pulse.Spoke, str]:
-    """Another rank: its connection to the hub, once all have come, and the token of this start."""
+def _come(place: Place, me: contact.Guest, lost: pulse.Lost, voices: Voices) -> tuple[pulse.Spoke, str, "dist.Store"]:
+    """Another rank: its connection to the hub, once all have come, and as `_receive`."""
+    store = open_store(place, voices)
     word = uuid.uuid4().hex
     served(place, lambda: store.set(f"here/{place.rank}", word) or word)
     begun = time.monotonic()
@@ -163,7 +166,7 @@ def _come(
         if time.monotonic() - begun > PATIENCE.total_seconds():
             raise UserError(f"rank 0 did not come within {PATIENCE.total_seconds():g} s")
         heed(voices.stop)
-        time.sleep(POLL_SECONDS * 5)
+        time.sleep(2 * POLL_SECONDS)
     meeting = contact.Meeting(*json.loads(store.get(f"answer/{word}")))
     link = contact.connect(meeting, me)
     if link is None:
@@ -179,4 +182,4 @@ def _come(
     except Stopped as error:
         spoke.close(failed=str(error))
         raise
-    return spoke, meeting.token
+    return spoke, meeting.token, store

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain import cli, config
+from dtrain import cli, config, rank
 from dtrain.config import schema
 from dtrain.errors import UserError
 from dtrain.launch import find_place
@@ -253,6 +253,16 @@ def test_torchrun_starts_the_survivors_again_and_they_go_on_with_the_node_that_c
     assert both[0].processes[0].poll() is None
 
 
+def test_a_lost_rank_is_told_of_though_the_file_system_went_with_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(rank, "FILE_SECONDS", 0.1)
+    recipe = tiny_recipe(tmp_path)
+    assert "No checkpoint was saved yet" in rank._tell_lost(recipe, None, "rank 3 on b is lost")
+    monkeypatch.setattr(rank, "_newest", lambda checkpoints: time.sleep(30))
+    text = rank._tell_lost(recipe, 2, "rank 3 on b is lost")
+    assert "rank 3 on b is lost; " in text and "checkpoints does not answer: the same command goes on" in text
+    assert capfd.readouterr().err == f"\ndtrain: {text}\n"
+
+
 # ---- found
 
 
@@ -305,12 +315,14 @@ def test_the_slurm_script(tmp_path):
     called = (tmp_path / "called").read_text().splitlines()
     assert called[1:] == ["scontrol requeue 7"]
     words = shlex.split(called[0])
-    assert words[:5] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "dtrain"]
-    _, recipe = parsed(words[5:])
+    assert words[:6] == ["srun", "--kill-on-bad-exit=0", "--wait=600", "python", "-m", "dtrain"]
+    _, recipe = parsed(words[6:])
     assert recipe.train.steps == 3 and recipe.model.path == "/m"
-    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")  # a mistake of its user is not queued again
     (tmp_path / "called").unlink()
-    assert subprocess.run(["bash", script], env=environment).returncode == 1
+    for status in (0, 1, 143):  # done, a mistake of its user, and scancel are not queued again
+        (tmp_path / "srun").write_text(f'#!/bin/sh\n[ "$SRUN_CPUS_PER_TASK" = 5 ] && exit {status}\n')
+        given = {**environment, "SLURM_CPUS_PER_TASK": "5"}
+        assert subprocess.run(["bash", script], env=given).returncode == status
     assert not (tmp_path / "called").exists()
 
 

@@ -118,7 +118,9 @@ def test_data_that_are_others_on_one_host_are_refused(tmp_path, split):
     assert told[0] == told[1] and f"data.{split} is not the same on every host: that of rank 1 on" in told[0]
 
 
-def test_a_step_whose_files_lie_on_several_hosts_is_not_published(tmp_path):
+def test_a_step_whose_files_lie_on_several_hosts_is_not_published(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtrain.checkpoint.store.SEEN_SECONDS", 0.2)
+
     def act(rank):
         store = CheckpointStore(Path("checkpoints"))
         Path("checkpoints/.partial-step-3").mkdir(parents=True, exist_ok=rank == 0)

@@ -120,6 +120,9 @@ def test_an_environment_that_contradicts_itself_is_refused():
             find_place({key: value for key, value in SLURM.items() if key != name}, 1)
     with pytest.raises(UserError, match="WORLD_SIZE is 'two', which is no number"):
         find_place({**TORCHRUN, "WORLD_SIZE": "two"}, 1)
+    with pytest.raises(UserError, match="LOCAL_WORLD_SIZE is not set"):  # of one host or several: it cannot be told
+        find_place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1)
+    assert find_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1).local_world_size == 1
     with pytest.raises(UserError, match="as rank 3 of 2"):
         find_place({**TORCHRUN, "WORLD_SIZE": "2"}, 1)
 

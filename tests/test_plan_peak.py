@@ -100,6 +100,10 @@ CASES = {
     "cp2 dp2, selective": (4, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
     "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),
     "one process, mixed, one micro-batch": (1, ["train.dtype=bfloat16", "train.micro_batch=1", "train.global_batch=1"]),
+    "dp2, mixed, gradients larger than activations": (
+        2,
+        ["train.dtype=bfloat16", "data.max_length=48", "train.micro_batch=1", "train.global_batch=2"],
+    ),
     "long packed rows": (1, ["data.max_length=1024", "train.micro_batch=1"]),
     "cp2 tp2, lengths that do not divide": (4, ["parallel.cp=2", "parallel.tp=2", "data.max_length=142"]),
     "SGD, weights larger than activations": (
@@ -111,7 +115,11 @@ CASES = {
         ["method=dpo", "train.micro_batch=1", "dpo.loss=bco_pair", "dpo.kwargs={bco_shift: batch}"],
     ),
 }
-SAMPLED = ("dp2, computed again", "one process, mixed, one micro-batch", "SGD, weights larger than activations")
+SAMPLED = (
+    "dp2, mixed, gradients larger than activations",
+    "one process, mixed, one micro-batch",
+    "SGD, weights larger than activations",
+)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pickle
 import re
 import shutil
 import socket
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ _FORMAT = 1
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
 _LISTED = 10
+SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
 
 
 class Damaged(UserError):
@@ -257,13 +259,16 @@ class CheckpointStore:
 
     def _refuse_apart(self, partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises UserError where what other ranks wrote is not here: their hosts have another directory there."""
+        until = time.monotonic() + SEEN_SECONDS
         for name, record in files.items():
             path = partial / name
-            if not path.is_file() or path.stat().st_size != record["bytes"]:
-                raise UserError(
-                    f"{path}: a rank has written it, and on {socket.gethostname()}, where the step is put together, it "
-                    "is not there as it was written: all hosts must share run.dir, under the same path"
-                )
+            while not path.is_file() or path.stat().st_size != record["bytes"]:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"{path}: a rank has written it, and on {socket.gethostname()}, where the step is put "
+                        "together, it is not there as it was written: all hosts must share run.dir, under the same path"
+                    )
+                time.sleep(0.1)
 
     def _manifest(self, step: int) -> dict[str, Any]:
         path = self.path(step) / MANIFEST

@@ -106,7 +106,8 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
 def wire_bytes(kind: str, ranks: int, size: int) -> float:
     """Bytes that each rank sends for messages of `size` bytes in all, by a ring's algorithm."""
     share = (ranks - 1) / ranks
-    return size * {"all-gather": share, "reduce-scatter": share, "all-reduce": 2 * share}.get(kind, 1.0)
+    shares = {"all-gather": share, "reduce-scatter": share, "all-to-all": share, "all-reduce": 2 * share}
+    return size * shares.get(kind, 1.0)
 
 
 def wire_time(

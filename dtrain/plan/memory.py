@@ -72,6 +72,11 @@ class Storages:
         key = storage._cdata
         self._live[key] = weakref.ref(storage, lambda _: self._gone(key)), Allocation(None)
 
+    def within_operation(self, tensor: Tensor) -> None:
+        """A copy of `tensor` lives as long as the operation that comes."""
+        copy, size = Allocation(self.part), tensor.untyped_storage().nbytes()
+        self.changes += [(copy, size), (copy, -size)]
+
     def total(self) -> int:
         """Bytes that live now."""
         return sum(allocation.size for _, allocation in self._live.values() if allocation.part is not None)

@@ -8,8 +8,8 @@ torch's optimizers do, so it is told the planned device. Other code is told that
 streams otherwise, which a machine without CUDA cannot. Whatever is made inside is a meta tensor too.
 
 `Stubbed` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a tensor is
-one, or True: a step takes the path of a finite gradient norm, in which nothing is NaN. A collective of host tensors is the fake group's, where
-every rank holds what this one does.
+one, or True: a step takes the path of a finite gradient norm. Where it asks for NaN there is none. A collective of host
+tensors is the fake group's, where every rank holds what this one does.
 """
 
 import sys

@@ -91,10 +91,12 @@ class Watched:
 
 
 class Watch(Stubbed):
-    """Hands every operation to those who count."""
+    """Hands every operation to those who count. on_host: the planned device is a CPU, whose gloo works on a copy of
+    what it reduces and scatters."""
 
-    def __init__(self, groups: Groups):
+    def __init__(self, groups: Groups, on_host: bool):
         super().__init__()
+        self.on_host = on_host
         self.storages = Storages("temporaries")
         self.host = Storages("rows")
         self.sent: list[tuple[int | None, Sent]] = []
@@ -109,6 +111,8 @@ class Watch(Stubbed):
             return NotImplemented
         kwargs = kwargs or {}
         self.storages.poll()
+        if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
+            self.storages.within_operation(args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
         everything = list(_tensors((args, tuple(kwargs.values()), out)))
         tensors = [one for one in everything if one.is_meta]
@@ -144,15 +148,19 @@ class PlannedPolicy(Policy):
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
         self.optimizer = self.scheduler = self._updater = None
         self.reference = None
-        self.watch = Watch(Groups(self.mesh))
+        self.watch = Watch(Groups(self.mesh), device.type == "cpu")
         self.kernel = PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
         if mesh.cp.size() == 1 and wants_varlen(recipe, self.precision, device.type):
             self.kernel = PlannedVarlen()
-        if device.type == "cpu" or isinstance(self.kernel, PlannedVarlen):
-            use_planned_kernel(self.model, self.kernel)
+        self.plan_attention(self.model)
         self.scorer = _WatchedScorer(self.model, self.mesh, self.device, self.watch, self.kernel)
         for module in {id(p): p for p in self.model.parameters()}.values():
             self.watch.storages.see(local_tensor(module.detach()), "parameters")
+
+    def plan_attention(self, model: nn.Module) -> None:
+        """Put the kernel of a plan where `model` has dtrain's own and the planned device would look at values."""
+        if self.watch.on_host or isinstance(self.kernel, PlannedVarlen):
+            use_planned_kernel(model, self.kernel)
 
     def init_optimizer(self, total_steps: int) -> None:
         super().init_optimizer(total_steps)
@@ -279,7 +287,7 @@ def _seen(policy: PlannedPolicy, layers: int, micro_batches: int) -> Watched:
     parameters = list(policy.model.parameters())
     shapes = [tuple(local_tensor(parameter.detach()).shape) for parameter in parameters]
     itemsize = policy.precision.master.itemsize
-    rows = (policy.scorer.host, policy.scorer.micro_rows) if policy.device.type == "cpu" else (0, 0)
+    rows = (policy.scorer.host, policy.scorer.micro_rows) if watch.on_host else (0, 0)
     return Watched(
         layers,
         watch.storages.pieces(),
@@ -310,6 +318,7 @@ def _keep_beside(policy: PlannedPolicy, method: Method) -> None:
             return _lay_out(own, config, mesh, precision)
 
         method.teacher = Teacher(policy, recipe.distill.teacher, build)
+        policy.plan_attention(method.teacher.model)
         for parameter in method.teacher.model.parameters():
             storages.see(local_tensor(parameter.detach()), "teacher")
 

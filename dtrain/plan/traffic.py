@@ -1,7 +1,7 @@
 """The collectives of a step: over which dimension of the mesh, of which kind, how many and how many bytes.
 
-The bytes of a collective are those of the whole message: what an all-gather gives out, what a reduce-scatter takes in,
-the tensor of an all-reduce, what is sent to the next rank of a ring.
+The bytes of a collective are those of the whole message: what an all-gather gives out, what a reduce-scatter or an
+all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank of a ring.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce-scatter",
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
+    "alltoall_base_": "all-to-all",
     "send": "send",
 }
 _SILENT = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
@@ -68,7 +69,7 @@ def collective(func: torch._ops.OpOverload, args: tuple, out: Any, groups: Group
     tensors = [one for one in torch.utils._pytree.tree_leaves(args) if isinstance(one, Tensor)]
     if func.namespace == "_c10d_functional" and kind == "all-gather":
         tensors = [out]
-    elif name in ("_reduce_scatter_base_",):
+    elif name in ("_reduce_scatter_base_", "alltoall_base_"):
         tensors = tensors[1:]
     elif name in ("_allgather_base_", "allgather_"):
         tensors = tensors[:1] if name == "_allgather_base_" else tensors[:-1]
