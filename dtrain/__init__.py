@@ -4,12 +4,9 @@
 last line, which stands beside:
 
     cli                      the `dtrain` command
-    launch, environment      the start of a run, also under torchrun and SLURM; versions for a bug report
-    agent, rank              several ranks on this machine; one rank
+    launch, environment      the start of a run, on one machine or many; versions for a bug report
     plan                     what each rank would hold and send, without a GPU
-    preflight, hosts         what is wrong before anything starts; what hosts must have in common
-    meeting, rendezvous      how ranks meet
-    pulse, contact           who is still there; how hosts reach rank 0
+    preflight                what is wrong before anything starts
     trainer, resume          the loop; where it starts
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
     models, rollout          the families; completions and rewards

@@ -195,8 +195,8 @@ def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from dtrain.agent import WorkerFailed
     from dtrain.launch import launch
+    from dtrain.launch.agent import WorkerFailed
     from dtrain.preflight import load
 
     try:

@@ -81,18 +81,21 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
     """The problems among them that decide what a step holds and computes: of all files, each model's config.json."""
     absent = {key for key, _, _ in _ids(recipe)}
-    problems = check(recipe, world_size) + not_here(recipe)
-    if not recipe.model.path or "model.path" in absent:
-        return problems
-    try:
-        model = read_config(recipe.model.path)
-    except UserError as error:
-        return [*problems, str(error)]
-    problems += _misfits(model, recipe)
+    problems, model = check(recipe, world_size) + not_here(recipe), None
+    if recipe.model.path and "model.path" not in absent:
+        try:
+            model = read_config(recipe.model.path)
+            problems += _misfits(model, recipe)
+        except UserError as error:
+            problems.append(str(error))
     for key, path in _others(recipe):
-        if key not in absent:
-            found = _teacher(recipe, model, path) if key == "distill.teacher" else _reference(model, key, path)
-            problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
+        if key in absent:
+            continue
+        try:
+            found = _other(recipe, model, key, path)
+        except UserError as error:
+            found = [str(error)]
+        problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
     return problems
 
 
@@ -102,27 +105,35 @@ def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
 
 def _others(recipe: Recipe) -> list[tuple[str, str]]:
     """Key and path of the models that the method needs beside the one that it trains."""
-    named: list[tuple[str, str | None]] = []
     if recipe.method == "dpo":
-        named = [("dpo.reference", recipe.dpo.reference)]
+        return [("dpo.reference", recipe.dpo.reference)] if recipe.dpo.reference not in (None, "none", "start") else []
     if recipe.method == "grpo" and recipe.grpo.beta:
-        named = [("grpo.reference", recipe.grpo.reference)]
+        return [("grpo.reference", recipe.grpo.reference)] if recipe.grpo.reference != "start" else []
     if recipe.method == "distill":
-        named = [("distill.teacher", recipe.distill.teacher)]
-    return [(key, path) for key, path in named if path not in (None, "", "none", "start")]
+        return [("distill.teacher", recipe.distill.teacher)] if recipe.distill.teacher else []  # check says so
+    return []
 
 
-def _reference(ours: ModelConfig, key: str, path: str) -> list[str]:
+def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> list[str]:
+    """What is wrong with the model at `path`; ours: the one that is trained, where it could be read. Raises UserError
+    where this one cannot."""
+    directory = Path(path)
+    if not directory.is_dir():
+        words = {"dpo.reference": "start, none", "grpo.reference": "start"}.get(key)
+        named = f"{words} (start: the weights that training starts from), " if words else ""
+        raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
+    if not (directory / "config.json").is_file():
+        export = directory / "export"
+        hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
+        raise UserError(f"{key}={path}: it has no config.json, so it is no model; {hint}")
+    theirs = read_config(directory)
+    if key == "distill.teacher":
+        return _teacher(recipe, ours, theirs)
+    return [] if ours is None else _reference(ours, theirs, key, path)
+
+
+def _reference(ours: ModelConfig, theirs: ModelConfig, key: str, path: str) -> list[str]:
     """The reference takes the policy's place in one and the same model, so what computes must be equal."""
-    if not Path(path).is_dir():
-        return [
-            f"there is no such directory; give {'start, none' if key == 'dpo.reference' else 'start'} (start: the "
-            "weights that training starts from), a model's directory, or its id on the hub"
-        ]
-    try:
-        theirs = read_config(path)
-    except UserError as error:
-        return [str(error)]
     free = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"}
     names = [field.name for field in fields(ours) if field.name not in free | {"is_text_tower"}]
     differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
@@ -132,21 +143,10 @@ def _reference(ours: ModelConfig, key: str, path: str) -> list[str]:
     return []
 
 
-def _teacher(recipe: Recipe, student: ModelConfig, path: str) -> list[str]:
+def _teacher(recipe: Recipe, student: ModelConfig | None, model: ModelConfig) -> list[str]:
     """A teacher fits the mesh and has the student's vocabulary."""
-    directory = Path(path)
-    if not directory.is_dir():
-        return ["there is no such directory; give a model's directory, or its id on the hub"]
-    if not (directory / "config.json").is_file():
-        export = directory / "export"
-        hint = f"set distill.teacher={export}" if export.is_dir() else "give a model's directory"
-        return [f"it has no config.json, so it is no model; {hint}"]
-    try:
-        model = read_config(directory)
-    except UserError as error:
-        return [str(error)]
     problems = _misfits(model, recipe)
-    if model.vocab_size != student.vocab_size:
+    if student is not None and model.vocab_size != student.vocab_size:
         problems.append(
             f"its vocab_size is {model.vocab_size}, and model.path's {student.vocab_size}: their distributions cannot "
             "be compared; take models of one vocabulary"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dtrain import config
-from dtrain.agent import WorkerFailed
 from dtrain.errors import Stopped, UserError
 from dtrain.launch import launch
+from dtrain.launch.agent import WorkerFailed
 from tests.tiny import tiny_recipe
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain import cli, config, rank
+from dtrain import cli, config
 from dtrain.config import schema
 from dtrain.errors import UserError
-from dtrain.launch import find_place
+from dtrain.launch import rank
+from dtrain.launch.start import find_place
 from tests.test_launch import wait_until_gone
 from tests.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe

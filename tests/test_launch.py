@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from dtrain import config
-from dtrain.agent import ENDED, Report, WorkerFailed, _reason
 from dtrain.errors import RecipeError, UserError
-from dtrain.launch import find_place, first_host, launch
+from dtrain.launch import launch
+from dtrain.launch.agent import ENDED, Report, WorkerFailed, _reason
+from dtrain.launch.rank import OutOfMemory, Place, choose_device, memory_errors
+from dtrain.launch.start import find_place, first_host
 from dtrain.orphans import end_with
-from dtrain.rank import OutOfMemory, Place, choose_device, memory_errors
 from tests.tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dtrain import config
-from dtrain.preflight import preflight
+from dtrain.preflight import preflight, shapes
 from tests.tiny import tiny_recipe, write_model
 
 
@@ -43,6 +43,31 @@ def test_each_mistake_is_named(tmp_path, overrides, answer):
 def test_mistakes_of_several_kinds_come_together(tmp_path):
     recipe = config.load(tiny_recipe(tmp_path), ["model.path=gone", "data.train.path=gone.jsonl", "train.steps=0"])
     assert len(preflight(recipe, 1)) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answers"),
+    [
+        (["dpo.reference={bare}"], ["dpo.reference={bare}: it has no config.json, so it is no model; give"]),
+        (["dpo.reference={run}"], ["dpo.reference={run}: it has no config.json, so it is no model; set dpo.reference"]),
+        (["dpo.reference={file}"], ["dpo.reference={file}: there is no such directory; give start, none (start"]),
+        (["dpo.reference=none"], []),
+        (["method=grpo", "grpo.beta=0.1", "grpo.reference=none"], ["grpo.reference=none: there is no such directory"]),
+        (["method=distill", "distill.teacher=/gone"], ["distill.teacher=/gone: there is no such directory; give a mo"]),
+        (["model.path=/gone", "dpo.reference=/here"], ["model.path: there is no directory '/gone'", "dpo.reference=/h"]),
+        (["model.path={bare}", "dpo.reference={bare}"], ["{bare} has no config.json: model.path", "dpo.reference={b"]),
+    ],
+)
+def test_each_model_that_is_none_is_named_once_by_its_own_key(tmp_path, overrides, answers):
+    places = {name: tmp_path / name for name in ("bare", "run", "file")}
+    places["bare"].mkdir()
+    (places["run"] / "export").mkdir(parents=True)
+    places["file"].touch()
+    overrides = ["method=dpo", "train.global_batch=2", *(one.format_map(places) for one in overrides)]
+    found = shapes(config.load(tiny_recipe(tmp_path), overrides), 1)
+    assert len(found) == len(answers), found
+    for problem, answer in zip(found, answers, strict=True):
+        assert problem.startswith(answer.format_map(places)), problem
 
 
 def test_a_tokenizer_beyond_the_models_vocabulary(tmp_path):

@@ -13,10 +13,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dtrain import contact, meeting, pulse, rendezvous
 from dtrain.errors import Stopped, UserError
+from dtrain.launch import contact, meeting, pulse, rendezvous
+from dtrain.launch.rendezvous import Place, Voices, agree, within
 from dtrain.parallel.runtime import StopFlag
-from dtrain.rendezvous import Place, Voices, agree, within
 
 HOSTS = ("a", "a", "b", "b")
 

@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 
-from dtrain import agent
 from dtrain.config import Recipe
 from dtrain.errors import RecipeError, UserError
+from dtrain.launch import agent
+from dtrain.launch.rank import Place, Train, run_in_place, told_to_all
 from dtrain.preflight import not_here, preflight, with_local_model
-from dtrain.rank import Place, Train, run_in_place, told_to_all
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:

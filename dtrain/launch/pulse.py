@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dtrain.contact import LONGEST_PROBLEM, Guest, Line, is_loopback, plain, read_guest
+from dtrain.launch.contact import LONGEST_PROBLEM, Guest, Line, is_loopback, plain, read_guest
 
 LOOKS = 6  # beats that may be missed
 SETTLE = 1.0  # seconds

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.meeting import join, watched
-from dtrain.rendezvous import Place, Voices, within
+from dtrain.launch.meeting import join, watched
+from dtrain.launch.rendezvous import Place, Voices, within
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
-    from dtrain.hosts import same_on_all
+    from dtrain.launch.hosts import same_on_all
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:

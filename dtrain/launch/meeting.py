@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dtrain import contact, pulse
 from dtrain.errors import Stopped, Unavailable, UserError
-from dtrain.rendezvous import (
+from dtrain.launch import contact, pulse
+from dtrain.launch.rendezvous import (
     NOTE_SECONDS,
     PATIENCE,
     POLL_SECONDS,

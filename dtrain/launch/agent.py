@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.config import Recipe, load, to_yaml
 from dtrain.errors import Stopped, UserError
-from dtrain.orphans import end_with
-from dtrain.rank import (
+from dtrain.launch.rank import (
     STOPPING,
     OutOfMemory,
     Place,
@@ -35,6 +34,7 @@ from dtrain.rank import (
     run_rank,
     write_to_log,
 )
+from dtrain.orphans import end_with
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag

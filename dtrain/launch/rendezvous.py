@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from dtrain import contact
 from dtrain.errors import Stopped, UserError
+from dtrain.launch import contact
 
 if TYPE_CHECKING:
     import torch.distributed as dist
