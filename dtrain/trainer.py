@@ -303,7 +303,7 @@ class Trainer:
         say(f"model: {self.recipe.model.path}, {size} parameters, init {self.recipe.model.init}")
         say(
             f"global batch {self.recipe.train.global_batch} = micro batch {self.recipe.train.micro_batch} × "
-            f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} steps"
+            f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} step{'s' * (self.total_steps != 1)}"
         )
         for line in self.method.choices:
             say(line)

@@ -60,8 +60,10 @@ def _head(plan: Plan) -> str:
     recipe, sizes = plan.recipe, plan.sizes
     dtype = str(plan.dtype).removeprefix("torch.")
     where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
+    total = plan.total_parameters
+    size = f"{total / 1e9:,.2f} B" if total >= 1e9 else f"{total / 1e6:,.1f} M" if total >= 1e5 else f"{total:,}"
     return (
-        f"{recipe.method} of {recipe.model.path} ({plan.total_parameters / 1e9:,.2f} B parameters), {dtype}, on "
+        f"{recipe.method} of {recipe.model.path} ({size} parameters), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
         f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
     )
