@@ -291,8 +291,11 @@ class Trainer:
 
     def _farewell(self, step: int, saved: int | None) -> str:
         if saved == step:
-            where = self.store.path(step)
-            return f"stopped after step {step}, which is saved in {where}; the same command goes on there"
+            is_start = step == self.start.step  # which may lie in another run's directory
+            where = self.start.path if is_start else self.store.path(step)
+            again = is_start or self.recipe.checkpoint.resume == "auto"
+            how = "the same command" if again else "checkpoint.resume=auto"
+            return f"stopped after step {step}, which is saved in {where}; {how} goes on there"
         rest = "nothing was saved" if saved is None else f"the steps after {saved} are lost"
         return f"stopped after step {step}; checkpoint.every=null saves no checkpoint, so {rest}"
 

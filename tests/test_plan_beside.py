@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from dtrain import config
 from dtrain.models.config import read_config
 from dtrain.plan.beside import PlannedPeak
@@ -57,6 +59,25 @@ def test_children_end_with_their_parent_and_with_their_context(tmp_path):
 
 def test_calls_run_side_by_side():
     assert side_by_side([lambda: 1, os.getpid, lambda: "three"])[::2] == [1, "three"]
+
+
+class Particular(Exception):
+    """Pickle does not make it again: it is called with two arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one}\n{two}")
+
+
+def test_whatever_a_call_raises_is_told(tmp_path, monkeypatch):
+    def fails(*_):
+        raise Particular("this", "that")
+
+    with pytest.raises(RuntimeError, match="Particular: this\nthat") as caught:
+        side_by_side([fails])
+    assert "in fails" in caught.value.__notes__[0]
+    monkeypatch.setattr("dtrain.plan.beside.make_plan", fails)
+    with PlannedPeak(tiny_recipe(tmp_path), 1, "cpu") as planned:
+        assert planned.tell(wait=120) == "no plan (Particular: this that)"
 
 
 def test_of_a_run_in_processes_of_its_own_rank_0_is_told(tmp_path):

@@ -52,10 +52,13 @@ def test_mistakes_of_several_kinds_come_together(tmp_path):
         (["dpo.reference={run}"], ["dpo.reference={run}: it has no config.json, so it is no model; set dpo.reference"]),
         (["dpo.reference={file}"], ["dpo.reference={file}: there is no such directory; give start, none (start"]),
         (["dpo.reference=none"], []),
-        (["method=grpo", "grpo.beta=0.1", "grpo.reference=none"], ["grpo.reference=none: there is no such directory"]),
-        (["method=distill", "distill.teacher=/gone"], ["distill.teacher=/gone: there is no such directory; give a mo"]),
-        (["model.path=/gone", "dpo.reference=/here"], ["model.path: there is no directory '/gone'", "dpo.reference=/h"]),
-        (["model.path={bare}", "dpo.reference={bare}"], ["{bare} has no config.json: model.path", "dpo.reference={b"]),
+        (["method=grpo", "grpo.beta=1", "grpo.reference=none"], ["grpo.reference=none: there is no such directory"]),
+        (["method=distill", "distill.teacher=/gone"], ["distill.teacher=/gone: there is no such directory; give a"]),
+        (["model.path=/gone", "dpo.reference=/here"], ["model.path: there is no directory '/gone'", "dpo.reference=/"]),
+        (
+            ["model.path={bare}", "dpo.reference={bare}"],
+            ["{bare} has no config.json: model.path", "dpo.reference={bare}: it"],
+        ),
     ],
 )
 def test_each_model_that_is_none_is_named_once_by_its_own_key(tmp_path, overrides, answers):
@@ -63,7 +66,7 @@ def test_each_model_that_is_none_is_named_once_by_its_own_key(tmp_path, override
     places["bare"].mkdir()
     (places["run"] / "export").mkdir(parents=True)
     places["file"].touch()
-    overrides = ["method=dpo", "train.global_batch=2", *(one.format_map(places) for one in overrides)]
+    overrides = ["method=dpo", "grpo.sampling.max_new_tokens=8", *(one.format_map(places) for one in overrides)]
     found = shapes(config.load(tiny_recipe(tmp_path), overrides), 1)
     assert len(found) == len(answers), found
     for problem, answer in zip(found, answers, strict=True):
@@ -126,9 +129,7 @@ def test_mlps_of_which_a_rank_would_hold_nothing(tmp_path, inner, tp, fits):
 
 
 def test_every_violation_of_a_mesh_comes_with_what_fits(tmp_path):
-    model = write_model(
-        tmp_path / "odd", num_attention_heads=12, num_key_value_heads=6, head_dim=16, vocab_size=9
-    )
+    model = write_model(tmp_path / "odd", num_attention_heads=12, num_key_value_heads=6, head_dim=16, vocab_size=9)
     found = problems(tmp_path, f"model.path={model}", "parallel.tp=8", "parallel.cp=3", "data.max_length=5")
     for part in (
         "cp 3 × tp 8 = 24 does not divide 1 process",

@@ -13,7 +13,7 @@
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
 operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are
-all full and all trained.
+all full and all trained. On a CPU the step's rows are in it, and gloo's copy of what it reduces and scatters.
 
 Modelled: attention and the fused norm on CUDA (`kernels`); what a kernel allocates inside (cuBLAS, cuDNN, the CPU's
 buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's budget is

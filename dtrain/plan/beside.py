@@ -33,7 +33,7 @@ class PlannedPeak(AbstractContextManager):
         """The peak in words, or why there is none; None where that is not known within `wait` seconds."""
         if self._told is None and self._child.is_done(wait):
             outcome = self._child.outcome()
-            self._told = f"no plan ({outcome})" if isinstance(outcome, Exception) else outcome
+            self._told = _no_plan(outcome) if isinstance(outcome, Exception) else outcome
         return self._told
 
 
@@ -41,4 +41,8 @@ def _planned(recipe: Recipe, world_size: int) -> str:
     try:
         return f"planned peak {gib(make_plan(recipe, world_size, next(iter(GPUS.values()))).step.peak)}"
     except UserError as error:  # what a plan does not follow, offloading say
-        return f"no plan ({' '.join(str(error).split())})"
+        return _no_plan(error)
+
+
+def _no_plan(error: Exception) -> str:
+    return f"no plan ({' '.join(str(error).split())})"

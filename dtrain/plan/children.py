@@ -7,6 +7,7 @@ mesh in the same process may be taken for the first one. Each trace therefore ha
 import gc
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,8 +21,8 @@ Result = TypeVar("Result")
 
 
 class Child(Generic[Result]):
-    """`call` in a forked process, which ends with this one; a context that ends it earlier. What `call` returns, or
-    raises, must be picklable. niceness: how far the process steps back behind others."""
+    """`call` in a forked process, which ends with this one; a context that ends it earlier. What `call` returns must
+    be picklable. niceness: how far the process steps back behind others."""
 
     def __init__(self, call: Callable[[], Result], niceness: int = 0):
         context = multiprocessing.get_context("fork")
@@ -73,8 +74,18 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
     try:
         sender.send(call())
     except Exception as error:
-        error.add_note(traceback.format_exc())
-        sender.send(error)
+        sender.send(_that_travels(error))
     finally:
         sender.close()
         os._exit(0)
+
+
+def _that_travels(error: Exception) -> Exception:
+    """`error` with its trace; in words alone where pickle, which calls its class with its text, cannot make it anew."""
+    note = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class raises that wants other arguments
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
+    return error

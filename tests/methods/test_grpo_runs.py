@@ -176,8 +176,9 @@ class SoonStopped(StopFlag):
         pass
 
 
-def stopped_while_drawing(rank, recipe, world_size, step, told):
-    """A run of which the ranks `told` are sent a signal while they draw the completions that follow `step`."""
+def stopped_while_drawing(rank, recipe, world_size, step, told, where=""):
+    """A run of which the ranks `told` are sent a signal while they draw the completions that follow `step`; what it
+    says begins with `where` that step is saved."""
     flag = SoonStopped()
 
     class Armed(Metrics):
@@ -193,8 +194,11 @@ def stopped_while_drawing(rank, recipe, world_size, step, told):
             stack.callback(dist.destroy_process_group)
         trainer = Trainer(recipe, runtime, stack)
         trainer.metrics.__class__ = Armed
-        with pytest.raises(Stopped, match=f"stopped after step {step}, which is saved"):
-            trainer.loop(trainer.resume())
+        start = trainer.resume()
+        if step == start.step:
+            flag.arm()
+        with pytest.raises(Stopped, match=f"^stopped after step {step}, which is saved in {where}"):
+            trainer.loop(start)
     assert flag.asked is None or flag.asked < 10  # a rollout's draws would ask more often
 
 
@@ -221,6 +225,18 @@ def test_a_rollout_is_given_up_for_a_signal_and_drawn_again(tmp_path, world_size
     run(resumed, world_size)
     assert trajectory(resumed) == trajectory(whole) and rows_of(resumed) == rows_of(whole)
     assert lines(resumed, "samples") == lines(whole, "samples")
+
+
+def test_a_run_that_began_at_another_ones_checkpoint_says_where_it_goes_on(tmp_path):
+    one = tiny_grpo(tmp_path, "train.steps=2", "checkpoint.every=2", name="one")
+    run(one)
+    begin = tmp_path / "runs/one/checkpoints/step-2"
+    shape = ("train.steps=6", "checkpoint.every=20", f"checkpoint.resume={begin}", "checkpoint.allow_changes=[train.*]")
+    two = tiny_grpo(tmp_path, *shape, name="two")
+    stopped_while_drawing(0, two, 1, 2, (0,), f"{begin}; the same command goes on there")
+    here = tmp_path / "runs/two/checkpoints/step-4"
+    stopped_while_drawing(0, two, 1, 4, (0,), f"{here}; checkpoint.resume=auto goes on there")
+    assert here.is_dir()
 
 
 def test_what_a_run_writes(tmp_path):
