@@ -17,8 +17,8 @@ from dtrain.errors import RecipeError
 from dtrain.models.config import read_config
 from dtrain.plan import report
 from dtrain.plan.hardware import GPUS
-from dtrain.plan.plan import make_plan
-from dtrain.plan.search import search, with_mesh
+from dtrain.plan.plan import make_plan, problems
+from dtrain.plan.search import on_a_mesh_that_fits, search, with_mesh
 from dtrain.plan.step import plan_step
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
@@ -147,6 +147,16 @@ def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
     assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
     smallest = min(one.step.peak for one in found.best)
     assert not search(plan.recipe, plan.config, 4, plan.hardware, smallest // 8, most_traces=2).best
+
+
+def test_a_search_needs_no_mesh_that_fits_to_begin_with(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.global_batch=2", "train.micro_batch=2", "parallel.tp=4", family="llama")
+    with pytest.raises(RecipeError, match="train.global_batch=2"):
+        make_plan(recipe, 8, GPUS["h100"])
+    found = on_a_mesh_that_fits(recipe, 8, 8)
+    assert not problems(found, 8) and found.train.global_batch == 2
+    wrong = tiny_recipe(tmp_path, "optimizer.lr=-1", "parallel.tp=3")
+    assert on_a_mesh_that_fits(wrong, 8, 8) is wrong
 
 
 def test_the_models_beside_the_policy_are_looked_at(tmp_path):

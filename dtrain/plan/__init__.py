@@ -3,6 +3,7 @@
     plan.make_plan          a recipe, checked, as a plan: memory by part, traffic, an estimate of the time
     step.plan_step          one rank's step, from a few layers of it
     trace.watch_step        those layers: the trainer's own step on stand-in tensors, watched
+    policy, rows, watch     what steps, on which rows; who sees every operation
     stand_in, kernels       tensors without memory that answer as the planned device's would
     memory, traffic, costs  what is counted on the way
     shards, optimizer       what a rank holds beside

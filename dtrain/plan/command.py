@@ -10,7 +10,7 @@ from dtrain.errors import RecipeError, UserError
 from dtrain.plan import report
 from dtrain.plan.hardware import GPUS, Hardware
 from dtrain.plan.plan import Plan, make_plan, problems, ready
-from dtrain.plan.search import search, smallest_change
+from dtrain.plan.search import on_a_mesh_that_fits, search, smallest_change
 from dtrain.preflight import with_local_model
 
 
@@ -55,13 +55,18 @@ def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> 
 
 
 def run(recipe: Recipe, options: Options, say: Callable[[str], None]) -> None:
-    """Plan `recipe` and say what came out. Raises UserError where it does not fit, with what would."""
+    """Plan `recipe` and say what came out. Raises UserError where it does not fit, with what would.
+
+    A search begins with the recipe's own mesh and micro-batch, or where so many ranks refuse these, with some that fit.
+    """
     world_size = options.world_size or recipe.launch.nproc
+    if options.search:
+        if recipe.launch.device == "cpu":
+            raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
+        recipe = on_a_mesh_that_fits(ready(recipe), world_size, options.hardware.per_node)
     plan = make_plan(recipe, world_size, options.hardware, options.budget)
     found = None
     if options.search:
-        if plan.device == "cpu":
-            raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
         found = search(plan.recipe, plan.config, world_size, plan.hardware, plan.budget)
     if options.as_json:
         shown = report.as_json(plan, options.step_time)

@@ -98,6 +98,20 @@ def candidates(recipe: Recipe, config: ModelConfig, world_size: int, per_node: i
                     yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, total // dp // micro)
 
 
+def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:
+    """`recipe` as it is, or, where its mesh or micro-batch alone keeps it from `world_size` ranks, on the first of
+    `candidates` that does not."""
+    if not problems(recipe, world_size) or not recipe.model.path:
+        return recipe
+    one = replace(recipe.parallel, dp_replicate=1, dp_shard=-1, cp=1, tp=1)
+    alone = replace(recipe, parallel=one, train=replace(recipe.train, micro_batch=1))
+    if problems(alone, 1):
+        return recipe
+    tried = candidates(recipe, read_config(recipe.model.path), world_size, per_node, Counter())
+    fitting = (with_mesh(recipe, world) for world in tried)
+    return next((other for other in fitting if not problems(other, world_size)), recipe)
+
+
 def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     """`recipe` on the mesh and with the micro-batch of `world`."""
     parallel = replace(
