@@ -100,14 +100,18 @@ class Trainer:
     def resume(self) -> Start:
         """Where the run starts: the checkpoint that `checkpoint.resume` picked, loaded, or the beginning.
 
-        Prints the differences from the saved recipe; refused ones are a UserError.
+        Prints the differences from the saved recipe; refused ones are a UserError. Raises Stopped where a signal comes
+        while the method waits for what it needs.
         """
         start = self.start
         if self.recipe.checkpoint.init_from is not None and (start.state is None or self.method.needs_start):
             path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
             self.metrics.say(f"weights of {path}")
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
-        self.method.begin(self.policy, splits, self._as_the_method_sees_it())
+        try:
+            self.method.begin(self.policy, splits, self._as_the_method_sees_it())
+        except Interrupted:
+            raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
             changed = resume.restore(self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks)
             self.metrics.say(f"resumed from {start.path}")

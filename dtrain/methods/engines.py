@@ -62,7 +62,7 @@ class OverHttp:
     """Servers, which are given the weights whenever these have changed. Rank 0 alone talks to them.
 
     A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
-    servers fail.
+    servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
     def __init__(self, recipe: Recipe, policy: Policy, run: Run):
@@ -73,24 +73,30 @@ class OverHttp:
         self._expected: list[Request] = []
         self._published: int | None = None
 
-        def connect() -> None:
-            engine = self._engine = HttpEngine(
-                section.urls,
-                kind=section.kind,
-                model=section.model,
-                timeout=section.timeout,
-                retries=section.retries,
-                concurrency=section.concurrency,
-                start_timeout=section.start_timeout,
-                api_key_file=section.api_key_file,
-                say=run.metrics.say,
-            )
+        def connect() -> bool:
+            try:
+                engine = self._engine = HttpEngine(
+                    section.urls,
+                    kind=section.kind,
+                    model=section.model,
+                    timeout=section.timeout,
+                    retries=section.retries,
+                    concurrency=section.concurrency,
+                    start_timeout=section.start_timeout,
+                    api_key_file=section.api_key_file,
+                    say=run.metrics.say,
+                    ask_stop=run.ask_stop,
+                )
+            except Interrupted:
+                return False
             if recipe.grpo.max_off_policy_steps:
                 self._ahead = Ahead(engine, recipe.grpo.max_off_policy_steps, run.metrics.say)
                 run.stack.callback(self._ahead.close)
             run.stack.callback(engine.close)  # runs first, and ends what is under way
+            return True
 
-        self.ranks.first(connect)
+        if not self.ranks.first(connect):
+            raise Interrupted
         dtype = policy.precision.compute
         if section.weights == "broadcast":
             stream = StreamPublisher(self._engine, device=policy.device, dtype=dtype)

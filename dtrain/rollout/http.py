@@ -68,7 +68,8 @@ class HttpEngine:
     samples_per_call: at most so many samples of a prompt in one call. start_timeout: seconds that the servers may take
     to come up. api_key_file: a file with the key that the servers want. say: gets a line about each server that fails.
 
-    Raises UserError where a server's address or kind is wrong, or one does not come up.
+    Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
+    `ask_stop` says yes while they come up.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class HttpEngine:
         start_timeout: float = 300.0,
         api_key_file: str | Path | None = None,
         say: Callable[[str], None] = lambda line: None,
+        ask_stop: AskStop | None = None,
     ):
         if not urls:
             raise UserError("no server is named: give at least one address, http://host:port")
@@ -96,8 +98,12 @@ class HttpEngine:
         key = read_key(api_key_file)
         self.servers: list[Server] = []
         until = time.monotonic() + start_timeout
-        wires = [Wire(url, key) for url in urls]
-        self.servers = self._all(wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)))
+        self._wires = [Wire(url, key) for url in urls]
+
+        def meet(wire: Wire, stop: threading.Event) -> Server:
+            return self._meet(wire, kind, model, _Tries(until, stop))
+
+        self.servers = self._all(self._wires, meet, ask_stop)
 
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
         """The completions of `requests`, in order. `Completion.version` is what the server says, else the version that
@@ -151,8 +157,8 @@ class HttpEngine:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for server in self.servers:
-            server.wire.hang_up()
+        for wire in self._wires:
+            wire.hang_up()
 
     def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> Server:
         while True:
@@ -286,8 +292,8 @@ class HttpEngine:
             except BaseException:
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-                for server in self.servers:
-                    server.wire.hang_up()
+                for wire in self._wires:
+                    wire.hang_up()
                 with self._changed:
                     self._changed.notify_all()
                 raise

@@ -3,6 +3,8 @@
 import json
 import math
 import signal
+import socket
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -225,6 +227,24 @@ def test_a_rollout_is_given_up_for_a_signal_and_drawn_again(tmp_path, world_size
     run(resumed, world_size)
     assert trajectory(resumed) == trajectory(whole) and rows_of(resumed) == rows_of(whole)
     assert lines(resumed, "samples") == lines(whole, "samples")
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_signal_ends_the_wait_for_servers(tmp_path, answers):
+    flag = StopFlag()
+    flag.request(signal.SIGTERM)
+    with socket.socket() as nobody, ExitStack() as stack:
+        nobody.bind(("127.0.0.1", 0))
+        if answers:  # takes the call, and says nothing to it
+            nobody.listen()
+        server = f"grpo.server.urls=['http://127.0.0.1:{nobody.getsockname()[1]}']"
+        recipe = tiny_grpo(tmp_path, "grpo.engine=http", server, "grpo.server.start_timeout=20")
+        init_one_process_group("cpu")
+        stack.callback(dist.destroy_process_group)
+        trainer, began = Trainer(recipe, Runtime(stop=flag), stack), time.monotonic()
+        with pytest.raises(Stopped, match="stopped before the first step: nothing is lost") as caught:
+            trainer.resume()
+        assert caught.value.signum == signal.SIGTERM and time.monotonic() - began < 10
 
 
 def test_a_run_that_began_at_another_ones_checkpoint_says_where_it_goes_on(tmp_path):
