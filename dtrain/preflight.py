@@ -57,12 +57,7 @@ def not_here(recipe: Recipe) -> list[str]:
 def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     """Key and id of every model that the recipe names by one, and whether its weights are wanted."""
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
-    if recipe.method == "dpo" and recipe.dpo.reference not in ("start", "none"):
-        named.append(("dpo.reference", recipe.dpo.reference, True))
-    if recipe.method == "grpo" and recipe.grpo.beta and recipe.grpo.reference != "start":
-        named.append(("grpo.reference", recipe.grpo.reference, True))
-    if recipe.method == "distill":
-        named.append(("distill.teacher", recipe.distill.teacher, True))
+    named += [(key, path, True) for key, path in other_models(recipe)]
     return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
 
 
@@ -88,7 +83,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
             problems += _misfits(model, recipe)
         except UserError as error:
             problems.append(str(error))
-    for key, path in _others(recipe):
+    for key, path in other_models(recipe):
         if key in absent:
             continue
         try:
@@ -103,7 +98,7 @@ def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
     return misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
 
 
-def _others(recipe: Recipe) -> list[tuple[str, str]]:
+def other_models(recipe: Recipe) -> list[tuple[str, str]]:
     """Key and path of the models that the method needs beside the one that it trains."""
     if recipe.method == "dpo":
         return [("dpo.reference", recipe.dpo.reference)] if recipe.dpo.reference not in (None, "none", "start") else []
@@ -162,7 +157,7 @@ def _files(recipe: Recipe) -> list[str]:
         problems += _tokenizer(recipe)
         if recipe.model.init == "pretrained":
             problems += _weights(Path(student), ", or model.init=scratch to start from random ones")
-    for key, path in _others(recipe):
+    for key, path in other_models(recipe):
         if _is_model(path):
             problems += _weights(Path(path), key=key)
         if key == "distill.teacher" and _is_model(path) and _is_model(student):

@@ -1,13 +1,13 @@
 """The start of a run: from a recipe to ranks that have met, on one machine or many. Imports no torch.
 
-    start        in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
-    agent        several ranks on this machine: the launcher, and the worker that it starts
-    rank         one rank: its device, its signals, its log, what running out of memory means
-    rendezvous   where a rank is among those of its run, and the store where they find one another
-    meeting      ranks of several hosts meet, and the process group comes up
-    hosts        what those hosts must have in common
-    pulse        who is there, and still there: a lost rank is named
-    contact      how ranks reach rank 0's host
+start        in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
+agent        several ranks on this machine: the launcher, and the worker that it starts
+rank         one rank: its device, its signals, its log, what running out of memory means
+rendezvous   where a rank is among those of its run, and the store where they find one another
+meeting      ranks of several hosts meet, and the process group comes up
+hosts        what those hosts must have in common
+pulse        who is there, and still there: a lost rank is named
+contact      how ranks reach rank 0's host
 """
 
 from dtrain.launch.start import launch, work

@@ -8,12 +8,12 @@ import hashlib
 import secrets
 import time
 from pathlib import Path
-from typing import Any
 
 from dtrain import __version__, config
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.config import Recipe
 from dtrain.errors import UserError
+from dtrain.preflight import other_models
 
 SEEN_SECONDS = 5.0  # for a new file to be seen by every host
 SAMPLES, SAMPLE = 16, 4096  # places and bytes that are read of each file of a model
@@ -31,7 +31,7 @@ def same_on_all(recipe: Recipe, local_rank: int) -> None:
     ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
     _same_recipe(recipe, ranks)
     _same_directory(Path(recipe.run.dir) / recipe.run.name, ranks)
-    for key, path in _models(recipe):
+    for key, path in [("model.path", recipe.model.path), *other_models(recipe)]:
         digest = sampled(Path(path)) if local_rank == 0 else None
         ranks.same(digest, f"{key}={path} is not the same model on every host")
 
@@ -80,16 +80,6 @@ def _same_directory(run: Path, ranks: Ranks) -> None:
     finally:
         if ranks.is_first:
             path.unlink(missing_ok=True)
-
-
-def _models(recipe: Recipe) -> list[tuple[str, str]]:
-    """Key and directory of every model that the run reads."""
-    named: list[tuple[str, Any]] = [("model.path", recipe.model.path)]
-    if recipe.method in ("dpo", "grpo"):
-        named.append((f"{recipe.method}.reference", getattr(recipe, recipe.method).reference))
-    if recipe.method == "distill":
-        named.append(("distill.teacher", recipe.distill.teacher))
-    return [(key, path) for key, path in named if path and path not in ("start", "none")]
 
 
 def sampled(directory: Path) -> str:
