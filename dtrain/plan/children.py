@@ -7,7 +7,6 @@ mesh in the same process may be taken for the first one. Each trace therefore ha
 import gc
 import multiprocessing
 import os
-import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from dtrain.errors import UserError
 from dtrain.orphans import end_with
 
 Result = TypeVar("Result")
@@ -74,18 +74,15 @@ def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> Non
     try:
         sender.send(call())
     except Exception as error:
-        sender.send(_that_travels(error))
+        sender.send(_in_words(error))
     finally:
         sender.close()
         os._exit(0)
 
 
-def _that_travels(error: Exception) -> Exception:
-    """`error` with its trace; in words alone where pickle, which calls its class with its text, cannot make it anew."""
-    note = traceback.format_exc()
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class raises that wants other arguments
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(note)
-    return error
+def _in_words(error: Exception) -> Exception:
+    """`error` with its trace, as one that pickle makes anew whatever its class wants: a UserError, or a RuntimeError
+    that names the class."""
+    told = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{type(error).__name__}: {error}")
+    told.add_note(traceback.format_exc())
+    return told
