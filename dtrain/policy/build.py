@@ -58,8 +58,8 @@ def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precisio
     if mesh.cp.size() > 1:
         kernel = choose_kernel("sdpa", device=device.type, documents=True, backward=True)
         model.use_kernel((RingKernel if parallel.cp_rotate == "ring" else GatherKernel)(kernel, mesh.cp))
-    else:
-        model.use_kernel(_attention(recipe, config, mesh, precision, device))
+    elif wants_varlen(recipe, precision, device.type):
+        model.use_kernel(_proved(recipe, config, mesh, precision, device))
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         for layer in model.model.layers:
@@ -83,13 +83,11 @@ def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool
     return recipe.model.attention == "varlen"
 
 
-def _attention(
+def _proved(
     recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> SdpaKernel | VarlenKernel:
-    """The kernel that `model.attention` wants. Raises UserError where it wants one that is not sound here."""
+    """`VarlenKernel` where it is sound here. Where it is not, SDPA, or UserError if `model.attention` insists."""
     tp = mesh.tp.size()
-    if not wants_varlen(recipe, precision, device.type):
-        return SdpaKernel()
     problem = prove(
         VarlenKernel(),
         heads=config.num_attention_heads // tp,
