@@ -75,6 +75,7 @@ def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
         assert len(open_(coder, file, root)) == 21
 
 
+@pytest.mark.processes
 def test_processes_give_what_one_gives(tmp_path, coder, monkeypatch):
     files = [write_jsonl(tmp_path / f"{count}.jsonl", texts(count)) for count in (700, 1, 900)]
     sources = [Source(tuple(files[:2]), "text"), Source((files[2],), "text", 2.0)]
@@ -86,6 +87,7 @@ def test_processes_give_what_one_gives(tmp_path, coder, monkeypatch):
     assert [share.first for share in together.shares] == [0, 701] and together.origin(701) == (str(files[2]), 1)
 
 
+@pytest.mark.processes
 def test_errors_of_processes(tmp_path, coder, monkeypatch):
     monkeypatch.setattr(cache, "SMALL", 0)
     file = write_jsonl(tmp_path / "a.jsonl", [*texts(600), {"text": 5}, *texts(600), {"text": 6}])

@@ -306,6 +306,7 @@ def test_ranks_share_the_same_batches(samples, packing):
             assert sorted(sum((ranks[rank][number][1] for rank in range(dp_size)), [])) == sorted(all_samples)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("packing", [True, False])
 def test_workers_change_nothing_and_any_cursor_resumes(samples, packing):
     rows = make(samples, packing=packing, epochs=2)
@@ -341,6 +342,7 @@ def test_the_same_tokens_in_pairs_are_other_data(tmp_path):
     assert pairs.meta["fingerprint"] == singles.meta["fingerprint"] and pairs.fingerprint != singles.fingerprint
 
 
+@pytest.mark.processes
 def test_processes_give_what_one_gives(tmp_path, monkeypatch):
     coder = encoder(tmp_path / "model", templates.QWEN25, max_length=40)
     rows = [

@@ -148,6 +148,7 @@ def test_batches_span_epochs_and_resume_anywhere(samples):
         assert [batch[0] for batch in rest] == [batch[0][1::2] for batch in whole[number + 1 :]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(samples, workers):
     rows = make(samples, epochs=2)
