@@ -8,13 +8,13 @@ same, and unlike the original.
 
 import base64
 import binascii
-import hashlib
 import random
 from typing import Any
 
 import torch
 
 from dtrain.errors import UserError
+from dtrain.randomness import digest
 
 
 def random_state() -> dict[str, Any]:
@@ -52,8 +52,7 @@ def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
 
 
 def _seed(text: str, copy: int, generator: str) -> int:
-    digest = hashlib.blake2b(f"{generator}:{copy}:{text}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(digest(generator, copy, text), "big") >> 1
 
 
 def _to_text(state: torch.Tensor) -> str:

@@ -1,40 +1,18 @@
 """The order in which an epoch visits its samples: a function of (seed, epoch, position) that needs no memory.
 
 A permutation of [0, n) is a Feistel network over the next power of four, walked until it lands inside ("cycle
-walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer
-(Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014).
+walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dtrain.randomness import key, mix
+
 ROUNDS = 8
-
-
-def key(*parts: object) -> int:
-    """A signed 64-bit number out of anything that prints."""
-    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _shift(values: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mix(values: Tensor) -> Tensor:
-    """SplitMix64's finaliser over int64, element by element."""
-    values = (values ^ _shift(values, 30)) * _signed(0xBF58476D1CE4E5B9)
-    values = (values ^ _shift(values, 27)) * _signed(0x94D049BB133111EB)
-    return values ^ _shift(values, 31)
 
 
 def permute(positions: Tensor, size: int, permutation: int) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dtrain.batch import IGNORE
 from dtrain.data.cache import Samples
-from dtrain.data.order import Order, key, permute
+from dtrain.data.order import Order, permute
 from dtrain.data.packing import pack
 from dtrain.errors import UserError
+from dtrain.randomness import key
 
 WINDOW = 4096  # samples packed together; bounds what packing holds in memory
 

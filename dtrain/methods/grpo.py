@@ -17,7 +17,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE, Batch
 from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, GlobalBatch, PromptOptions, Rows, Tokenizer
-from dtrain.data.order import key, permute
+from dtrain.data.order import permute
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
@@ -31,6 +31,7 @@ from dtrain.methods.rollout_buffer import Buffer
 from dtrain.methods.table import SampleTable
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.randomness import key
 from dtrain.rollout.sharing import deal
 
 

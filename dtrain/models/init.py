@@ -1,10 +1,9 @@
 """Starting values that depend on the seed, the parameter's name and the logical position, never on the layout.
 
-Every element draws from a counter-based generator: SplitMix64 (Steele, Lea, Flood 2014) of its flat index in the whole
-parameter, keyed by a hash of seed and name. Any slice, on any rank, has the bits that one process would have.
+Every element's number is that of its flat index in the whole parameter, in the sequence that seed and name key
+(`randomness`): any slice, on any rank, has the bits that one process would have.
 """
 
-import hashlib
 import math
 from fnmatch import fnmatchcase
 
@@ -13,11 +12,7 @@ from torch import Tensor
 
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor
-
-# SplitMix64's constants as int64, whose arithmetic wraps.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
+from dtrain.randomness import key, uniform
 
 
 @torch.no_grad()
@@ -33,7 +28,7 @@ def init_weights(model: CausalLM, seed: int) -> None:
         local = local_tensor(parameter)
         kind = next(kind for pattern, kind in model.initial.items() if fnmatchcase(name, pattern))
         if kind == "normal":
-            _fill_normal(local, parameter.shape, local_slices(parameter), _key(seed, name), config.initializer_range)
+            _fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
         else:
             local.fill_(1.0 if kind == "ones" else 0.0)
         if name == "model.embed_tokens.weight" and config.pad_token_id is not None:
@@ -41,10 +36,6 @@ def init_weights(model: CausalLM, seed: int) -> None:
             row = config.pad_token_id % config.vocab_size
             if held.start <= row < held.stop:
                 local[row - held.start] = 0.0
-
-
-def _key(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:
@@ -64,17 +55,3 @@ def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key:
 def _normal(index: Tensor, key: int) -> Tensor:
     """Standard normals [..] float64 of flat indices [..] int64: the inverse distribution function of a uniform."""
     return torch.erfinv(uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))
-
-
-def uniform(index: Tensor, key: int | Tensor) -> Tensor:
-    """Uniform numbers in (0, 1), float64, never 0 or 1: of each index [..] int64 in the sequence that `key` names."""
-    bits = index * _GAMMA + key
-    bits = (bits ^ _shift(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift(bits, 27)) * _MIX_2
-    bits = bits ^ _shift(bits, 31)
-    return (_shift(bits, 11).to(torch.float64) + 0.5) * 2.0**-53  # 53 bits and a half
-
-
-def _shift(bits: Tensor, count: int) -> Tensor:
-    """Logical shift to the right: int64's own keeps the sign."""
-    return (bits >> count) & (2 ** (64 - count) - 1)

@@ -14,13 +14,13 @@ A dialect's `read` raises Unanswered for an answer that may be better next time,
 that a setting of the server explains.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from dtrain.errors import UserError
+from dtrain.randomness import key
 from dtrain.rollout.request import Completion, Request
 from dtrain.rollout.wire import Refused, Unanswered, Wire
 
@@ -233,8 +233,7 @@ def recognise(wire: Wire, seconds: float) -> tuple[Dialect, list[str]]:
 
 def derived_seed(request: Request) -> int:
     """A seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
-    digest = hashlib.blake2b(f"{request.seed}:{request.prompt_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**62 + request.sample_index
+    return key(request.seed, request.prompt_index) % 2**62 + request.sample_index
 
 
 def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:

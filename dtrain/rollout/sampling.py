@@ -5,14 +5,13 @@ a draw is one number looked up in the row's distribution function. Nothing that 
 Letters: R rows, V vocabulary.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dtrain.models.init import uniform
+from dtrain.randomness import key, uniform
 from dtrain.rollout.request import Request, SamplingParams
 
 # Logits looked at together: what a CPU's cache holds, and on a GPU a bound on the copies.
@@ -25,8 +24,7 @@ _LIKELIEST = 1024
 
 def random_key(request: Request) -> int:
     """What the draws of a request depend on: 64 bits of seed, prompt and sample."""
-    text = f"{request.seed}:{request.prompt_index}:{request.sample_index}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return key(request.seed, request.prompt_index, request.sample_index)
 
 
 class Sampler:

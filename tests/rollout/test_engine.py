@@ -6,7 +6,7 @@ import transformers
 
 from dtrain import models
 from dtrain.errors import UserError
-from dtrain.models.init import uniform
+from dtrain.randomness import uniform
 from dtrain.rollout import engine as engine_module
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams

@@ -1,10 +1,10 @@
 """Episodes of several turns around an engine. Token-exact: nothing that was sampled is ever encoded again."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from dtrain.randomness import key
 from dtrain.rollout.environments.observations import Observation, Observations
 from dtrain.rollout.request import Completion, Request, SamplingParams
 
@@ -150,17 +150,13 @@ def run_episodes(
 
 def environment_seed(request: Request) -> int:
     """The seed that a completion's environment is made with: the first 8 bytes of BLAKE2b of its seed and places."""
-    return _hashed(f"environment:{request.seed}:{request.prompt_index}:{request.sample_index}")
+    return key("environment", request.seed, request.prompt_index, request.sample_index) % 2**64
 
 
 def turn_seed(seed: int, turn: int) -> int:
     """The seed of a turn, counted from 0: the first has the request's own, so that an episode of one turn is what it
     would be without an environment; later ones the first 8 bytes of BLAKE2b of "seed:turn"."""
-    return seed if turn == 0 else _hashed(f"{seed}:{turn}")
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return seed if turn == 0 else key(seed, turn) % 2**64
 
 
 def _room(episode: Episode, max_length: int) -> int:
