@@ -154,6 +154,7 @@ def make_cp_batch_and_ctx(
     for name, dim in dims.items():
         if batch[name].shape[dim] != shape[1]:
             raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
+    for name, dim in dims.items():
         pad = STREAMS[name].pad if name in STREAMS else 0
         if name == tokens:
             pad = 0 if batch[name].is_floating_point() else padding_token_id
