@@ -6,6 +6,7 @@ they are shifted once, when the rows are made, and nothing below shifts again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,11 @@ STREAMS = {
     "old_logprobs": Stream(0.0, torch.float64),  # by the weights that an update starts from
     "sampling_logprobs": Stream(0.0, torch.float64),  # by the engine that drew the labels
     "advantages": Stream(0.0, torch.float64),
+    "padding_mask": Stream(True, torch.bool),
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
+PER_ROW = ("input_lengths", "sample_mask")  # [n], of a caller's batch
+COMPLETED = frozenset({*ROW_STREAMS, *PER_ROW, "attention_mask", "token_mask"})  # what `complete` reads
 
 
 def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
@@ -68,12 +72,6 @@ def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
 
 def rows_in(batch: Batch) -> int:
     return batch["input_ids"].shape[0]
-
-
-def padding_rows(batch: Batch, count: int, length: int = 1) -> Batch:
-    """`count` rows of nothing but padding with the streams of `batch`: a micro-batch that trains nothing."""
-    empty = torch.empty(0, dtype=torch.int64)
-    return {name: pad_stream(name, empty, length).expand(count, length).clone() for name in batch}
 
 
 def trim(batch: Batch) -> Batch:
@@ -111,15 +109,17 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def complete(batch: Mapping[str, Tensor]) -> Batch:
-    """A caller's batch in full, on the host: what is missing of seq_ids, position_ids and labels is made, masks enter
-    the labels and go.
+    """A caller's batch in full, on the host, constants: what is missing of seq_ids, position_ids and labels is made,
+    masks enter the labels and go.
 
-    input_ids [n, S] alone is required. seq_ids: from input_lengths [n] or attention_mask [n, S] (padding on the right),
-    else no padding. labels: every token after a document's first. token_mask [n, S] says which tokens are trained (the
-    token itself, not the place before it), sample_mask [n] which rows. Other streams pass as they are. Raises
-    ValueError for padding that is not on the right.
+    input_ids [n, S] alone is required. seq_ids (0, 1, .. in each row, −1 on the padding at its end): from input_lengths
+    [n] or attention_mask [n, S], else no padding. labels: every token after a document's first; none on padding, where
+    ids are 0. position_ids may be [1, S]. token_mask [n, S] says which tokens are trained (the token itself, not the
+    place before it), sample_mask [n] which rows. Other streams pass as they are. Raises ValueError for a tensor of
+    another shape, and for padding that is not on the right.
     """
-    known = dict(batch)
+    known = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in batch.items()}
+    _check_shapes(known)
     lengths, mask = known.pop("input_lengths", None), known.pop("attention_mask", None)
     ids = known["input_ids"]
     places = torch.arange(ids.shape[1])
@@ -128,23 +128,47 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
             lengths = mask.long().sum(1)
             if not torch.equal(mask.bool(), places < lengths[:, None]):
                 raise ValueError("attention_mask: padding must be on the right of every row")
+        if lengths is not None and bool(((lengths < 0) | (lengths > ids.shape[1])).any()):
+            raise ValueError(f"input_lengths must be from 0 to the {ids.shape[1]} tokens of a row")
         real = places < (ids.shape[1] if lengths is None else lengths[:, None])
         known["seq_ids"] = torch.where(real, 0, PADDING_DOCUMENT).expand(ids.shape).contiguous()
+    seq_ids = known["seq_ids"]
+    after, step = seq_ids[:, 1:], seq_ids.diff()
+    counts = (after == PADDING_DOCUMENT) | ((after >= 0) & (step == 0)) | ((after > 0) & (step == 1))
+    if not bool(counts.all()) or not torch.isin(seq_ids[:, :1], torch.tensor([0, PADDING_DOCUMENT])).all():
+        raise ValueError("seq_ids must count a row's documents from 0, with padding (-1) on the right alone")
     if "position_ids" not in known:
-        seq_ids = known["seq_ids"]
         begins = torch.ones_like(seq_ids, dtype=torch.bool)
         begins[:, 1:] = seq_ids[:, 1:] != seq_ids[:, :-1]
         known["position_ids"] = places - torch.where(begins, places, 0).cummax(1).values
+    known["position_ids"] = known["position_ids"].expand(ids.shape)
     if "labels" not in known:
         known["labels"] = next_tokens(known)
     token_mask, sample_mask = known.pop("token_mask", None), known.pop("sample_mask", None)
+    untrained = seq_ids == PADDING_DOCUMENT
     if token_mask is not None:
-        kept = torch.zeros_like(token_mask, dtype=torch.bool)
-        kept[:, :-1] = token_mask[:, 1:].bool()
-        known["labels"] = known["labels"].masked_fill(~kept, IGNORE)
+        untrained = untrained | ~token_mask.bool().roll(-1, 1)
+        untrained[:, -1:] = True
     if sample_mask is not None:
-        known["labels"] = known["labels"].masked_fill(~sample_mask.bool()[:, None], IGNORE)
-    return known
+        untrained = untrained | ~sample_mask.bool()[:, None]
+    known["labels"] = known["labels"].masked_fill(untrained, IGNORE)
+    known["input_ids"] = ids.masked_fill(seq_ids == PADDING_DOCUMENT, 0)
+    return known | {name: known[name].long() for name in ROW_STREAMS}
+
+
+def _check_shapes(batch: Mapping[str, Any]) -> None:
+    """Of the tensors that `complete` knows by name."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or (len(ids) and not ids.shape[1]):
+        raise ValueError("input_ids must be a tensor [n, S]")
+    for name in sorted(COMPLETED & batch.keys()):
+        value, shape = batch[name], ids.shape[:1] if name in PER_ROW else ids.shape
+        one_for_all = name == "position_ids" and isinstance(value, Tensor) and value.shape == (1, ids.shape[1])
+        if not isinstance(value, Tensor) or not (value.shape == shape or one_for_all):
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must be a tensor {list(shape)} beside input_ids {list(ids.shape)}, not {found}")
+        if name in (*ROW_STREAMS, "input_lengths") and (value.is_floating_point() or value.dtype == torch.bool):
+            raise ValueError(f"{name} must hold integers, not {value.dtype}")
 
 
 def trained_tokens(batch: Batch) -> int:

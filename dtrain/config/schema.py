@@ -295,7 +295,7 @@ class Sampling:
     top_p: float = 1.0
     """Keep the likeliest tokens of this much probability."""
     max_new_tokens: int = 512
-    """Tokens of the longest completion."""
+    """Tokens of the longest completion; in an environment, of each turn's."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion, beside the model's end-of-sequence tokens."""
 
@@ -375,10 +375,12 @@ class Grpo:
     reward_timeout: float = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False
-    """Completions that max_new_tokens ended train nothing (they still count where a loss divides by sequences)."""
+    """Completions that max_new_tokens ended train nothing (they still count where a loss divides by sequences); in an
+    environment episodes whose last turn was cut, or for whose next turn max_length left no room."""
     overlong_cache: int | None = None
     """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
-    the reward falls by up to 1. null: off."""
+    the reward falls by up to 1. In an environment the longest turn decides, by the tokens that the model drew in it. A
+    turn that was cut, by max_length too, costs 1. null: off."""
     dynamic_sampling: Literal["none", "drop", "refill"] = "none"
     """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates; refill: other prompts
     are drawn in their place, too."""

@@ -17,6 +17,7 @@ from dtrain.losses.advantages import advantages, soft_overlong_penalty, zero_var
 from dtrain.methods.engines import Draws
 from dtrain.methods.episodes import Episodes
 from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.rollout.environments.episodes import longest_of
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
@@ -166,7 +167,15 @@ class Collector:
             return self.episodes.play(self.engine, requests, rows, version, ask_stop)
         completions = self.engine.generate(requests, version, ask_stop)
         return [
-            Sample(request.prompt, done.ids, [True] * len(done.ids), done.logprobs, done.finish, done.version)
+            Sample(
+                request.prompt,
+                done.ids,
+                [True] * len(done.ids),
+                done.logprobs,
+                done.finish,
+                done.version,
+                longest=longest_of(done),
+            )
             for request, done in zip(requests, completions, strict=True)
         ]
 
@@ -203,7 +212,7 @@ class Collector:
         rewards = _plus_earned(torch.tensor(total, dtype=torch.float64), samples)
         by_name = torch.tensor(parts, dtype=torch.float64).view(len(self.names), len(samples))
         if self.section.overlong_cache is not None:
-            lengths = torch.tensor([len(sample.ids) for sample in samples])
+            lengths = torch.tensor([sample.longest for sample in samples], dtype=torch.float64)
             rewards = rewards + soft_overlong_penalty(
                 lengths, self.section.sampling.max_new_tokens, self.section.overlong_cache
             )

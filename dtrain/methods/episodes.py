@@ -72,6 +72,6 @@ class Episodes:
         if self.environments is not None:
             self.environments.forget()
         return [
-            Sample(one.prompt, one.ids, one.sampled, one.logprobs, one.finish, one.version, one.earned)
+            Sample(one.prompt, one.ids, one.sampled, one.logprobs, one.finish, one.version, one.earned, one.longest)
             for one in episodes
         ]

@@ -59,6 +59,13 @@ class Grpo(Method):
         return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
 
     @property
+    def _longest(self) -> int:
+        """Tokens that the model may draw for a prompt, in all turns."""
+        section = self.recipe.grpo
+        turns = section.max_turns if section.environment is not None else 1
+        return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
+
+    @property
     def micro_rows(self) -> int | Batching:
         """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
         size = self.recipe.train.micro_batch
@@ -149,7 +156,6 @@ class Grpo(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         found = source.sampled_logprobs(self.sampling, entropy=True)
         mask = batch["labels"] != IGNORE  # [B, S/cp]
-        longest = self.recipe.grpo.sampling.max_new_tokens
         return policy_terms(
             self.spec,
             found.logprobs,
@@ -157,7 +163,7 @@ class Grpo(Method):
             batch["advantages"],
             mask,
             source.sequences(mask),
-            Counts(global_tokens, global_seqs, longest, high_entropy_tokens),
+            Counts(global_tokens, global_seqs, self._longest, high_entropy_tokens),
             ref_logps=batch.get("reference_logprobs"),
             sampling_logps=batch["sampling_logprobs"],
             entropies=found.entropy,

@@ -19,6 +19,7 @@ class Sample:
 
     sampled [s]: tokens of `ids` that the model drew; others are an environment's. logprobs [s]: 0 where not sampled.
     finish: stop, length, and in an environment turns or lost, which failed: what the completion is worth is unknown.
+    longest: tokens of the longest turn that the model drew, infinite where one was cut.
     """
 
     prompt: Sequence[int]
@@ -28,6 +29,7 @@ class Sample:
     finish: str
     version: int | None = None
     earned: float | None = None  # in an environment
+    longest: float = 0
 
 
 @dataclass

@@ -4,7 +4,7 @@ the kernels that compute on such a layout.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,12 +68,16 @@ def create_context_parallel_ctx(
     cp_rotate_method: how keys travel, None | allgather | alltoall (or ring); the model's kernel decides that when it is
     built, the name is checked here.
 
-    Raises ValueError for another name, a buffer without a dimension, and a length that 2·cp does not divide.
+    Raises ValueError for another name, a buffer without a dimension, a length that 2·cp does not divide, and a buffer
+    with a gradient, which a change in place would lose.
     """
     if cp_rotate_method not in ROTATIONS:
         raise ValueError(f"cp_rotate_method={cp_rotate_method!r}: there are {', '.join(map(repr, ROTATIONS))}")
     if len(cp_buffers) != len(cp_seq_dims):
         raise ValueError(f"{len(cp_buffers)} buffers and {len(cp_seq_dims)} sequence dimensions: give one per buffer")
+    for index, buffer in enumerate(cp_buffers):
+        if buffer.requires_grad:
+            raise ValueError(f"buffer {index} requires grad: cut it with shard_tokens, which keeps its gradient")
     size, rank = cp_mesh.size(), mesh_rank(cp_mesh)
     wholes = [buffer.detach() for buffer in cp_buffers]
     parts = [shard_sequence(whole, rank, size, dim) for whole, dim in zip(wholes, cp_seq_dims, strict=True)]
@@ -100,26 +104,32 @@ def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int]) -> 
 
 def make_cp_batch_and_ctx(
     device_mesh: DeviceMesh | None,
-    batch: dict[str, Tensor],
+    batch: dict[str, Any],
     loss_mask: Tensor | None = None,
     use_te: bool = False,
     padding_token_id: int = 0,
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
+    extra_seq_buffers: Mapping[str, int] | None = None,
+    labels: Tensor | None = None,
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
     """`(ctx, batch)`, used as `with ctx():` once, inside which the batch holds this cp rank's part. No collective.
 
     Without context parallel: `contextlib.nullcontext` and the batch, untouched. With it the same dict: `attention_mask`
     dropped, `position_ids` made where missing, every stream padded on the right to a multiple of 2·cp and cut on entry;
-    `position_ids` alone are whole again on exit. The streams are input_ids (padded with `padding_token_id`), labels and
-    the others of `batch.STREAMS` (with their pad values), `padding_mask` (True), and loss_mask, which joins the batch
-    (0). A tensor that needs no padding is cut itself, the caller's own. Raises KeyError where `input_ids` or `labels`
-    is missing.
+    `position_ids` alone are whole again on exit. The streams are input_ids (or inputs_embeds [B, S, H]) padded with
+    `padding_token_id` (embeddings with 0), labels and loss_mask, which join the batch where they are given here, every
+    other tensor [B, S, ..] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
+    the dimension that is cut. Anything else stays as it is. A tensor that needs no padding is cut itself, the caller's
+    own; one that requires grad is cut at once, as a new tensor with its gradient. Raises KeyError where ids or labels
+    or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids.
 
-    use_te: `(nullcontext, make_cp_batch_for_te(...))`.
+    use_te: `(nullcontext, make_cp_batch_for_te(...))`; extra_seq_buffers are then a ValueError.
     """
     cp_mesh = _submesh(device_mesh, "cp")
     if use_te:
+        if extra_seq_buffers:
+            raise ValueError("extra_seq_buffers: the flat form of use_te cuts every stream by its shape")
         return contextlib.nullcontext, make_cp_batch_for_te(
             cp_mesh,
             batch,
@@ -129,24 +139,34 @@ def make_cp_batch_and_ctx(
         )
     if cp_mesh is None or cp_mesh.size() <= 1:
         return contextlib.nullcontext, batch
-    for name in ("input_ids", "labels"):
+    batch |= {name: one for name, one in (("labels", labels), ("loss_mask", loss_mask)) if one is not None}
+    tokens = "inputs_embeds" if "inputs_embeds" in batch and "input_ids" not in batch else "input_ids"
+    for name in (tokens, "labels", *(extra_seq_buffers or ())):
         if name not in batch:
             raise KeyError(f"{name} is missing: context parallel cuts it")
     batch.pop("attention_mask", None)
-    _build_position_ids(batch, batch["input_ids"].device)
-    if loss_mask is not None:
-        batch["loss_mask"] = loss_mask
-    pads = {"input_ids": padding_token_id, "labels": STREAMS["labels"].pad, "position_ids": None}
-    others = {"loss_mask": 0, **{name: stream.pad for name, stream in STREAMS.items()}, "padding_mask": True}
-    pads |= {name: pad for name, pad in others.items() if name in batch and name not in pads}
-    for name, pad in pads.items():
-        batch[name] = _pad_right(batch[name], 2 * cp_mesh.size(), pad, _sequence_dim(name, batch[name]))
-    buffers = [batch[name] for name in pads]
+    shape = batch[tokens].shape[:2]
+    _build_position_ids(batch, batch[tokens].device)
+    dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}  # which may be [3, B, S]
+    dims |= {"loss_mask": 1} if loss_mask is not None else {}
+    others = (name for name, one in batch.items() if isinstance(one, Tensor) and one.shape[:2] == shape)
+    dims |= {name: 1 for name in others if name not in dims} | dict(extra_seq_buffers or {})
+    for name, dim in dims.items():
+        if batch[name].shape[dim] != shape[1]:
+            raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
+    for name, dim in dims.items():
+        pad = STREAMS[name].pad if name in STREAMS else 0
+        if name == tokens:
+            pad = 0 if batch[name].is_floating_point() else padding_token_id
+        batch[name] = _pad_right(batch[name], 2 * cp_mesh.size(), pad, dim)
+        if batch[name].requires_grad:
+            batch[name] = shard_sequence(batch[name], mesh_rank(cp_mesh), cp_mesh.size(), dim)
+    dims = {name: dim for name, dim in dims.items() if not batch[name].requires_grad}
     cp_context = create_context_parallel_ctx(
         cp_mesh=cp_mesh,
-        cp_buffers=buffers,
-        cp_seq_dims=[_sequence_dim(name, batch[name]) for name in pads],
-        cp_no_restore_buffers={batch[name] for name in pads if name != "position_ids"},
+        cp_buffers=[batch[name] for name in dims],
+        cp_seq_dims=[*dims.values()],
+        cp_no_restore_buffers={batch[name] for name in dims if name != "position_ids"},
     )
     return get_train_context(False, False, cp_context), batch
 
@@ -174,13 +194,9 @@ def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int, dim: 
 def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The batch, with `position_ids` [1, S] counting from 0 where it had none."""
     if "position_ids" not in batch:
-        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1], device=device)[None]
+        ids = batch["input_ids" if "input_ids" in batch else "inputs_embeds"]
+        batch["position_ids"] = torch.arange(ids.shape[1], device=device)[None]
     return batch
-
-
-def _sequence_dim(name: str, tensor: Tensor) -> int:
-    """1 in [B, S]; positions may have axes in front of it."""
-    return tensor.dim() - 1 if name == "position_ids" else 1
 
 
 def _pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim: int) -> Tensor:

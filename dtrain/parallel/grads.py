@@ -7,6 +7,7 @@ hold the same elements, whatever mix of meshes and placements the parameters hav
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from dtrain.parallel.placement import local_tensor
+
+_REQUIRED: Any = object()
 
 
 def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -37,22 +40,29 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def get_grad_norm(
     parameters: Iterable[Tensor] | Tensor,
-    dp_cp_group: dist.ProcessGroup | None,
-    tp_group: dist.ProcessGroup | None,
-    norm_type: float = 2,
+    dp_cp_group: dist.ProcessGroup | None = _REQUIRED,
+    tp_group: dist.ProcessGroup | None = _REQUIRED,
+    norm_type: float | str = 2,
     dtype: torch.dtype = torch.float32,
+    *,
+    dp_group: dist.ProcessGroup | None = _REQUIRED,
 ) -> float:
-    """`grad_norm` over the ranks of two groups, as NeMo-RL's users call it; None is a group of one.
+    """`grad_norm` over the ranks of two groups, as NeMo-RL's users call it; None is a group of one. dp_group is the
+    earlier name of dp_cp_group. norm_type: a number above 0, or "inf".
 
     Computed in max(`dtype`, the gradients' dtype), summed in float64. One all-reduce of a scalar over each group, none
     where all gradients are plain: as in `grad_norm`, those are the same on every rank. Reading the number waits for the
     device. Gradients that are replicated over tp count once.
     """
+    data_groups = [group for group in (dp_cp_group, dp_group) if group is not _REQUIRED]
+    if len(data_groups) != 1 or tp_group is _REQUIRED:
+        raise TypeError("get_grad_norm needs tp_group and one of dp_cp_group and dp_group, its earlier name")
+    norm_type = float(norm_type)
     grads = _grads([parameters] if isinstance(parameters, Tensor) else parameters)
     if not grads:
         return 0.0
     distributed = any(isinstance(grad, DTensor) for grad in grads)
-    groups = [group for group in (dp_cp_group, tp_group) if distributed and group is not None]
+    groups = [group for group in (*data_groups, tp_group) if distributed and group is not None]
     ranks = math.prod(dist.get_world_size(group) for group in groups)
     dtype = _widest(grads, dtype)
     total = _local_power_sum(grads, norm_type, dtype, ranks)
@@ -119,9 +129,11 @@ def _copies(tensor: Tensor, ranks: int) -> float:
 
 def _local_power_sum(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype, ranks: int) -> Tensor:
     """This rank's share of Σ|g|^p, or of the maximum for p = inf: a float64 scalar."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: a number above 0, or inf")
     powers = _powers([local_tensor(grad) for grad in grads], norm_type, dtype)
     if math.isinf(norm_type):
-        return powers.max()
+        return powers.max().nan_to_num(math.inf, math.inf)  # a maximum over ranks may lose a NaN
     copies = torch.tensor([_copies(grad, ranks) for grad in grads], dtype=powers.dtype, device=powers.device)
     return (powers / copies).sum()
 

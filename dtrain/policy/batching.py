@@ -3,13 +3,12 @@
 What a loss sees differs only in shape: the documents, their tokens and their order within a micro-batch's rows stay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from dtrain.batch import PADDING_DOCUMENT, Batch, padding_rows, trim
+from dtrain.batch import PADDING_DOCUMENT, STREAMS, Batch, trim
 from dtrain.data.packing import pack
 
 
@@ -65,18 +64,31 @@ def row_lengths(batch: Batch) -> list[int]:
     return (batch["seq_ids"] != PADDING_DOCUMENT).sum(1).tolist()
 
 
-def assemble(batch: Batch, plan: Sequence[Sequence[int]], count: int, packs: bool) -> list[Batch]:
+class MicroBatch(dict[str, Tensor]):
+    """Rows that one forward takes. by_row: streams with a value for each row, [n, ..]; the others are [n, S, ..]."""
+
+    def __init__(self, streams: Mapping[str, Tensor], by_row: Collection[str] = ()):
+        super().__init__(streams)
+        self.by_row = frozenset(by_row)
+
+
+def assemble(
+    batch: Batch, plan: Sequence[Sequence[int]], count: int, packs: bool, by_row: Collection[str] = ()
+) -> list[MicroBatch]:
     """The micro-batches of `plan`, and padding up to `count` of them, so that every rank runs as many collectives.
 
-    A stream is [n, S], or [n] with a value for each row.
+    Packed rows keep their streams of `by_row` (and any [n]) as they are, one value behind the other.
     """
     if len(plan) > count:
         raise ValueError(f"{len(plan)} micro-batches do not fit into {count}")
+    by_row = {name for name, tensor in batch.items() if name in by_row or tensor.dim() == 1}
     made = []
     for rows in plan:
         some = {name: tensor[list(rows)] for name, tensor in batch.items()}
-        made.append(_joined(some) if packs and len(rows) > 1 else _trimmed(some))
-    return made + [_padding(batch) for _ in range(count - len(plan))]
+        streams = {name: some[name] for name in batch if name not in by_row}
+        streams = _joined(streams) if packs and len(rows) > 1 else trim(streams)
+        made.append(MicroBatch(some | streams, by_row))
+    return made + [_padding(batch, by_row) for _ in range(count - len(plan))]
 
 
 def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]], packs: bool) -> Tensor:
@@ -93,20 +105,19 @@ def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]
     return out
 
 
-def _trimmed(batch: Batch) -> Batch:
-    streams = {name: tensor for name, tensor in batch.items() if tensor.dim() > 1}
-    return trim(streams) | {name: tensor for name, tensor in batch.items() if tensor.dim() == 1}
-
-
 def _joined(batch: Batch) -> Batch:
     """All rows of a batch as one, without their padding, the documents numbered on."""
     real = batch["seq_ids"] != PADDING_DOCUMENT  # [b, S]
     per_row = batch["seq_ids"].amax(1, keepdim=True) + 1
     seq_ids = batch["seq_ids"] + per_row.cumsum(0) - per_row
-    joined = {name: tensor[real][None] if tensor.dim() > 1 else tensor for name, tensor in batch.items()}
-    return joined | {"seq_ids": seq_ids[real][None]}
+    return {name: tensor[real][None] for name, tensor in batch.items()} | {"seq_ids": seq_ids[real][None]}
 
 
-def _padding(batch: Batch) -> Batch:
-    empty = padding_rows({name: tensor for name, tensor in batch.items() if tensor.dim() > 1}, 1)
-    return empty | {name: torch.zeros(1, dtype=t.dtype) for name, t in batch.items() if t.dim() == 1}
+def _padding(batch: Batch, by_row: Collection[str]) -> MicroBatch:
+    """A row of one token of padding: it trains nothing."""
+    streams = {}
+    for name, tensor in batch.items():
+        tail = tensor.shape[1:] if name in by_row else (1, *tensor.shape[2:])
+        pad = STREAMS[name].pad if name in STREAMS and name not in by_row else 0
+        streams[name] = tensor.new_full((1, *tail), pad or 0)
+    return MicroBatch(streams, by_row)

@@ -6,6 +6,7 @@ per micro-batch (the loss is computed inside the root's forward, from hidden sta
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import Batch, complete, documents, next_tokens, real_tokens, rows_in, trained_tokens
+from dtrain.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.model_files import copy_companions
@@ -28,13 +29,14 @@ from dtrain.optim import build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy.batching import Batching, Fixed, assemble, row_lengths, scatter
+from dtrain.policy.batching import Batching, Fixed, MicroBatch, assemble, row_lengths, scatter
 from dtrain.policy.build import build_model
 from dtrain.policy.memory import Memory
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.step import LossScale, Updater, backward
+from dtrain.policy.streams import Taken, take
 from dtrain.policy.weights import WeightsOut
 
 
@@ -75,12 +77,12 @@ class Policy(Memory, WeightsOut):
         gbs: int | None = None,
         mbs: int | Batching | None = None,
     ) -> dict[str, Any]:
-        """Train on `batch`, this dp rank's rows [n, S] on the host, as `batch.complete` takes them; n may differ
-        between ranks and be 0 on some.
+        """Train on `batch`, this dp rank's rows [n, S], as `batch.complete` takes them; n may differ between ranks and
+        be 0 on some. Streams of the caller's own, for `loss_fn`, are what `streams` says.
 
-        gbs: rows of one optimizer step over all dp ranks (default: the whole batch is one step); mbs: rows of a
-        micro-batch (default: the recipe's), or another way to make them (`batching`). Ranks with fewer rows take part
-        with micro-batches of padding.
+        gbs: rows of one optimizer step over all dp ranks, as many of each (default: the whole batch is one step); mbs:
+        rows of a micro-batch (default: the recipe's), or another way to make them (`batching`). Ranks with fewer rows
+        take part with micro-batches of padding, in which each stream has its pad value, 0 for the caller's.
         loss_fn(source, micro_batch, global_seqs, global_tokens) -> (loss, metrics): the sum of its losses over all
         micro-batches and dp and cp ranks is the step's loss, so it divides by the global counts itself; its metrics are
         scalars that are summed likewise.
@@ -89,20 +91,23 @@ class Policy(Memory, WeightsOut):
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
         (trained tokens, documents, non-padding tokens, over all ranks), `grad_norm` (of the last step, before
         clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
-        Per step: one all-reduce of the counts on the host before the backward, one of loss and metrics after; one
-        more before where the rows of a micro-batch vary.
+        The collectives are those of `streams.take`, and per step one all-reduce of the counts on the host before the
+        backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
+        as `streams.take` does, and for a gbs that is not as many rows of each dp rank.
         """
         if not eval_mode and self._updater is None:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
-        batch, batching = complete(batch), self._batching(mbs)
-        most_rows = self._most(rows_in(batch))
-        per_step = -(-gbs // self.mesh.dp_size) if gbs else max(most_rows, 1)
+        if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
+            raise ValueError(f"gbs={gbs} must be a multiple of the {self.mesh.dp_size} data-parallel ranks")
+        batch, by_row, most_rows = self._take(batch)
+        batching = self._batching(mbs)
+        per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             rows = {name: tensor[start : start + per_step] for name, tensor in batch.items()}
-            batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start))
+            batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start), by_row)
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
             if eval_mode:
@@ -133,8 +138,7 @@ class Policy(Memory, WeightsOut):
 
         The same on every cp and tp rank; max(float32, the dtype of computation). Collective.
         """
-        batch = complete(batch)
-        values = self.label_logprobs({**batch, "labels": next_tokens(batch)}, micro_batch_size)
+        (values,) = self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows)], every_token=True)
         return {"logprobs": values.roll(1, 1)}  # the last position has no label
 
     def label_logprobs(
@@ -162,8 +166,8 @@ class Policy(Memory, WeightsOut):
         model's softcap), descending, and their token ids, equal ones by ascending id; 0 on padding. `batch` as for
         `train`; its labels play no part. k > V means V. The same on every cp and tp rank. Collective.
         """
-        batch = complete(batch)
-        logits, ids = self._scored(batch, micro_batch_size, lambda rows: self.scorer.topk_logits(rows, k))
+        score = partial(self.scorer.topk_logits, k=k)
+        logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"topk_logits": logits, "topk_indices": ids}
 
     def init_reference_model(self, path: str | None = None) -> None:
@@ -282,25 +286,40 @@ class Policy(Memory, WeightsOut):
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _scored(
-        self, batch: Batch, micro_batch_size: int | Batching | None, score: Callable[[Batch], Sequence[Tensor]]
+        self,
+        batch: Batch,
+        micro_batch_size: int | Batching | None,
+        score: Callable[[Batch], Sequence[Tensor]],
+        every_token: bool = False,
     ) -> list[Tensor]:
-        """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU."""
+        """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU.
+        Streams beside the rows' own are not read; every_token: nor are labels, but `next_tokens` in their place."""
+        names = COMPLETED - {"labels", "token_mask", "sample_mask"} if every_token else COMPLETED
+        batch, _, most_rows = self._take({name: value for name, value in batch.items() if name in names})
+        if every_token:
+            batch["labels"] = next_tokens(batch)
         batching = self._batching(micro_batch_size)
-        batches, plan = self._micro_batches(batch, batching, self._most(rows_in(batch)))
+        batches, plan = self._micro_batches(batch, batching, most_rows)
         self.model.eval()
         found = [[one.cpu() for one in score(rows)] for rows in batches]
         give_weights_back(self.model)
         return [scatter(parts, batch, plan, batching.packs) for parts in zip(*found, strict=True)]
 
+    def _take(self, batch: Mapping[str, Any]) -> Taken:
+        group = self.mesh.dp.get_group() if self.mesh.dp_size > 1 else None
+        return take(batch, group, self.model.config.vocab_size)
+
     def _batching(self, mbs: int | Batching | None) -> Batching:
         return Fixed(mbs or self.recipe.train.micro_batch) if mbs is None or isinstance(mbs, int) else mbs
 
-    def _micro_batches(self, rows: Batch, batching: Batching, most_rows: int) -> tuple[list[Batch], list[list[int]]]:
+    def _micro_batches(
+        self, rows: Batch, batching: Batching, most_rows: int, by_row: Collection[str] = ()
+    ) -> tuple[list[MicroBatch], list[list[int]]]:
         """The micro-batches of a step, as many on every rank, and which of the rows each holds. most_rows: of all
-        ranks."""
+        ranks; by_row: streams with a value for each row."""
         plan = batching.plan(row_lengths(rows))
         passes = -(-most_rows // batching.rows) if isinstance(batching, Fixed) else self._most(len(plan))
-        return assemble(rows, plan, max(1, passes), batching.packs), plan
+        return assemble(rows, plan, max(1, passes), batching.packs, by_row), plan
 
     def _most(self, value: int) -> int:
         """The largest of the dp ranks' values."""

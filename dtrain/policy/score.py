@@ -216,10 +216,11 @@ class Scorer:
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
         by_position = is_packed or self.mesh.cp.size() > 1
         count = documents(batch)
-        whole = {**batch, "document_ids": document_ids(batch)}
-        context, whole = make_cp_batch_and_ctx(self.mesh.device_mesh, whole)
+        by_row = {name: batch[name] for name in getattr(batch, "by_row", ())}
+        whole = {name: tensor for name, tensor in batch.items() if name not in by_row}
+        context, whole = make_cp_batch_and_ctx(self.mesh.device_mesh, whole | {"document_ids": document_ids(batch)})
         with context():
-            local = _to_device(whole, self.device)
+            local = _to_device(whole | by_row, self.device)
 
             inputs = {
                 "input_ids": local["input_ids"],

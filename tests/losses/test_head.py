@@ -117,8 +117,14 @@ def check_weighted(case, dtype, seed, start, end, shard, softcap):
     weights = torch.randn(len(index), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     own_hidden, own_weight = hidden.clone().requires_grad_(), weight[start:end].clone().requires_grad_()
     total = weighted_logprob_sum(
-        own_hidden.flatten(0, 1), own_weight, targets.flatten()[index], weights, index,
-        softcap=softcap, shard=shard, rows_per_tile=3,
+        own_hidden.flatten(0, 1),
+        own_weight,
+        targets.flatten()[index],
+        weights,
+        index,
+        softcap=softcap,
+        shard=shard,
+        rows_per_tile=3,
     )
     total.backward()
     upstream = torch.zeros(targets.numel(), dtype=torch.float64).index_copy(0, index, weights).view(targets.shape)

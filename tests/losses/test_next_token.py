@@ -131,8 +131,9 @@ def packed(rank, tp, cp):
             span = slice(int(ends[number]), int(ends[number]) + length)
             if length:
                 row = shifted(reference[:, span], ids[:, span])
-                expected = torch.cat([expected[:number], torch.nn.functional.pad(row, (0, longest - length)),
-                                      expected[number + 1:]])
+                expected = torch.cat(
+                    [expected[:number], torch.nn.functional.pad(row, (0, longest - length)), expected[number + 1 :]]
+                )
                 rolled[:, span] = ids[:, span].roll(-1, 1)
                 held.append(shard_sequence(torch.arange(span.start, span.stop), cp_group.rank(), cp, 0))
         expected.backward(upstream)
@@ -141,8 +142,18 @@ def packed(rank, tp, cp):
             for chunk, sampling in ((None, None), (3, None), (None, TrainingSamplingParams(top_k=1000))):
                 local = full[:, held, start:end].clone().requires_grad_()
                 value = from_parallel_logits_to_logprobs_packed_sequences(
-                    local, rolled[:, held] if pre_rolled else ids, ends, longest, start, end, tp_group, False, group,
-                    chunk, sampling, pre_rolled
+                    local,
+                    rolled[:, held] if pre_rolled else ids,
+                    ends,
+                    longest,
+                    start,
+                    end,
+                    tp_group,
+                    False,
+                    group,
+                    chunk,
+                    sampling,
+                    pre_rolled,
                 )
                 value.backward(upstream / cp)
                 errors += [dense.error(value, expected)]
@@ -177,21 +188,22 @@ def distillation(rank, tp, cp):
     errors = []
     for zero_outside in (False, True):
         for entropy in (False, True):
+
             def reference(full, zero_outside=zero_outside):
                 at_ids = full.gather(-1, ids) if not zero_outside else full.log_softmax(-1).gather(-1, ids)
                 student = at_ids if zero_outside else at_ids.log_softmax(-1)
                 return student[:, :-1], dense.neg_entropy(full)[:, :-1]
 
-            weights = [torch.randn(part.shape, generator=torch.Generator().manual_seed(1)).double()
-                       for part in reference(full)]
+            weights = [
+                torch.randn(part.shape, generator=torch.Generator().manual_seed(1)).double() for part in reference(full)
+            ]
             whole = full.clone().requires_grad_()
             student, neg_entropy = reference(whole)
             ((student * weights[0]).sum() + (neg_entropy * weights[1] * entropy).sum()).backward()
             local = shard_sequence(full, cp_group.rank(), cp)[..., start:end].clone()
             layouts = {"groups": (local.clone().requires_grad_(), tp_group.rank(), tp_group, cp_group)}
             placed = DTensor.from_local(
-                local.clone(), mesh, [Shard(1), Shard(2)], run_check=False,
-                shape=full.shape, stride=full.stride()
+                local.clone(), mesh, [Shard(1), Shard(2)], run_check=False, shape=full.shape, stride=full.stride()
             )
             layouts["dtensor"] = (placed.requires_grad_(), None, None, None)
             if tp == 1:
@@ -239,9 +251,7 @@ def cp_helpers(rank, cp):
     assert group_all_reduce_sum(number, group).item() == expected
     assert not group_all_reduce_sum(number, group).requires_grad
     ids = torch.randint(0, 3, (2, 4 * cp - 1, 2), generator=torch.Generator().manual_seed(1))
-    at_ids = gather_logits_at_global_indices(
-        mine.detach(), ids, cp_group=group, vocab_start_index=0, vocab_end_index=3
-    )
+    at_ids = gather_logits_at_global_indices(mine.detach(), ids, cp_group=group, vocab_start_index=0, vocab_end_index=3)
     assert torch.equal(at_ids, full[:, :-1].gather(-1, ids))
     return True
 
@@ -293,9 +303,7 @@ def test_packed_sequences_that_do_not_fit_are_refused():
     logits, ids = torch.zeros(1, 6, 4), torch.zeros(1, 6, dtype=torch.int64)
 
     def run(ends, longest):
-        return from_parallel_logits_to_logprobs_packed_sequences(
-            logits, ids, torch.tensor(ends), longest, 0, 4, None
-        )
+        return from_parallel_logits_to_logprobs_packed_sequences(logits, ids, torch.tensor(ends), longest, 0, 4, None)
 
     assert run([0, 2, 6], 4).shape == (2, 3)
     with pytest.raises(RuntimeError, match="unpacked_seqlen"):

@@ -83,9 +83,7 @@ PAPERS = {
     ),
     "sigmoid_norm": lambda c, r, n, k, w, v, e: -log_sigmoid(BETA * (c / n - r / k)),
     "simpo": lambda c, r, n, k, w, v, e: smoothed(BETA / n * w - BETA / k * v - 0.5, e),
-    "orpo": lambda c, r, n, k, w, v, e: (
-        -BETA * log_sigmoid(math.log(odds(math.exp(w / n)) / odds(math.exp(v / k))))
-    ),
+    "orpo": lambda c, r, n, k, w, v, e: -BETA * log_sigmoid(math.log(odds(math.exp(w / n)) / odds(math.exp(v / k)))),
 }
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dtrain.errors import Stopped, UserError
 from dtrain.metrics import Metrics
 from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.rollout.native import NativeEngine
 from dtrain.trainer import Trainer
 from tests.test_trainer import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_grpo, write_prompts
@@ -329,10 +331,6 @@ def test_epochs_end_with_a_short_rollout(tmp_path):
 
 
 def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch):
-    from dataclasses import replace
-
-    from dtrain.rollout.native import NativeEngine
-
     exact = NativeEngine.generate
 
     def off(self, requests, ask_stop):
@@ -364,6 +362,52 @@ def test_turns_in_an_environment(tmp_path, world_size, shape):
     rows = rows_of(one)
     mean = sum(row["tokens"] for row in samples if row["step"] == 1) / 16
     assert rows[0]["completion_len"] < mean  # of which some are the environment's
+
+
+EVERY_WORD = f"grpo.sampling.stop=[{','.join(f'w{word}' for word in range(2, 67))}]"
+
+
+@pytest.mark.parametrize("stop", [EVERY_WORD, "grpo.sampling.stop=[]", "some"])
+def test_length_is_punished_by_what_the_model_drew_in_its_longest_turn(tmp_path, monkeypatch, stop):
+    """Turns of one token each are free, however many they are and whatever is read between them; a turn that was cut
+    costs 1, and one that comes near costs a part."""
+    fixed = ("grpo.environment=tests.methods.judges.Asks", "grpo.rewards=[]", "train.steps=2", "grpo.overlong_cache=3")
+    recipe = tiny_grpo(tmp_path, *fixed, *([stop] if stop != "some" else []))
+    generate, longest = NativeEngine.generate, {}
+
+    def some(engine, requests, ask_stop=None):
+        """Completions of 1 to 5 tokens that end by themselves."""
+        found = []
+        for request, one in zip(requests, generate(engine, requests, ask_stop), strict=True):
+            ids = one.ids[: 1 + request.prompt_index + len(request.prompt) % 2]
+            found.append(replace(one, ids=ids, logprobs=one.logprobs[: len(ids)], finish="stop"))
+            key = (request.prompt_index, request.sample_index)
+            longest[key] = max(longest.get(key, 0), len(ids))
+        return found
+
+    if stop == "some":
+        monkeypatch.setattr(NativeEngine, "generate", some)
+    run(recipe)
+    samples = lines(recipe, "samples")
+    punished = [row["earned"] - row["reward"] for row in samples]
+    if stop == "some":
+        expected = [max(0, longest[row["group"], number % 4] - 3) / 3 for number, row in enumerate(samples)]
+        assert {0.0, 1 / 3, 2 / 3} <= set(expected)
+    else:
+        cut = [row["finish"] == "length" for row in samples]
+        expected = [float(one) for one in cut]
+        assert all(cut) if stop != EVERY_WORD else not any(cut) and max(row["tokens"] for row in samples) > 6
+    assert punished == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_longest_completion_of_an_environment_is_all_its_turns(tmp_path):
+    """dr_grpo divides by it: 3 turns of up to 6 tokens."""
+    fixed = ("grpo.environment=tests.methods.judges.Asks", "grpo.rewards=[]", "train.steps=1", "grpo.max_turns=3")
+    recipe = tiny_grpo(tmp_path, *fixed, EVERY_WORD, "grpo.loss=dr_grpo", "train.global_batch=16")
+    run(recipe)
+    drawn = [(row["advantage"], (row["tokens"] + 3) / 4) for row in lines(recipe, "samples")]  # 3 words between turns
+    expected = -sum(advantage * tokens for advantage, tokens in drawn) / (16 * 18)
+    assert expected and rows_of(recipe)[0]["loss"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_episodes_whose_environment_fails_teach_nothing(tmp_path, capfd):

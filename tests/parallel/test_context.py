@@ -267,3 +267,50 @@ def test_per_token_tensors_go_to_the_layout_and_back_in_the_callers_order(size, 
 def test_per_token_tensors_without_context_parallel():
     values = torch.randn(2, 5)
     assert shard_tokens(values, None) is values and gather_tokens(values, None, 5) is values
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
+def test_embeddings_keep_their_gradient_and_streams_of_any_name_are_cut(size, rank, name):
+    given, whole = a_batch(10), 10 + -10 % (2 * size)
+    words = torch.randn(200, 4, requires_grad=True)
+    labels = given["labels"].clone()
+    passing = {"pixel_values": torch.randn(5, 10), "names": ["a", "b"], "scores": torch.ones(2), "none": None}
+    batch = {name: words[given["input_ids"]], "token_type_ids": given["input_ids"] % 3, **passing}
+    batch |= {"hidden": torch.randn(2, 10, 7), "sideways": torch.arange(20).view(10, 2)}
+    before = dict(batch)
+    ctx, same = make_cp_batch_and_ctx(
+        StandIn(size, rank), batch, padding_token_id=9, labels=labels, extra_seq_buffers={"sideways": 0}
+    )
+    mine = [t for t in held(whole, size, rank)]
+    with ctx():
+        embedded = torch.cat([before[name], torch.zeros(2, whole - 10, 4)], 1)
+        assert same is batch and torch.equal(batch[name], embedded[:, mine])
+        assert batch["labels"].tolist() == [[padded(row, 2 * size, -100)[t] for t in mine] for row in labels.tolist()]
+        for stream, dim in (("token_type_ids", 1), ("hidden", 1), ("sideways", 0)):
+            assert batch[stream].shape[dim] == len(mine)
+        assert all(batch[key] is value for key, value in passing.items())
+        batch[name].sum().backward()
+    assert words.grad.sum() == 2 * 4 * sum(t < 10 for t in mine)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        ({"loss_mask": torch.ones(2, 9)}, {}, ValueError, r"loss_mask \[2, 9\] is not as long as input_ids \[2, 10\]"),
+        ({}, {"extra_seq_buffers": {"teacher": 1}}, KeyError, "teacher"),
+        ({"teacher": torch.ones(2, 8)}, {"extra_seq_buffers": {"teacher": 1}}, ValueError, "teacher"),
+        ({}, {"extra_seq_buffers": {"labels": 1}, "use_te": True}, ValueError, "extra_seq_buffers"),
+        ({"labels": torch.ones(2, 9)}, {}, ValueError, "labels"),
+    ],
+)
+def test_streams_of_another_length_are_refused(change, options, error, message):
+    batch = {**a_batch(), **change}
+    mask = batch.pop("loss_mask", None)
+    with pytest.raises(error, match=message):
+        make_cp_batch_and_ctx(StandIn(2), batch, mask, **options)
+
+
+def test_a_buffer_with_a_gradient_is_not_cut_in_place():
+    with pytest.raises(ValueError, match="buffer 1 requires grad"):
+        create_context_parallel_ctx(Dimension(2), [torch.ones(1, 4), torch.ones(1, 4, requires_grad=True)], [1, 1], ())

@@ -1,5 +1,7 @@
 """Gradient norm and clipping on every mix of placements, against one process."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,8 @@ def norms_of_every_order(rank, replicate, shard, tp):
         groups = dp["dp"].get_group(), dp["tp"].get_group() if tp > 1 else None
         norm = get_grad_norm(list(gradients.parameters()), *groups, norm_type=p)
         assert abs(norm - expected) <= 1e-12 * expected, p
+        same = get_grad_norm(gradients.parameters(), dp_group=groups[0], tp_group=groups[1], norm_type=str(p))
+        assert same == norm
     before = [local_tensor(parameter.grad).clone() for parameter in gradients.parameters()]
     clip_grad_by_total_norm_(gradients.parameters(), norm / 2, norm)
     for parameter, old in zip(gradients.parameters(), before, strict=True):
@@ -144,3 +148,32 @@ def test_norms_of_nothing_and_of_small_and_mixed_gradients():
     assert abs(get_grad_norm([small, other], None, None) - 1.0) < 1e-6
     clip_grad_by_total_norm_([small, other], 10.0, 1.0)  # shorter than allowed: left alone
     assert abs(get_grad_norm([small, other], None, None) - 1.0) < 1e-6
+
+
+def a_nan_on_one_rank(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    found = []
+    for bad in (0, 1):
+        gradients = sharded_gradients(1, 2, 1)
+        if rank == bad:
+            local_tensor(next(gradients.parameters()).grad).fill_(float("nan"))
+        norms = [grad_norm(gradients.parameters(), p).item() for p in (2, math.inf)]
+        found += [*norms, get_grad_norm(gradients.parameters(), mesh.get_group(), None, math.inf)]
+    return found
+
+
+def test_a_nan_on_any_rank_makes_every_norm_not_finite():
+    for norms in run_world(a_nan_on_one_rank, 2):
+        assert not any(map(math.isfinite, norms))
+
+
+def test_what_a_norm_cannot_be_asked_for():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    for groups in ({}, {"dp_cp_group": None}, {"tp_group": None}, {"dp_cp_group": None, "dp_group": None}):
+        with pytest.raises(TypeError, match="needs tp_group and one of dp_cp_group and dp_group"):
+            get_grad_norm([parameter], **groups)
+    assert get_grad_norm([parameter], dp_group=None, tp_group=None) == pytest.approx(2**0.5)
+    for p in (0, -1, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="norm_type"):
+            get_grad_norm([parameter], None, None, p)

@@ -165,3 +165,56 @@ def test_transformer_engine_is_left_alone_on_a_cpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", engine)
     batch = packed([[(8, 8)]])
     assert make_cp_batch_for_te(Dimension(2), batch)["input_ids"].tolist() == [1, 2, 7, 8]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(s, r) for s in (1, 2, 4) for r in range(s)])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_embeddings_and_other_streams_are_cut_as_ids_are_and_the_rest_passes(size, rank, chunks):
+    batch = packed(ROWS)
+    ids = make_cp_batch_for_te(Dimension(size, rank), batch, num_chunks=chunks)
+    words = torch.randn(200, 5, dtype=torch.float64, requires_grad=True)
+    passing = {
+        "pixel_values": torch.randn(7, 3),
+        "images": ["a", "b", "c", "d"],
+        "name": "batch",
+        "kinds": torch.arange(4),
+        "missing": None,
+    }
+    streams = {"input_ids": words[batch["input_ids"]], "token_type_ids": batch["input_ids"] % 3}
+    streams |= {"weights": batch["labels"][..., None].double(), "attention_mask": torch.ones(4, 24)}
+    flat = make_cp_batch_for_te(Dimension(size, rank), batch | streams | passing, num_chunks=chunks)
+    assert flat.keys() == ids.keys() | passing.keys() | {"token_type_ids", "weights"}
+    assert all(flat[name] is value for name, value in passing.items())
+    assert torch.equal(flat["input_ids"], words[ids["input_ids"]])
+    assert torch.equal(flat["token_type_ids"], ids["input_ids"] % 3)
+    assert torch.equal(flat["weights"], ids["labels"][..., None].double())
+    for name in ids.keys() - {"input_ids", "qkv_format"}:
+        assert torch.equal(flat[name], ids[name]), name
+    flat["input_ids"].sum().backward()
+    assert words.grad.sum() == flat["input_ids"].numel()
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_positions_with_coordinates_and_the_places_that_a_rank_holds(size, rank):
+    batch = packed(ROWS)
+    flat, places = make_cp_batch_for_te(Dimension(size, rank), batch, return_local_indices=True)
+    assert torch.equal(batch["input_ids"].flatten()[places], flat["input_ids"]) and "local_indices" not in flat
+    coordinates = torch.arange(3 * 4 * 24).view(3, 4, 24)
+    for given in (coordinates, coordinates[:, :1]):
+        found = make_cp_batch_for_te(Dimension(size, rank), batch | {"position_ids": given})["position_ids"]
+        assert found.shape == (3, 1, len(places))
+        assert torch.equal(found[:, 0], given.expand(3, 4, 24).flatten(1)[:, places])
+    found, none = make_cp_batch_for_te(
+        Dimension(size, rank), batch | {"position_ids": coordinates}, num_chunks=2, return_local_indices=True
+    )
+    assert found["position_ids"].shape == (2, 3, 1, 48 // size) and none is None
+    bare = batch | {"position_ids": None}
+    assert torch.equal(make_cp_batch_for_te(Dimension(size, rank), bare)["position_ids"], flat["position_ids"])
+
+
+def test_a_batch_without_rows_and_embeddings_that_do_not_tell_padding():
+    empty = make_cp_batch_for_te(Dimension(2), {name: one[:0] for name, one in packed(ROWS).items()})
+    assert empty["input_ids"].shape == (0,) and empty["cu_seqlens"].tolist() == [0] and empty["max_seqlen"] == 0
+    ends = torch.tensor([0, 4, 8])
+    with pytest.raises(ValueError, match="embeddings do not tell what is padding"):
+        _shard_thd_chunk_for_te({"input_ids": torch.zeros(8, 3), "cu_seqlens": ends}, Dimension(2), "thd", EMPTY, 0)

@@ -1,5 +1,6 @@
 """Episodes of several turns around an engine. Token-exact: nothing that was sampled is ever encoded again."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -33,10 +34,10 @@ class Episode:
     """What followed a prompt: completions and what the environment put between them.
 
     ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
-    earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn. finish: stop, the environment
-    was done; length, a completion was cut or the sequence is full; turns, there were as many as may be; lost, the
-    environment failed, and earned is None since nobody knows the whole of it. version: the oldest weights that a token
-    was drawn with, where the engine knows.
+    earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn; longest: tokens of the
+    longest, infinite where one was cut. finish: stop, the environment was done; length, a completion was cut or the
+    sequence is full; turns, there were as many as may be; lost, the environment failed, and earned is None since nobody
+    knows the whole of it. version: the oldest weights that a token was drawn with, where the engine knows.
     """
 
     prompt: Sequence[int]
@@ -45,6 +46,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     earned: float | None = None
     turns: int = 0
+    longest: float = 0
     finish: Literal["stop", "length", "turns", "lost"] = "turns"
     version: int | None = None
 
@@ -159,6 +161,11 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else key(seed, turn) % 2**64
 
 
+def longest_of(completion: Completion) -> float:
+    """Its tokens; infinite where it was cut, for nobody knows how long it would have been."""
+    return math.inf if completion.finish == "length" else len(completion.ids)
+
+
 def _room(episode: Episode, max_length: int) -> int:
     return max_length - len(episode.prompt) - len(episode.ids)
 
@@ -173,5 +180,6 @@ def _turn(request: Request, episode: Episode, turn: int, max_length: int) -> Req
 def _take(episode: Episode, completion: Completion) -> None:
     episode.add(completion.ids, completion.logprobs)
     episode.turns += 1
+    episode.longest = max(episode.longest, longest_of(completion))
     known = [version for version in (episode.version, completion.version) if version is not None]
     episode.version = min(known, default=None)

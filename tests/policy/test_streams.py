@@ -1,0 +1,163 @@
+"""A caller's own streams through `Policy.train`: any mesh, any number of rows on a rank, any making of micro-batches
+give the loss and the norm of one process, or every rank says what is wrong."""
+
+import re
+
+import pytest
+import torch
+
+from dtrain.batch import collate
+from dtrain.config import sizes
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.policy.batching import DynamicShapes, Fixed, Packed
+from tests.policy.test_policy import rows
+from tests.tiny import VOCAB, tiny_recipe
+from tests.world import run_world
+
+MAKINGS = [Fixed(2), DynamicShapes(24), Packed(24)]
+ROWS = 7
+LONGEST = max(len(row["input_ids"]) for row in rows(ROWS))
+
+
+def of_callers(batch, start, width):
+    """Streams of every kind for rows `start`, .. of all, the same wherever a row is; NaN stands on the padding."""
+    count, length = batch["input_ids"].shape
+    draw = torch.Generator().manual_seed(5)
+    weights, kinds = torch.rand(ROWS, LONGEST, generator=draw), torch.randint(0, 4, (ROWS, LONGEST, 3), generator=draw)
+    vectors = torch.rand(ROWS, width, generator=draw, dtype=torch.float64)
+    mine, real = slice(start, start + count), batch["seq_ids"] >= 0
+    return batch | {
+        "weight": torch.where(real, weights[mine, :length], torch.nan).requires_grad_(),
+        "flag": weights[mine, :length] > 0.5,
+        "kinds": kinds[mine, :length].to(torch.int32),
+        "advantages": vectors[mine, 0],  # a known name, here a value for each row
+        "vectors": vectors[mine],
+        "matrices": vectors[mine][:, None].expand(-1, 2, -1),
+    }
+
+
+def loss_of_streams(source, batch, global_seqs, global_tokens):
+    logprobs, ids = source.logprobs().logprobs, batch["document_ids"]
+    assert batch["weight"].shape == batch["flag"].shape == batch["kinds"].shape[:2] == logprobs.shape
+    assert batch["flag"].dtype == torch.bool and batch["kinds"].dtype == torch.int32
+    by_row = batch["advantages"] + batch["vectors"].square().sum(1) + batch["matrices"][:, 1].sum(1)
+    of_document = torch.cat([by_row.new_zeros(1), by_row])[ids + 1]
+    tokens = batch["weight"] * logprobs - batch["flag"] * logprobs.square() + 0.1 * batch["kinds"].sum(2) * logprobs
+    return -(tokens * of_document).sum() / global_tokens, {"flags": batch["flag"].sum()}
+
+
+def build(rank, recipe, world_size):
+    derived = sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, world_size=world_size)
+    mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
+    return Policy(recipe, read_config(recipe.model.path), mesh, runtime), mesh
+
+
+def with_streams(rank, recipe, world_size, counts, width):
+    policy, mesh = build(rank, recipe, world_size)
+    policy.init_optimizer(20)
+    start, count = sum(counts[: mesh.dp_rank]), counts[mesh.dp_rank]
+    batch = of_callers(collate(rows(ROWS)[start : start + count]), start, width)
+    if not count:  # such a rank may know nothing of the streams, or the wrong thing
+        batch = {"input_ids": batch["input_ids"], "flag": torch.empty(0), "other": torch.empty(0, 3)}
+    found = []
+    for making in MAKINGS:
+        losses = policy.train(batch, loss_of_streams, mbs=making, eval_mode=True)
+        result = policy.train(batch, loss_of_streams, mbs=making)
+        assert policy.get_logprobs(batch, making)["logprobs"].shape == batch["input_ids"].shape
+        found.append([losses["global_loss"].item(), result["global_loss"].item(), result["grad_norm"]])
+        found[-1].append(result["sums"]["flags"].item())
+    assert batch.get("weight") is None or batch["weight"].grad is None
+    return found
+
+
+def on(tmp_path, counts, *shape, width=4, ranks=1):
+    recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=0", *shape)
+    return run_world(with_streams, len(counts) * ranks, recipe, len(counts) * ranks, counts, width)
+
+
+@pytest.mark.parametrize(
+    "counts, shape, ranks",
+    [
+        ([2, 5], (), 1),
+        ([7, 0], (), 1),
+        ([4, 0, 3], (), 1),
+        ([7], ("parallel.cp=2",), 2),
+        ([7], ("parallel.cp=3", "parallel.cp_rotate=ring"), 3),
+        ([7], ("parallel.cp=2", "parallel.tp=2", "parallel.cp_rotate=ring"), 4),
+        ([0, 7], ("parallel.cp=2",), 2),
+    ],
+)
+def test_every_mesh_and_making_gives_the_numbers_of_one_process(tmp_path, counts, shape, ranks):
+    expected = on(tmp_path, [ROWS])[0]
+    for found in on(tmp_path, counts, *shape, ranks=ranks):
+        for numbers in (*found, *expected[1:]):
+            assert numbers == pytest.approx(expected[0], rel=1e-11)
+
+
+def test_a_row_s_vector_as_long_as_the_rows_of_one_rank_stays_a_row_s_vector(tmp_path):
+    width = max(len(row["input_ids"]) for row in rows(ROWS)[:2])
+    assert width < LONGEST  # of the other rank, and of one process
+    expected = on(tmp_path, [ROWS], width=width)[0]
+    for found in on(tmp_path, [2, 5], width=width):
+        assert found[0] == pytest.approx(expected[0], rel=1e-11)
+
+
+def what_is_wrong(count):
+    """Changes of the second rank's batch of `count` rows, and what every rank is told."""
+    ids, ones = torch.zeros(count, 4, dtype=torch.int64), torch.ones(count, 4)
+    return [
+        ({"note": ["a"] * count}, "stream note is a list"),
+        ({"note": "a"}, "stream note is a str"),
+        ({"extra": torch.tensor(1.0)}, r"stream extra is \[\] beside input_ids \[2, 4\]"),
+        ({"extra": torch.ones(count + 1, 4)}, r"stream extra is \[3, 4\] beside"),
+        ({"weight": None}, "stream weight is a NoneType"),
+        ({"weight": "left out"}, "stream weight is missing on dp rank 1, which has rows"),
+        ({"weight": ones.double()}, r"stream weight is not the same on every rank: .*float32.*float64"),
+        ({"weight": ones[..., None]}, "stream weight is not the same on every rank"),
+        ({"weight": ones[:, 0]}, "stream weight is not the same on every rank"),
+        ({"label_index": ones}, "stream label_index: the name is taken"),
+        ({"input_ids": ids + VOCAB}, f"input_ids are from {VOCAB} to {VOCAB}, and the model has {VOCAB} tokens"),
+        ({"labels": ids - 1}, "labels are from -1 to -1"),
+        ({"labels": ids[:, 1:]}, r"labels must be a tensor \[2, 4\] beside input_ids \[2, 4\], not \[2, 3\]"),
+        ({"seq_ids": ids + 1}, "seq_ids must count a row's documents from 0"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]] * count)}, "padding must be on the right"),
+        ({"sample_mask": ones}, r"sample_mask must be a tensor \[2\]"),
+        ({"input_ids": ids[0]}, r"input_ids must be a tensor \[n, S\]"),
+    ]
+
+
+def refused(rank, recipe):
+    policy, _ = build(rank, recipe, 2)
+    policy.init_optimizer(20)
+    good = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "weight": torch.ones(2, 4)}
+
+    def loss(source, batch, global_seqs, global_tokens):
+        return -(source.logprobs().logprobs * batch["weight"]).sum() / global_tokens, {}
+
+    told = []
+    for change, _ in what_is_wrong(2):
+        batch = good | change if rank else good
+        if change.get("weight") == "left out" and rank:
+            del batch["weight"]
+        with pytest.raises(ValueError) as error:
+            policy.train(batch, loss)
+        told.append(str(error.value))
+    for change in ({"input_ids": good["input_ids"][0]}, {"seq_ids": good["input_ids"]}):
+        for call in (policy.get_logprobs, lambda batch: policy.get_topk_logits(batch, 2)):
+            with pytest.raises(ValueError, match="dp rank 1"):
+                call(good | change if rank else good)
+    with pytest.raises(ValueError, match="gbs=3 must be a multiple of the 2 data-parallel ranks"):
+        policy.train(good, loss, gbs=3)
+    policy.train(good, loss, gbs=2)  # nothing waits in a collective
+    return told
+
+
+def test_what_cannot_be_taken_is_refused_on_every_rank_by_name(tmp_path):
+    told = run_world(refused, 2, tiny_recipe(tmp_path))
+    assert told[0] == told[1]
+    for text, (_, pattern) in zip(told[0], what_is_wrong(2), strict=True):
+        assert re.search(pattern, text), (pattern, text)
