@@ -3,12 +3,12 @@
 Imports no torch, so that `dtrain validate` answers at once. Rows are not read here; `run` and `preview` do.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from dtrain.checkpoint.hub import cached, download, is_id
+from dtrain.checkpoint.model_files import indexed_files
 from dtrain.config import Recipe, check, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
@@ -214,10 +214,9 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
             f"set {key} to a directory with weights{otherwise}"
         ]
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [f"{index} is damaged: it has no weight_map from tensors to files"]
-    missing = [name for name in files if not (directory / str(name)).is_file()]
+        missing = [name for name in sorted(indexed_files(directory)) if not (directory / name).is_file()]
+    except UserError as error:
+        return [str(error)]
     if missing:
         return [f"{index} names files that are not there: {', '.join(missing)}; download the model again"]
     return []

@@ -134,6 +134,8 @@ def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
     state = store.read_state(step)
     kinds = {"cursor": list, "recipe": str, "data_fingerprint": str, "metrics": dict, "policy": dict, "method": dict}
     lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
+        lacking = ["cursor"]
     if lacking:
         raise UserError(f"{store.path(step)}: no run of this version of dtrain saved it, it lacks {', '.join(lacking)}")
     return state

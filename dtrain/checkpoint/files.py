@@ -4,14 +4,11 @@ A checksum is CRC-32 (zlib), as eight hex digits: it finds damage by disks and n
 guard against someone who writes both the file and its manifest.
 """
 
-import json
 import os
 import shutil
 import zlib
 from pathlib import Path
 from typing import IO, Any
-
-from dtrain.errors import UserError
 
 _BLOCK = 1 << 22
 
@@ -117,16 +114,6 @@ def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
     if beside.exists():
         shutil.rmtree(beside)
     return path.rename(beside)
-
-
-def read_json(path: Path) -> Any:
-    """The JSON in `path`; a file that is missing, unreadable or not JSON is a UserError naming it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: damaged, it is not JSON ({error})") from error
 
 
 def in_words(error: BaseException) -> str:

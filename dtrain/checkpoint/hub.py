@@ -4,11 +4,10 @@ huggingface_hub comes with tokenizers; where its cache lies, HF_TOKEN and HF_HUB
 torch. Only weights in safetensors and the small files beside them are fetched, no code and no pickle.
 """
 
-import json
 import re
 from pathlib import Path
 
-from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE
+from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
 FETCHED = [CONFIG, *COMPANIONS, SINGLE, "model-*.safetensors", INDEX]
@@ -75,7 +74,6 @@ def _has_weights(directory: Path) -> bool:
     if (directory / SINGLE).is_file():
         return True
     try:
-        names = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return all((directory / name).is_file() for name in indexed_files(directory))
+    except UserError:  # told of where the weights are read
         return False
-    return all((directory / str(name)).is_file() for name in names)

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.files import read_json, replace_by_copy, replace_text
+from dtrain.checkpoint.files import replace_by_copy, replace_text
 from dtrain.errors import UserError
+from dtrain.json_files import LARGE, read_json
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -43,10 +44,23 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise UserError(f"{directory} has no {CONFIG}: it is no model's directory in Hugging Face format")
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is no JSON object")
-    return config
+    return read_json(path)
+
+
+def indexed_files(directory: Path) -> dict[str, list[str]]:
+    """The files that the index of a model's directory names, and each one's tensors. Raises UserError."""
+    try:
+        weight_map = read_json(directory / INDEX, most=LARGE).get("weight_map")
+    except UserError as error:
+        raise UserError(f"{directory / INDEX}: damaged: {error}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(f"{directory / INDEX}: damaged: {INDEX} is damaged: it has no weight_map from tensors to files")
+    files: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise UserError(f"{directory / INDEX}: places {name} in {file!r}, which is no file of this directory")
+        files.setdefault(file, []).append(name)
+    return files
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:

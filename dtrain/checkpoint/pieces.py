@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dtrain.checkpoint.files import ChecksumStream
 from dtrain.errors import UserError
+from dtrain.json_files import loads
 from dtrain.parallel.placement import local_slices, local_tensor
 
 _VERSION = 1
@@ -193,7 +194,7 @@ def read_table(path: Path, text: bytes) -> Metadata:
     outside the checkpoint, an unknown dtype) is a UserError naming `path`: no part of a tensor stays unread unnoticed.
     """
     try:
-        table = json.loads(text)
+        table = loads(text)
         if table["version"] != _VERSION:
             raise UserError(f"{path}: written in format {table['version']!r}, this dtrain reads format {_VERSION}")
         stored, places = {}, {}
@@ -232,6 +233,6 @@ def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, _StorageI
 
 
 def _naturals(values: list) -> torch.Size:
-    if not all(isinstance(value, int) and value >= 0 for value in values):
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise ValueError(f"{values} are no sizes")
     return torch.Size(values)

@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dtrain.checkpoint.files import read_json
-from dtrain.checkpoint.model_files import INDEX, SINGLE
+from dtrain.checkpoint.model_files import INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,7 +44,7 @@ class WeightFiles:
         if (directory / SINGLE).is_file():
             self._add(directory / SINGLE, None)
         elif (directory / INDEX).is_file():
-            for file, names in _indexed(directory).items():
+            for file, names in indexed_files(directory).items():
                 self._add(directory / file, names)
         else:
             raise UserError(_no_weights(directory))
@@ -86,19 +85,6 @@ def _opened(path: Path) -> Iterator:
         raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-
-
-def _indexed(directory: Path) -> dict[str, list[str]]:
-    index = read_json(directory / INDEX)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(f"{directory / INDEX}: damaged, it has no weight_map from tensors to files")
-    files: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        if Path(file).name != file:
-            raise UserError(f"{directory / INDEX}: places {name} in {file!r}, which is no file of this directory")
-        files.setdefault(file, []).append(name)
-    return files
 
 
 def _no_weights(directory: Path) -> str:

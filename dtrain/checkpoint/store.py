@@ -30,11 +30,12 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dtrain.checkpoint.files import checksum, in_words, publish, read_json, set_aside, write_new
+from dtrain.checkpoint.files import checksum, in_words, publish, set_aside, write_new
 from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, read_table
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.errors import UserError
+from dtrain.json_files import OWN, loads, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -157,7 +158,7 @@ class CheckpointStore:
     def read_state(self, step: int) -> dict[str, Any]:
         """The `state` of a step; no tensor is read. No collective."""
         self._verify(step, [STATE])
-        return read_json(self.path(step) / STATE)
+        return _read(self.path(step) / STATE)
 
     def read_rank_state(self, step: int) -> tuple[dict[str, Any] | None, int]:
         """A `rank_state` for this rank, and which copy of it this is. No collective.
@@ -170,7 +171,7 @@ class CheckpointStore:
         if name not in self._manifest(step)["files"]:
             return None, 0
         self._verify(step, [name])
-        return read_json(self.path(step) / name), self.ranks.rank // saved
+        return _read(self.path(step) / name), self.ranks.rank // saved
 
     def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Size and dtype of every tensor of a step, by name. No collective."""
@@ -272,8 +273,10 @@ class CheckpointStore:
 
     def _manifest(self, step: int) -> dict[str, Any]:
         path = self.path(step) / MANIFEST
+        if path.exists() and not path.is_file():
+            raise Damaged(f"{path}: damaged, it is no file")
         try:
-            manifest = json.loads(path.read_bytes())
+            manifest = loads(path.read_bytes())
         except FileNotFoundError as error:
             raise Damaged(in_words(error)) from error
         except OSError as error:
@@ -288,8 +291,11 @@ class CheckpointStore:
                 raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
             if content["step"] != step:
                 raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
-            content["world_size"], content["files"][TABLE], content["files"][STATE]
-        except (KeyError, TypeError) as error:
+            content["files"][TABLE], content["files"][STATE]
+            sound = [Path(name).name == name and record.keys() >= {"bytes"} for name, record in content["files"].items()]
+            if type(content["world_size"]) is not int or content["world_size"] < 1 or not all(sound):
+                raise Damaged(f"{path}: damaged, or not written by dtrain")
+        except (KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{path}: damaged, or not written by dtrain") from error
         return content
 
@@ -299,6 +305,8 @@ class CheckpointStore:
             size = path.stat().st_size
         except OSError as error:
             return in_words(error)
+        if not path.is_file():
+            return f"{path}: damaged, it is no file"
         if size != record["bytes"]:
             return f"{path}: damaged, it has {size} bytes instead of {record['bytes']}"
         return None
@@ -319,6 +327,11 @@ class CheckpointStore:
                 wrong.append(fault)
             elif checksum(self.path(step) / name) != files[name]:
                 wrong.append(f"{self.path(step) / name}: damaged, its checksum does not match")
+            elif name.endswith(".json"):  # a file may be as it was written, and nothing that dtrain writes
+                try:
+                    _ = self._table(step) if name == TABLE else _read(self.path(step) / name)
+                except UserError as error:
+                    wrong.append(str(error))
         return wrong
 
     def _table(self, step: int) -> Metadata:
@@ -377,6 +390,10 @@ class CheckpointStore:
 
 # What torch.load raises for a file that torch.save did not write, beside what the file system does.
 _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, most=OWN, constants=True)
 
 
 def _save_planner() -> DefaultSavePlanner:

@@ -43,6 +43,7 @@ from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
 from dtrain.errors import UserError
+from dtrain.json_files import loads
 
 VERSION = 2
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
@@ -187,11 +188,11 @@ def _key(sources: Sequence[Source], encoder: RowEncoder) -> str:
 def _whole(place: Path) -> bool:
     """Whether the cache is there, with all its bytes."""
     try:
-        meta = json.loads((place / "meta.json").read_text())
+        meta = loads((place / "meta.json").read_bytes())
         return meta["version"] == VERSION and all(
             (place / name).stat().st_size == size for name, size in meta["sizes"].items()
         )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dtrain import json_files
 from dtrain.errors import UserError
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -115,7 +116,8 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
     """A row of a chunk as a dict. Raises UserError with file, line and column of what is wrong."""
     if isinstance(row, bytes):
         try:
-            row = json.loads(row.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n"))  # else column 1
+            text = row.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")  # else column 1
+            row = json_files.loads(text)
         except json.JSONDecodeError as problem:
             raise UserError(
                 f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "
@@ -123,10 +125,10 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
             ) from problem
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}:{line}: this line is not UTF-8 text ({problem}); convert it to UTF-8") from problem
-        except (ValueError, RecursionError) as problem:  # a number of thousands of digits, lists in lists in lists
+        except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
             raise UserError(f"{file}:{line}: Python cannot read this line: {problem}; mend it") from problem
     if not isinstance(row, dict):
-        raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {_named(row)}")
+        raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.kind_of(row)}")
     return row
 
 
@@ -136,11 +138,6 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
         for line, row in chunk.rows:
             return line, parse(chunk.file, line, row)
     return None
-
-
-def _named(value: Any) -> str:
-    names = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
-    return names.get(type(value), "null")
 
 
 def _open(file: Path) -> IO[bytes]:
@@ -182,7 +179,6 @@ def _json_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
 def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]:
     """The objects of one JSON array, decoded one after the other from a sliding piece of the file."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    decoder = json.JSONDecoder()
     buffer, position, line = text.read(CHUNK_BYTES), 0, 1
 
     def more() -> bool:
@@ -209,7 +205,8 @@ def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]
         next_character()
         while True:
             try:
-                row, end = decoder.raw_decode(buffer, position)
+                row, end = json_files.decoder.raw_decode(buffer, position)
+                json_files.check_shape(row)
                 break
             except json.JSONDecodeError as problem:
                 at = line + buffer.count("\n", position, problem.pos)

@@ -7,12 +7,12 @@ Problems are UserErrors that name the key and the fix; the caller, who knows the
 """
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.json_files import kind_of, loads
 
 IGNORE = -100  # a label without loss, as everywhere in the field
 
@@ -171,18 +171,12 @@ def read_string(value: Any, key: str) -> str:
     return value
 
 
-def kind_of(value: Any) -> str:
-    """What JSON calls it."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
-
-
 def read_list(value: Any, key: str) -> list[Any]:
     """`value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as problem:
+            value = loads(value)
+        except ValueError as problem:
             raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise UserError(f"{key} must be a list, not {kind_of(value)}")
@@ -257,8 +251,8 @@ def _sharegpt_message(message: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _sharegpt_calls(value: Any, key: str) -> list[dict[str, Any]]:
     try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as problem:
+        calls = loads(value) if isinstance(value, str) else value
+    except ValueError as problem:
         raise UserError(f"{key} must be the JSON of a function call ({problem})") from problem
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.data.formats import kind_of, read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.formats import read_integers, read_messages, read_string, read_tools, require_keys
 from dtrain.errors import UserError
+from dtrain.json_files import kind_of
 
 Message = dict[str, Any]
 # Columns by which other tools hold a prompt, or a part of it: beside chosen and rejected they are not passed over.

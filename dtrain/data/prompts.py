@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats import kind_of, read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.formats import read_integers, read_messages, read_string, read_tools, require_keys
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
+from dtrain.json_files import kind_of
 
 Message = dict[str, Any]
 # What a reward's function is called with beside the columns.

@@ -12,13 +12,13 @@ in mid-conversation, learnt from a probe. Templates whose loop cannot be marked 
 A `{% generation %}` block is taken at its word. What none of this decides is refused, not guessed.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.data.template import ChatTemplate, Marked
 from dtrain.errors import UserError
+from dtrain.json_files import loads
 
 QUESTION = {"role": "user", "content": "dtrain asks"}
 REPLY = "dtrain replies"
@@ -186,8 +186,8 @@ def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return dict(call)
     try:
-        value = json.loads(arguments)
-    except json.JSONDecodeError:
+        value = loads(arguments)
+    except ValueError:
         return dict(call)
     changed = {**function, "arguments": value if isinstance(value, dict) else arguments}
     return {**call, "function": changed} if "function" in call else changed

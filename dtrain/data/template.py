@@ -1,6 +1,6 @@
 """Chat templates: which one a model's conversations are written with, and what it writes.
 
-A template is jinja2, run in the sandbox and with the extras that the field's templates count on (transformers'
+A template is jinja2, run in a sandbox of bounded time and memory (`sandbox`) and with the extras that the field's templates count on (transformers'
 `apply_chat_template`): what `render` writes is what transformers writes. Torch is not imported.
 
 The template is compiled with marks that are silent in `render`: at the start of each round of a loop over messages,
@@ -20,17 +20,28 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from dtrain.data.tokenizer import read_json
+from dtrain.data.sandbox import Sandbox
 from dtrain.errors import UserError
+from dtrain.json_files import read_json, read_text
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
+SOURCE_BYTES = 1 << 20
+SAID = 500  # characters of a template's own message
 # What a template's own code can raise on a row that does not suit it.
-FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass
@@ -124,6 +135,7 @@ class ChatTemplate:
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
+        template.environment.begin()
         try:
             return template.render(
                 **{**self.variables, **marks},
@@ -135,7 +147,7 @@ class ChatTemplate:
         except FAILURES as problem:
             line = _template_line(problem)
             where = f" (line {line} of the template)" if line else ""
-            said = str(problem) or type(problem).__name__
+            said = str(problem)[:SAID] or type(problem).__name__
             raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {said}") from problem
 
 
@@ -154,10 +166,11 @@ def choose_template(
         path = Path(file).expanduser()
         if not path.is_file():
             raise UserError(f"data.chat_template: there is no file {file}")
-        return ChatTemplate(path.read_text(encoding="utf-8"), f"{path} (data.chat_template)", special_tokens, variables)
+        text = read_text(path, SOURCE_BYTES)
+        return ChatTemplate(text, f"{path} (data.chat_template)", special_tokens, variables)
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), str(path), special_tokens, variables)
+    if path.exists():
+        return ChatTemplate(read_text(path, SOURCE_BYTES), str(path), special_tokens, variables)
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = directory / name
         found = read_json(path).get("chat_template") if path.is_file() else None
@@ -165,7 +178,9 @@ def choose_template(
             continue
         if isinstance(found, str):
             return ChatTemplate(found, f"{path} (chat_template)", special_tokens, variables)
-        named = found if isinstance(found, dict) else {entry["name"]: entry["template"] for entry in found}
+        named = found if isinstance(found, dict) else _named(found)
+        if not all(isinstance(one, str) for one in [*named, *named.values()]) or not named:
+            raise UserError(f"{path}: chat_template must be a template, or a list of them, each with name and template")
         if "default" not in named:
             raise UserError(
                 f"{path}: chat_template has no template named default, only {', '.join(named)}; "
@@ -174,6 +189,14 @@ def choose_template(
         origin = f"{path} (chat_template 'default'{', with tools tool_use' * ('tool_use' in named)})"
         return ChatTemplate(named["default"], origin, special_tokens, variables, named.get("tool_use"))
     return None
+
+
+def _named(entries: Any) -> dict[Any, Any]:
+    """The templates of a list by their names; empty where it is none."""
+    is_sound = isinstance(entries, list) and all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+    )
+    return {entry["name"]: entry.get("template") for entry in entries} if is_sound else {}
 
 
 def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -223,17 +246,19 @@ def _call(name: str, line: int, *arguments: Any) -> nodes.Output:
 
 
 def _compile(source: str, origin: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    environment = Sandbox(
+        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        return environment.from_string(_LoopMarks().visit(environment.parse(source)))
-    except jinja2.TemplateSyntaxError as problem:
-        said = f"{origin}, line {problem.lineno}: the chat template is not valid: {problem.message}"
-        raise UserError(said) from problem
+        if len(source) > SOURCE_BYTES:
+            raise ValueError(f"it is longer than {SOURCE_BYTES:,} characters")
+        return environment.compiled(source, _LoopMarks())
+    except (*FAILURES, SyntaxError, AssertionError) as problem:
+        line = f", line {problem.lineno}" if isinstance(problem, jinja2.TemplateSyntaxError) else ""
+        said = str(getattr(problem, "message", problem))[:SAID] or type(problem).__name__
+        raise UserError(f"{origin}{line}: the chat template is not valid: {said}") from problem
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

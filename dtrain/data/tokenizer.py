@@ -15,8 +15,10 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from dtrain.errors import UserError
+from dtrain.json_files import LARGE, read_json, read_text
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
 
@@ -44,7 +46,8 @@ class Tokenizer:
         # byte-level post-processor would cut the leading space off a token's offsets.
         self._plain.post_processor = None
         self.special_tokens = _special_tokens(directory, self._whole, config, tokens_map)
-        model = {**model.get("text_config", {}), **model}
+        inner = model.get("text_config")
+        model = {**(inner if isinstance(inner, dict) else {}), **model}
 
         named = self._named_id("eos_token")
         ids = [*([] if named is None else [named]), *_ids(generation, "eos_token_id"), *_ids(model, "eos_token_id")]
@@ -53,7 +56,7 @@ class Tokenizer:
         padding = _first(self._named_id("pad_token"), _ids(generation, "pad_token_id"), _ids(model, "pad_token_id"))
         self.pad_id: int = padding if padding is not None else (self.eos_ids or [0])[0]
         self.size = max(self.vocabulary.values(), default=-1) + 1
-        self.id_limit = max(self.size, int(model.get("vocab_size") or 0))
+        self.id_limit = max([self.size, *_ids(model, "vocab_size")])
         self._source = (tokenizer_json, config.get("added_tokens_decoder"))
 
     @classmethod
@@ -66,9 +69,9 @@ class Tokenizer:
         if not file.is_file():
             raise UserError(_missing(directory))
         files = {name: read_json(directory / name) for name in FILES if (directory / name).is_file()}
-        if not isinstance(read_json(file).get("model"), dict):
+        if not isinstance(read_json(file, most=LARGE).get("model"), dict):
             raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
-        return cls(directory, file.read_text(encoding="utf-8"), files)
+        return cls(directory, read_text(file, LARGE), files)
 
     def __reduce__(self):
         return Tokenizer.from_directory, (self.directory,)
@@ -130,19 +133,20 @@ def _encode(backend: Backend, text: str, add_special_tokens: bool) -> Encoding:
 def _backend(directory: Path, text: str, config: Mapping[str, Any]) -> Backend:
     try:
         backend = Backend.from_str(text)
-    except Exception as problem:  # the library raises nothing narrower
+    except BaseException as problem:  # the library raises nothing narrower, and its panics are no Exception
+        if isinstance(problem, KeyboardInterrupt):
+            raise
         raise UserError(
             f"{directory / 'tokenizer.json'} is not readable: {problem}. "
             "Is the file whole, and the tokenizers package up to date?"
         ) from problem
     backend.no_truncation()
     backend.no_padding()
-    added = sorted((int(key), value) for key, value in (config.get("added_tokens_decoder") or {}).items())
-    for token_id, token in added:
+    for token_id, token in _added(directory / "tokenizer_config.json", config.get("added_tokens_decoder") or {}):
         if backend.token_to_id(token["content"]) is not None:
             continue
-        flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in token}
-        backend.add_tokens([AddedToken(token["content"], special=token.get("special", False), **flags)])
+        flags = {name: token[name] is True for name in FLAGS if name in token}
+        backend.add_tokens([AddedToken(token["content"], special=token.get("special") is True, **flags)])
         if backend.token_to_id(token["content"]) != token_id:
             raise UserError(
                 f"{directory / 'tokenizer_config.json'}: added_tokens_decoder gives {token['content']!r} the id "
@@ -152,6 +156,20 @@ def _backend(directory: Path, text: str, config: Mapping[str, Any]) -> Backend:
     return backend
 
 
+def _added(file: Path, written: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The tokens of `added_tokens_decoder`, by their ids."""
+    entries = written.items() if isinstance(written, dict) else [("", written)]
+    for key, token in entries:
+        if not (key.isdecimal() and len(key) < 10 and isinstance(token, dict) and _is_text(token.get("content"))):
+            raise UserError(f"{file}: added_tokens_decoder must be a table of ids, each with the content of its token")
+    return sorted(((int(key), token) for key, token in entries), key=lambda entry: entry[0])
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that is Unicode: JSON can spell half a character."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]) -> dict[str, str]:
     """name → text, each from the first file that names it; a token may be an object with its text as `content`."""
     found = {}
@@ -159,7 +177,9 @@ def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]
         values = [file[name] for file in files if file.get(name) is not None]
         if not values:
             continue
-        text = values[0]["content"] if isinstance(values[0], dict) else values[0]
+        text = values[0].get("content") if isinstance(values[0], dict) else values[0]
+        if not _is_text(text):
+            raise UserError(f"{directory}: {name} must be a text, in tokenizer_config.json or special_tokens_map.json")
         if backend.token_to_id(text) is None:
             raise UserError(
                 f"{directory}: {name} is {text!r}, which tokenizer.json has no token for; "
@@ -170,23 +190,14 @@ def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]
 
 
 def _ids(file: Mapping[str, Any], key: str) -> list[int]:
+    """The ids under `key`. Anything else names none: -1 stands for nothing in some files."""
     value = file.get(key)
-    return [] if value is None else [int(item) for item in value] if isinstance(value, list) else [int(value)]
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31]
 
 
 def _first(named: int | None, *others: list[int]) -> int | None:
     return named if named is not None else next((ids[0] for ids in others if ids), None)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model's directory. Raises UserError."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"{file} is not JSON ({problem}); is the file whole?") from problem
-    if not isinstance(value, dict):
-        raise UserError(f"{file} must be a JSON object")
-    return value
 
 
 def _missing(directory: Path) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dtrain.json_files import loads
+
 
 class Sink(Protocol):
     """`failures`: the exceptions that mean "this sink is broken", as against a bug in dtrain.
@@ -81,10 +83,11 @@ def cut_jsonl(path: Path, step: int) -> None:
 def _step_of(line: bytes) -> float:
     """The row's step; infinity where the line is no row, so that it goes."""
     try:
-        row = json.loads(line)
+        row = loads(line)
     except ValueError:
         return float("inf")
-    return row.get("step", float("inf")) if isinstance(row, dict) else float("inf")
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int | float) else float("inf")
 
 
 class TensorBoardSink:

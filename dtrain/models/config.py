@@ -4,7 +4,6 @@ Every field of the file is used, known to change nothing, or refused by name, al
 absent the default is transformers' for that family. Rotary scaling has a file of its own, `rope_config`.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.models.fields import Fields
+from dtrain.json_files import read_json
+from dtrain.models.fields import Fields, shown
 from dtrain.models.rope_config import Rope, read_gemma_ropes, read_rope
 
 __all__ = ["FULL", "SLIDING", "ModelConfig", "Rope", "parse_config", "read_config"]
 
+MOST_PARAMETERS = 10**14
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -52,6 +53,13 @@ class ModelConfig:
     dtype: str | None = None  # of the weights in the files, such as "bfloat16"
     is_text_tower: bool = False  # one part of a multimodal checkpoint
 
+    @property
+    def parameters(self) -> int:
+        """How many there are in the matrices; norms and biases are left out."""
+        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
+
 
 def read_config(directory: str | Path) -> ModelConfig:
     """The model described by `directory`/config.json. Raises UserError listing everything that cannot be used."""
@@ -59,15 +67,9 @@ def read_config(directory: str | Path) -> ModelConfig:
     path = directory / "config.json"
     if not directory.is_dir():
         raise UserError(_no_directory(str(directory)))
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{directory} has no config.json: model.path must be a model's directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return parse_config(values, str(path))
+    if not path.exists():
+        raise UserError(f"{directory} has no config.json: model.path must be a model's directory")
+    return parse_config(read_json(path), str(path))
 
 
 def _no_directory(name: str) -> str:
@@ -86,19 +88,25 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelCon
     architecture = _architecture(values, where)
     problems: list[str] = []
     config = _READERS[architecture](architecture, Fields(values, problems))
+    if not problems and config.parameters > MOST_PARAMETERS:
+        problems.append(
+            f"sizes of {config.parameters:,} parameters, {config.parameters * 2 >> 40:,} TiB in bfloat16: no memory "
+            "holds them; check vocab_size, hidden_size, intermediate_size and num_hidden_layers"
+        )
     if problems:
         raise UserError("\n".join([f"{where}: {architecture} with", *(f"  - {problem}" for problem in problems)]))
     return config
 
 
 def _architecture(values: dict[str, Any], where: str) -> str:
-    named = values.get("architectures") or [_MODEL_TYPES.get(values.get("model_type"), values.get("model_type"))]
-    for name in named if isinstance(named, list) else [named]:
-        if name in _READERS:
+    kind = values.get("model_type")
+    named = values.get("architectures") or [_MODEL_TYPES.get(kind, kind) if isinstance(kind, str) else kind]
+    named = named if isinstance(named, list) else [named]
+    for name in named:
+        if isinstance(name, str) and name in _READERS:
             return name
-    raise UserError(
-        f"{where}: architecture {' or '.join(map(str, named))} is not supported; there are: {', '.join(_READERS)}"
-    )
+    names = " or ".join(map(str, named[:5]))[:200]
+    raise UserError(f"{where}: architecture {names} is not supported; there are: {', '.join(_READERS)}")
 
 
 def _common(
@@ -141,9 +149,9 @@ def _common(
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "hidden_act": _ACTIVATIONS[fields.choice(activation[0], tuple(_ACTIVATIONS), activation[1])],
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, most=1.0),
         # transformers reads 0 as "unset"
-        "initializer_range": fields.number("initializer_range", 0.02) or 0.02,
+        "initializer_range": fields.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
         "tie_word_embeddings": fields.flag("tie_word_embeddings", tie),
         "attention_scale": head_dim**-0.5,
         "bos_token_id": fields.token("bos_token_id"),
@@ -176,11 +184,11 @@ def _layer_types(fields: Fields, count: int, default: list[str], fixed: bool = F
     if written is None:
         return tuple(default)
     if not isinstance(written, list) or not all(kind in (FULL, SLIDING) for kind in written):
-        fields.problem(f"layer_types {written!r}: entries must be {FULL} or {SLIDING}")
+        fields.problem(f"layer_types {shown(written)}: entries must be {FULL} or {SLIDING}")
     elif len(written) != count:
         fields.problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
     elif fixed and written != default:
-        fields.problem(f"layer_types {written!r}: in this architecture every layer is {default[0]} here")
+        fields.problem(f"layer_types {shown(written)}: in this architecture every layer is {default[0]} here")
     else:
         return tuple(written)
     return tuple(default)
@@ -266,7 +274,7 @@ def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: 
     if fields.get("hidden_act") is not None:
         fields.problem("hidden_act: Gemma3 reads hidden_activation")
     common = _common(architecture, fields, activation=("hidden_activation", None), pad=0, tie=tie)
-    common["attention_scale"] = fields.number("query_pre_attn_scalar", 256, positive=True) ** -0.5
+    common["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     spellings = ("sliding_window_pattern", "_sliding_window_pattern")
     pattern = next(filter(None, [fields.integer(key, None, optional=True) for key in spellings]), 6)
@@ -278,7 +286,7 @@ def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: 
         "ropes": read_gemma_ropes(fields, common["max_position_embeddings"], FULL, SLIDING),
         "qkv_bias": bias,
         "o_bias": bias,
-        "final_logit_softcapping": fields.number("final_logit_softcapping", None, optional=True, positive=True),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", None, optional=True),
     }
     fields.refuse_the_rest()
     return ModelConfig(**values, is_text_tower=is_text_tower)
@@ -291,16 +299,16 @@ def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
     fields.must_be_off("quantization_config", "quantized weights cannot be trained; use the original checkpoint")
     text = fields.get("text_config") or {}
     if not isinstance(text, dict):
-        fields.problem(f"text_config {text!r} is no object")
+        fields.problem(f"text_config {shown(text)} is no object")
         text = {}
     # The files' own end-of-turn tokens stand at the top, beside those of the text model.
     outer = {key: fields.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if fields.get(key) is not None}
-    tie = fields.get("tie_word_embeddings")
+    tie = None if fields.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings", True)
     if tie is not None and text.get("tie_word_embeddings", tie) != tie:
         fields.problem("tie_word_embeddings is not the same at the top and in text_config")
     fields.refuse_the_rest()
     inner = Fields({**text, **outer}, fields.problems, prefix="text_config.")
-    return _gemma3(architecture, inner, tie=True if tie is None else bool(tie), is_text_tower=True)
+    return _gemma3(architecture, inner, tie=True if tie is None else tie, is_text_tower=True)
 
 
 _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {

@@ -27,6 +27,19 @@ HARMLESS = frozenset(
     # pretraining_tp: how transformers 4 may cut its matrix products, whose sum is the same.
 )
 
+# The largest that a whole number may be, by its field; others end at LARGEST. Ten times and more what is published.
+LARGEST = 2**31 - 1
+SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**11,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**13,
+}
+DTYPES = ("float64", "float32", "float16", "bfloat16", "auto")
+
 
 class Fields:
     """The fields of one JSON object. A missing or null field takes its default; one of the wrong kind is a problem
@@ -63,27 +76,37 @@ class Fields:
         value = self._or_default(key, default, optional)
         if value is None:
             return None if optional else minimum
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self.problem(f"{key} {value!r}: must be a whole number of at least {minimum}")
+        most = SIZES.get(key, LARGEST)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most:
+            self.problem(f"{key} {shown(value)}: must be a whole number of at least {minimum} and at most {most}")
             return minimum
         return value
 
     def number(
-        self, key: str, default: float | None = None, *, optional: bool = False, positive: bool = False
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        optional: bool = False,
+        least: float = 0.0,
+        most: float = 1e6,
+        zero: bool = False,
     ) -> float | None:
+        """A number above `least` and up to `most`; zero: or 0."""
         value = self._or_default(key, default, optional)
         if value is None:
-            return None if optional else 1.0
+            return None if optional else most
         wrong_kind = isinstance(value, bool) or not isinstance(value, int | float)
-        if wrong_kind or value < 0 or (positive and value == 0):
-            self.problem(f"{key} {value!r}: must be a number {'above' if positive else 'of at least'} 0")
-            return 1.0
+        if wrong_kind or not (least < value <= most or (zero and value == 0)):  # NaN is neither
+            or_zero = ", or 0" if zero else ""
+            self.problem(f"{key} {shown(value)}: must be a number above {least:g} and at most {most:g}{or_zero}")
+            return most
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._or_default(key, default, False)
         if not isinstance(value, bool):
-            self.problem(f"{key} {value!r}: must be true or false")
+            self.problem(f"{key} {shown(value)}: must be true or false")
             return default
         return value
 
@@ -92,7 +115,7 @@ class Fields:
         if value in choices:
             return value
         if value is not None:
-            self.problem(f"{key} {value!r} is not implemented; there are: {', '.join(choices)}")
+            self.problem(f"{key} {shown(value)} is not implemented; there are: {', '.join(choices)}")
         return choices[0]
 
     def token(self, key: str, default: int | None = None) -> int | None:
@@ -102,34 +125,36 @@ class Fields:
             value = value[0]
         if value is None or value == []:
             return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.problem(f"{key} {value!r}: must be a token id")
+        if not _is_token(value):
+            self.problem(f"{key} {shown(value)}: must be a token id")
             return None
         return value
 
     def tokens(self, key: str) -> tuple[int, ...]:
         value = self.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in values):
-            self.problem(f"{key} {value!r}: must be a token id or a list of them")
+        if not all(map(_is_token, values)):
+            self.problem(f"{key} {shown(value)}: must be a token id or a list of them")
             return ()
         return tuple(values)
 
     def dtype(self) -> str | None:
         """transformers 5 writes `dtype`, 4 `torch_dtype`; "auto" says nothing."""
         value = self.get("dtype") or self.get("torch_dtype")
-        name = str(value).removeprefix("torch.") if value is not None else None
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if name is not None and name not in DTYPES:
+            self.problem(f"dtype {shown(value)} is not read; there are: {', '.join(DTYPES)}")
         return None if name == "auto" else name
 
     def must_be_off(self, key: str, reason: str) -> None:
         if self.get(key):
-            self.problem(f"{key} {_short(self._values[key])}: {reason}")
+            self.problem(f"{key} {shown(self._values[key])}: {reason}")
 
     def refuse_the_rest(self) -> None:
         """Every field not asked for is a problem, unless it is harmless, private to transformers or switched off."""
         for key, value in self._values.items():
             if key not in self._asked and key not in HARMLESS and value:
-                self.problem(f"{key} {_short(value)}: not a field that dtrain knows; it may change the numbers")
+                self.problem(f"{shown(key)[1:-1]} {shown(value)}: not a field that dtrain knows; it may change the numbers")
 
     def _or_default(self, key: str, default: Any, optional: bool) -> Any:
         value = self.get(key)
@@ -140,6 +165,11 @@ class Fields:
         return default
 
 
-def _short(value: Any) -> str:
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def shown(value: Any) -> str:
+    """The value in a message, cut to one line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.models.fields import Fields
+from dtrain.models.fields import Fields, shown
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Rope:
     table_scale: float = 1.0
 
 
+# A base of 1 would turn all pairs alike, and YaRN divides by its logarithm.
+_BASE = {"least": 1.0, "most": 1e15}
 # The parameters that each kind reads, beside rope_theta.
 _PARAMETERS = {
     "default": (),
@@ -39,7 +41,7 @@ def read_rope(fields: Fields, max_positions: int) -> Rope:
     """The rope of a model whose layers all share it."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
-    theta = fields.number("rope_theta", 10_000.0, positive=True)
+    theta = fields.number("rope_theta", 10_000.0, **_BASE)
     original = fields.integer("original_max_position_embeddings", None, optional=True)
     partial = fields.number("partial_rotary_factor", 1.0)
     if partial != 1.0:
@@ -51,11 +53,11 @@ def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str
     """Gemma3's two: scaling belongs to the full layers, and the sliding ones have a base of their own."""
     nested = fields.get("rope_parameters") or {}
     if not isinstance(nested, dict) or set(nested) - {full, sliding}:
-        fields.problem(f"rope_parameters {nested!r}: must be nested under {full} and {sliding}")
+        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {full} and {sliding}")
         nested = {}
     scaling = fields.get("rope_scaling") or {}
-    theta = fields.number("rope_theta", 1_000_000.0, positive=True)
-    local_theta = fields.number("rope_local_base_freq", 10_000.0, positive=True)
+    theta = fields.number("rope_theta", 1_000_000.0, **_BASE)
+    local_theta = fields.number("rope_local_base_freq", 10_000.0, **_BASE)
     kinds = ("default", "linear", "llama3")
     full_written = nested.get(full) or {}
     if isinstance(full_written, dict) and isinstance(scaling, dict):
@@ -78,15 +80,15 @@ def _rope(
     original: int | None = None,
 ) -> Rope:
     if not isinstance(written, dict):
-        fields.problem(f"{where} {written!r} is no object")
+        fields.problem(f"{where} {shown(written)} is no object")
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
     inner.known("type", "original_max_position_embeddings")
     kind = inner.get("rope_type") or written.get("type") or "default"
     if kind not in kinds:
-        fields.problem(f"{where}: rope type {kind!r} is not implemented; there are: {', '.join(kinds)}")
+        fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
-    theta = inner.number("rope_theta", theta, positive=True)
+    theta = inner.number("rope_theta", theta, **_BASE)
     if inner.number("partial_rotary_factor", 1.0) != 1.0:
         inner.problem("partial_rotary_factor: only whole heads are rotated")
     if kind in ("llama3", "yarn"):
@@ -95,14 +97,14 @@ def _rope(
     values: dict[str, Any] = {}
     if "factor" in reads:
         # YaRN may leave the factor to the two lengths (DeepSeek's files do).
-        values["factor"] = inner.number("factor", max_positions / original if kind == "yarn" else None, positive=True)
+        values["factor"] = inner.number("factor", max_positions / original if kind == "yarn" else None, least=1e-3)
     if kind == "llama3":
-        values |= {key: inner.number(key, positive=True) for key in ("low_freq_factor", "high_freq_factor")}
+        values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
         if values["high_freq_factor"] <= values["low_freq_factor"]:
             inner.problem("high_freq_factor must be greater than low_freq_factor")
     if kind == "yarn":
-        values["beta_fast"] = inner.number("beta_fast", 32.0) or 32.0  # 0 is read as unset
-        values["beta_slow"] = inner.number("beta_slow", 1.0) or 1.0
+        values["beta_fast"] = inner.number("beta_fast", 32.0, zero=True) or 32.0  # 0 is read as unset
+        values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _yarn_scale(inner, values["factor"])
     inner.refuse_the_rest()
@@ -112,8 +114,8 @@ def _rope(
 def _yarn_scale(fields: Fields, factor: float) -> float:
     """YaRN's attention factor as transformers infers it: 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
     given = fields.number("attention_factor", None, optional=True)
-    mscale = fields.number("mscale", None, optional=True)
-    mscale_all_dim = fields.number("mscale_all_dim", None, optional=True)
+    mscale = fields.number("mscale", None, optional=True, zero=True)
+    mscale_all_dim = fields.number("mscale_all_dim", None, optional=True, zero=True)
     if given is not None:
         return given
 

@@ -180,7 +180,7 @@ def test_directories(tmp_path):
     with pytest.raises(UserError, match="no config.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{,")
-    with pytest.raises(UserError, match="not valid JSON.*line 1"):
+    with pytest.raises(UserError, match="config.json is not JSON.*line 1"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="not a JSON object"):

@@ -1,0 +1,292 @@
+"""The sandbox in which a chat template runs: jinja's, with a limit on its work, on what it builds and on its time.
+
+A template comes from whoever made the model. jinja's sandbox keeps it away from the machine, but lets loops turn in
+loops and a text double itself. Here each rendering has a budget. Rounds of loops, calls, filters, tests and comparisons
+count, with the parts of what they are given; so does what is built. What gives much out of little is asked before it
+runs. `Counting` puts the questions into the parsed template, as filters, whose names a template cannot take.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Sized
+from functools import wraps
+from string import Formatter
+from types import FunctionType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes, pass_eval_context
+from jinja2.runtime import Context, LoopContext, Macro, markup_join, str_join
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+ROUNDS = 2_000_000
+BUILT = 1 << 28  # characters, and ENTRY for each entry of a list
+ENTRY = 8
+SECONDS = 20.0
+BITS = 20_000  # of a whole number
+# What takes more time than its text is long, or fills a text up to any width; no chat template has a use for it.
+FILTERS_LEFT_OUT = ("urlize", "striptags", "wordwrap", "pprint", "center", "batch", "slice")
+METHODS_LEFT_OUT = frozenset("striptags center ljust rjust zfill expandtabs encode translate maketrans to_bytes".split())
+# Filters and tests that look at the outside of what they are given and build nothing; and those that build its like.
+FREE = frozenset(
+    """length count first last default d attr items map select reject selectattr rejectattr safe boolean callable
+    defined undefined none string mapping number integer float sequence iterable sameas true false""".split()
+)
+SHALLOW = ("list", "reverse")
+_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
+ASKED = ("replace", "join", "format", "indent", "tojson")  # filters that give much out of little
+_PLAIN = frozenset([str, int, float, bool, type(None)])
+
+
+class TooMuch(jinja2.TemplateRuntimeError):
+    """A rendering has used up its budget."""
+
+
+class Budget:
+    """What is left to a rendering."""
+
+    def __init__(self):
+        self.rounds, self.built, self.until = ROUNDS, BUILT, time.monotonic() + SECONDS
+
+    def spend(self, rounds: int, built: int = 0) -> None:
+        self.rounds -= rounds
+        self.built -= built
+        if self.rounds < 0:
+            raise TooMuch(f"it takes more than {ROUNDS:,} rounds of loops and calls")
+        if self.built < 0:
+            raise TooMuch(f"it builds more than {BUILT >> 20} MiB of text and lists")
+        if time.monotonic() > self.until:
+            raise TooMuch(f"it takes longer than {SECONDS:.0f} s")
+
+    def would_build(self, size: int) -> None:
+        """Spends nothing; raises TooMuch where it could not."""
+        if size > self.built:
+            self.spend(0, size)
+
+    def weigh(self, values: Iterable[Any]) -> int:
+        """Spend a round for every part of `values`, one that they hold twice twice, as whoever prints or compares them
+        meets it. Returns about how many characters they print."""
+        waiting, parts, text = list(values), 1, 0
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, str):
+                text += len(one)
+            elif type(one) in _PLAIN:
+                continue
+            elif isinstance(one, dict | list | tuple | set | frozenset | MappingView):
+                parts += len(one)
+                if parts > self.rounds:
+                    break
+                waiting += one
+                waiting += one.values() if isinstance(one, dict) else ()
+            elif isinstance(one, Namespace):
+                waiting.append(object.__getattribute__(one, "_Namespace__attrs"))
+        self.spend(parts)
+        self.would_build(text)
+        return text + 20 * parts
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """jinja's environment for chat templates, with a budget for each rendering, which `begin` starts."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, filters: dict[str, Callable[..., Any]], **options: Any):
+        super().__init__(finalize=self._weighed, **options)
+        self._thread = threading.local()  # several may render at once
+        del self.globals["lipsum"]
+        self.filters |= filters
+        for name in FILTERS_LEFT_OUT:
+            del self.filters[name]
+        for table in (self.filters, self.tests):
+            table |= {name: self._counted(name, function) for name, function in table.items() if name not in FREE}
+        own = {"loop": self._loop, "weighed": self._weighed, "sized": self._sized, "joined": self._joined}
+        own["seen"] = self._seen
+        self.filters |= {f"dtrain.{name}": function for name, function in own.items()}
+
+    def begin(self) -> None:
+        self._thread.budget = Budget()
+
+    @property
+    def budget(self) -> Budget:
+        return self._thread.budget
+
+    def compiled(self, source: str, *changes: NodeTransformer) -> jinja2.Template:
+        """The template of a text, with `changes`, which counts. Raises what jinja and Python raise for one that is not
+        valid."""
+        self.begin()
+        tree = self.parse(source)
+        for change in (*changes, Counting()):
+            tree = change.visit(tree)
+        return self.from_string(tree)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in METHODS_LEFT_OUT and super().is_safe_attribute(obj, attr, value)
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        budget, found = self.budget, []
+        for piece in pieces:
+            found.append(piece)
+            budget.built -= len(piece)
+            if budget.built < 0:
+                budget.spend(0)
+        return "".join(found)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):  # its hash looks at every part
+            self.budget.weigh(argument)
+        return super().getitem(obj, argument)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+        if isinstance(__obj, Macro | FunctionType) and not hasattr(__obj, "__wrapped__"):  # the template's own, or ours
+            return __self._sized(super().call(__context, __obj, *args, **kwargs))
+        args, kwargs = __self._given(args, kwargs)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            __self._ask(__obj.__name__, owner, [*args, *kwargs.values()])
+        return __self._sized(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            self.budget.spend(1, len(left) + len(right))
+            return left + right
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > BITS:
+                raise TooMuch("it computes with numbers of thousands of digits")
+        elif operator == "%" and isinstance(left, str):
+            self.budget.weigh([right])
+            self._ask("format", left, [right])
+        else:
+            factor = max([one for one in (left, right) if isinstance(one, int)], default=1) if operator == "*" else 1
+            self.budget.would_build((_size(left) + _size(right)) * factor)
+        return self._sized(super().call_binop(context, operator, left, right))
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if name not in SHALLOW:
+                args, kwargs = self._given(args, kwargs)
+            if name not in ASKED:
+                return self._sized(function(*args, **kwargs))
+            values = [one for one in args if not isinstance(one, Context | nodes.EvalContext | jinja2.Environment)]
+            self._ask(name, values[0] if values else None, [*values[1:], *kwargs.values()])
+            return self._sized(function(*args, **kwargs))
+
+        return counted
+
+    def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments of a call, weighed; what would come piece by piece is a list."""
+        if not kwargs and _PLAIN.issuperset(map(type, args)):
+            return args, kwargs
+        args, kwargs = [self._whole(one) for one in args], {name: self._whole(one) for name, one in kwargs.items()}
+        self.budget.weigh([*args, *kwargs.values()])
+        return args, kwargs
+
+    def _whole(self, value: Any) -> Any:
+        return list(self._loop(value)) if isinstance(value, Iterator) and not isinstance(value, LoopContext) else value
+
+    def _ask(self, name: str, value: Any, given: Sequence[Any]) -> None:
+        """Whether there is room for what the method or filter `name` of `value` would build."""
+        texts = [one for one in given if isinstance(one, str)]
+        widest = max([*map(len, texts), *(one for one in given if isinstance(one, int)), 4])
+        if name == "replace" and len(texts) > 1:
+            self.budget.would_build(str(value).count(texts[0]) * len(texts[1]))
+        elif name == "join":
+            separator = max(map(len, [*texts, value if isinstance(value, str) else ""]))
+            self.budget.would_build(separator * max(map(_size, [value, *given])))
+        elif name in ("format", "format_map"):
+            self.budget.would_build(_widths(str(value)) + str(value).count("{") * self.budget.weigh(given))
+            self.budget.would_build(str(value).count("%") * self.budget.weigh(given))
+        elif name == "indent":
+            self.budget.would_build(len(str(value).splitlines()) * widest)
+        elif name == "tojson" and given:
+            self.budget.would_build(self.budget.weigh([value]) * widest)
+
+    def _loop(self, values: Any) -> Any:
+        """What a loop goes through, a round for each."""
+        if not isinstance(values, Sized):
+            return map(self._sized, values)
+        self.budget.spend(len(values))
+        return values
+
+    def _weighed(self, value: Any) -> Any:
+        if type(value) not in _PLAIN:
+            self.budget.weigh([value])
+        return value
+
+    def _seen(self, value: Any) -> Any:
+        self.budget.spend(1)
+        return value
+
+    def _sized(self, value: Any) -> Any:
+        self.budget.spend(1, _size(value))
+        return value
+
+    @pass_eval_context
+    def _joined(self, context: nodes.EvalContext, *pieces: Any) -> str:
+        self.budget.weigh(pieces)
+        return self._sized((markup_join if context.autoescape else str_join)(pieces))
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str) else ENTRY * len(value) if isinstance(value, list | tuple) else ENTRY
+
+
+def _widths(text: str) -> int:
+    """How wide the fields of a format are, `%9d` and `{:9}`, together."""
+    specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)] if "{" in text else []
+    if "{" in "".join(specs) or any("*" in found for found in _PERCENT.findall(text)):
+        raise TooMuch("it formats to a width that is itself computed")
+    numbers = [*re.findall(r"\d+", " ".join(specs)), *(one for found in _PERCENT.findall(text) for one in found)]
+    return sum(int(one[:18]) for one in numbers if one)
+
+
+class Counting(NodeTransformer):
+    """Sends what a template goes through, compares, cuts, joins and puts into lists through the sandbox's counters."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = _through("loop", node.iter)
+        if not isinstance(node.target, nodes.Name):  # others call a mark in each round, which looks at the clock
+            node.body.insert(0, nodes.ExprStmt(_through("seen", nodes.Const(None))).set_lineno(node.lineno))
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        sides = [node, *node.ops]
+        is_short = any(_is_shallow(side.expr) for side in sides)
+        if not is_short or any(side.op in ("in", "notin") for side in node.ops):
+            for side in sides:
+                side.expr = _through("seen" if is_short else "weighed", side.expr)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return _through("joined", node.nodes[0], *node.nodes[1:])
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _through("sized", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_List(self, node: nodes.List) -> nodes.Expr:
+        self.generic_visit(node)
+        return _through("weighed", node)
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        return node if node.ctx != "load" else self.visit_List(node)
+
+
+def _is_shallow(node: nodes.Expr) -> bool:
+    """Whether a comparison with it ends at the first look."""
+    return isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Dict) and not node.items)
+
+
+def _through(name: str, value: nodes.Expr, *more: nodes.Expr) -> nodes.Expr:
+    made = nodes.Filter(value, f"dtrain.{name}", list(more), [], None, None)
+    return made.set_lineno(value.lineno or 1)
