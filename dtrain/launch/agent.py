@@ -248,6 +248,8 @@ def _listen(job: Path, launcher: int, stop: "StopFlag", beat: Callable[[], None]
     first = 0.0
     while True:
         heard = wait(HEARD, LOOK_SECONDS) if wait else time.sleep(LOOK_SECONDS)
+        if heard and heard.si_signo not in HEARD:  # noise, of a process that was suspended for longer (CPython 3.11)
+            heard = None
         beat()
         if os.getppid() != launcher:
             os._exit(ENDED)
