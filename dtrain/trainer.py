@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dtrain import config, data, metrics, resume
 from dtrain.checkpoint.background import Saver
+from dtrain.checkpoint.files import refuse_unwritable
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
@@ -68,6 +69,8 @@ class Trainer:
         self.ranks = Ranks()
         self.run = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
         self.ranks.first(lambda: self.run.hold(tell=print) and None)  # a lock is no value to broadcast
+        if recipe.checkpoint.export != "none":
+            self.ranks.first(lambda: refuse_unwritable(self.run.export))
         if runtime.is_main:
             stack.callback(self.run.release)
         self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)

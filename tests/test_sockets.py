@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from dtrain import config
 from dtrain.addresses import EVERYWHERE, address_to_listen_at, listen
 from dtrain.launch.rendezvous import within
-from tests.test_clusters import children, srun, start, wait_for  # noqa: F401  start is a fixture
+from tests.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
 from tests.test_launch import Launched
 from tests.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
 from tests.tiny import tiny_recipe
@@ -123,3 +124,24 @@ def test_a_name_says_where_to_listen(monkeypatch):
     assert address_to_listen_at("localhost", 1) == address_to_listen_at("127.0.0.1", 1) == "127.0.0.1"
     assert address_to_listen_at("gpu07", 1) == EVERYWHERE  # others know it by another address
     assert address_to_listen_at("nowhere.invalid", 1) == EVERYWHERE
+
+
+def test_a_group_for_weights_listens_where_its_receivers_look(hosts):  # noqa: F811
+    """At the address that both ends were told, on a host of several."""
+    code = "import sys, torch; from dtrain.rollout.weights import weight_group; _, rank, ip = sys.argv\n"
+    code += "group = weight_group(ip, 29520, int(rank), 2, torch.device('cpu')); group.barrier().wait()\n"
+    code += "print('there', flush=True); sys.stdin.read()"
+    ends = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", hosts[0], sys.executable, "-c", code, str(rank), MASTER],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [end.stdout.readline() for end in ends] == ["there\n"] * 2
+        found = [listening(end.pid) for end in ends]
+        assert (MASTER, 29520) in found[0] and addresses(found[0] | found[1]) == {MASTER}
+    finally:
+        for end in ends:
+            end.communicate(timeout=60)

@@ -276,7 +276,7 @@ def write_to_log(recipe: Recipe, rank: int) -> None:
     """From here on what this process prints goes to its log in the run's directory; rank 0 keeps the terminal."""
     path = log_file(recipe, rank)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead where nothing is yet
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise UserError(f"run.dir={recipe.run.dir}: {path} cannot be written: {error.strerror}") from error
