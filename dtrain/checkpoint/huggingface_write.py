@@ -169,8 +169,8 @@ def write_entries(
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
-    """Write the trained `entries` and the `copied` ones to `out`, or where that leads as a symbolic link. Collective; see
-    `write_directory`."""
+    """Write the trained `entries` and the `copied` ones to `out`, or to where that leads as a symbolic link.
+    Collective; see `write_directory`."""
     out = real(out)
     trained = {entry.dtype for entry in entries}
     foreign = trained - _KINDS.keys()

@@ -12,8 +12,10 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from dtrain.errors import UserError
 
 PREFIX, LOCK = "dtrain-", "lock"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -21,18 +23,21 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @contextmanager
 def job_directory() -> Iterator[Path]:
-    """A new directory of mode 0700, deleted at the end of the block."""
-    sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
-        job = Path(name)
-        lock = os.open(job / f".{LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    """A new directory of mode 0700, deleted at the end of the block. Raises UserError where there can be none."""
+    folder = tempfile.gettempdir()
+    sweep(Path(folder))
+    with ExitStack() as stack:
         try:
+            name = tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder, ignore_cleanup_errors=True)
+            job = Path(stack.enter_context(name))
+            lock = os.open(job / f".{LOCK}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.write(lock, _marker())
             os.rename(job / f".{LOCK}", job / LOCK)  # held from when it has its name
-            yield job
-        finally:
-            os.close(lock)
+        except OSError as error:
+            raise UserError(f"the temporary folder {folder}: {error.strerror}; set TMPDIR to another one") from error
+        yield job
 
 
 def sweep(folder: Path) -> None:
