@@ -13,7 +13,8 @@ last line, which stands beside:
     checkpoint, data         what outlives a run; files to batches
     losses, metrics, optim   logits to numbers; what is written down; optimizers and schedules
     attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
-    batch, orphans           the batch contract; children that end with their parent
+    batch                    the batch contract
+    addresses, orphans       where sockets listen; children that end with their parent
     config, errors           the recipe; what a user can mend
 """
 

@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return 128 + error.signum
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:  # with the number of a second signal, of whatever kind
         print("dtrain: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

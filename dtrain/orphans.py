@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it."""
+"""A process that ends with the one that started it, and the end of a process with all that came of it."""
 
 import ctypes
 import os
@@ -6,6 +6,8 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 POLL_SECONDS = 0.5
 
@@ -23,6 +25,25 @@ def end_with(parent: int, status: int = 1) -> None:
         threading.Thread(target=_watch, args=(parent, status), daemon=True).start()
     if os.getppid() != parent:
         os._exit(status)
+
+
+def kill(pids: list[int]) -> None:
+    """End these processes, which may be gone, stopped ones too."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that came of `pid`, as Linux knows them; elsewhere none is found."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            children.setdefault(int(stat.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found[1:]
 
 
 def _watch(parent: int, status: int) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dtrain import config, data, metrics, resume
 from dtrain.checkpoint.background import Saver
+from dtrain.checkpoint.files import refuse_unwritable
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
@@ -68,6 +69,8 @@ class Trainer:
         self.ranks = Ranks()
         self.run = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
         self.ranks.first(lambda: self.run.hold(tell=print) and None)  # a lock is no value to broadcast
+        if recipe.checkpoint.export != "none":
+            self.ranks.first(lambda: refuse_unwritable(self.run.export))
         if runtime.is_main:
             stack.callback(self.run.release)
         self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)
@@ -83,6 +86,7 @@ class Trainer:
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
         self.policy = Policy(recipe, model_config, mesh, runtime)
+        self.policy.model.register_forward_pre_hook(lambda *_: runtime.stop.tick())  # micro-batches, tokens
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         self.start = resume.find_start(recipe, self.run, self.store, self.ranks, self.metrics.say)
         self.total_steps = recipe.train.steps or self._last_step_of_epochs()
@@ -195,13 +199,15 @@ class Trainer:
         contents = resume.contents(
             self.recipe, self.policy, self.method, step, cursor, self.rows.fingerprint, self._measured
         )
-        self.saver.save(step, *contents, wait=wait)
+        with self.runtime.stop.saving():
+            self.saver.save(step, *contents, wait=wait)
         if self.recipe.checkpoint.export == "every":
             self.export()
 
     def export(self) -> None:
         """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
-        self.policy.export(self.run.export, Path(self.recipe.model.path))
+        with self.runtime.stop.saving():
+            self.policy.export(self.run.export, Path(self.recipe.model.path))
         self.metrics.say(f"exported to {self.run.export}")
 
     def lacks_export(self, start: Start) -> bool:
@@ -264,7 +270,12 @@ class Trainer:
 
     def _as_the_method_sees_it(self) -> Run:
         stop = self.runtime.stop
-        return Run(self.metrics, self.run.path, self._stack, lambda: stop.signum != 0)
+
+        def ask_stop() -> bool:
+            stop.tick()
+            return stop.signum != 0
+
+        return Run(self.metrics, self.run.path, self._stack, ask_stop)
 
     def _tell_plan(self, wait: float) -> None:
         """The planned peak, once it is known, with the measured one."""
@@ -284,6 +295,7 @@ class Trainer:
 
         Raises, on every rank, what a save in the background has failed with on any.
         """
+        self.runtime.stop.tick()
         told = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
             dist.all_reduce(told, dist.ReduceOp.MAX)

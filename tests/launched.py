@@ -4,8 +4,10 @@ python -m tests.launched DIRECTORY TRAINING [key=value ...]
 """
 
 import os
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,6 +61,48 @@ def hangs(recipe, runtime):
     time.sleep(60)
 
 
+def hangs_with_children(recipe, runtime):
+    """One of them in a session of its own, as code of the user's is."""
+    sleeping = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
+    Path(recipe.run.dir, f"children-{runtime.rank}").write_text(" ".join(str(one.pid) for one in sleeping))
+    hangs(recipe, runtime)
+
+
+def spins(recipe, runtime):
+    """Code of the user's that never ends on the last rank, and catches all that is thrown at it; the others wait."""
+    _mark(recipe, runtime)
+    if runtime.rank < runtime.world_size - 1:
+        dist.barrier()
+    while True:
+        with suppress(BaseException):
+            time.sleep(0.01)
+
+
+def saves_slowly(recipe, runtime):
+    """For longer than a main thread may stand still: bytes come, then the disk syncs."""
+    _mark(recipe, runtime)
+    while not runtime.stop.signum:
+        time.sleep(0.05)
+    with runtime.stop.saving():
+        for pause in [0.5] * 8 + [4.0]:
+            time.sleep(pause)
+            Path(recipe.run.dir, f"saved-{runtime.rank}").write_text("x" * 100)
+    raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
+
+
+def steps_slowly(recipe, runtime):
+    """One rank gets something done now and then, for which the others wait."""
+    _mark(recipe, runtime)
+    while not runtime.stop.signum:
+        time.sleep(0.05)
+    for _ in range(5 if runtime.rank == 0 else 0):
+        time.sleep(1.0)
+        runtime.stop.tick()
+    if runtime.world_size > 1:
+        dist.barrier()
+    raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
+
+
 def reduces(recipe, runtime):
     """Collectives one after another, for a minute or so, until a rank is lost."""
     _mark(recipe, runtime)
@@ -75,13 +119,23 @@ def starves(recipe, runtime):
     torch.empty(2**60)
 
 
-def fails_once(recipe, runtime):
+def _fail_once(recipe, runtime):
     tried = Path(recipe.run.dir, f"tried-{runtime.rank}")
     if not tried.exists():
         tried.touch()
         dist.barrier()
         raise RuntimeError("a passing cloud")
+
+
+def fails_once(recipe, runtime):
+    _fail_once(recipe, runtime)
     _mark(recipe, runtime, recipe.checkpoint.resume)
+
+
+def fails_once_and_waits(recipe, runtime):
+    _fail_once(recipe, runtime)
+    dist.barrier()
+    waits(recipe, runtime)
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention",),
     ("parallel",),
-    ("batch", "orphans", "randomness"),
+    ("batch", "orphans", "randomness", "addresses"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of.

@@ -13,9 +13,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from dtrain import addresses
 from dtrain.errors import Stopped, UserError
 from dtrain.launch import contact, meeting, pulse, rendezvous
-from dtrain.launch.rendezvous import Place, Voices, agree, within
+from dtrain.launch.rendezvous import Place, Voices, within
 from dtrain.parallel.runtime import StopFlag
 
 HOSTS = ("a", "a", "b", "b")
@@ -28,7 +29,7 @@ class World:
     """
 
     def __init__(self, patience=30.0, problems=None, come=(1, 2, 3)):
-        listener, token = contact.listen()
+        listener, token = addresses.listen("127.0.0.1", 0), "0f" * 16
         self.meeting = contact.Meeting("a", ("127.0.0.1",), listener.getsockname()[1], token, patience)
         self.told, self.patience, self.problems = {}, patience, problems or {}
         self.hearts = {0: pulse.Hub(self.guest(0), 4, patience, self.lost(0), listener, token)}
@@ -192,9 +193,9 @@ def test_a_problem_is_told_though_ranks_stay_away_and_two_of_one_number_are_one(
 
 
 def test_the_interface_of_an_address():
-    assert contact.interface_of("127.0.0.1") == "lo" and contact.interface_of("192.0.2.77") is None
-    assert contact.plain("::ffff:10.0.0.1") == "10.0.0.1" and contact.plain("fe80::1%eth0") == "fe80::1"
-    assert contact.is_loopback("::ffff:127.0.1.1") and not contact.is_loopback("10.0.0.1")
+    assert addresses.interface_of("127.0.0.1") == "lo" and addresses.interface_of("192.0.2.77") is None
+    assert addresses.plain("::ffff:10.0.0.1") == "10.0.0.1" and addresses.plain("fe80::1%eth0") == "fe80::1"
+    assert addresses.is_loopback("::ffff:127.0.1.1") and not addresses.is_loopback("10.0.0.1")
 
 
 def voices():
@@ -247,29 +248,30 @@ def test_what_takes_too_long_is_not_waited_for():
 
 def test_who_watches():
     assert not Place().watches
-    assert not Place(world_size=2, local_world_size=2, started_by="torchrun").watches  # its agent does
+    assert Place(world_size=2, local_world_size=2, started_by="torchrun").watches
+    assert not Place(world_size=2, local_world_size=2).watches  # its launcher does
     assert Place(world_size=4, local_world_size=2, started_by="torchrun").watches
     assert Place(world_size=2, local_world_size=2, started_by="slurm").watches
 
 
-def test_each_start_agrees_on_a_name_of_its_own_whatever_an_earlier_one_left():
-    store = dist.HashStore()
-    store.set("here/1", "of a start that rank 0 never saw")
-    seen = []
+def test_each_start_has_a_store_of_its_own_whatever_an_earlier_one_left():
+    """As under torchrun, whose agent keeps one store over all restarts."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent.set("here/1", "of a start that rank 0 never saw")
     for size in (3, 3, 2):
-        names = {}
+        found = {}
 
-        def come(rank, size, names):
-            names[rank] = agree(store, rank, size, timedelta(seconds=20))
+        def come(rank, size, found):
+            place = Place(rank, rank, size, size, "torchrun", 0, ("127.0.0.1", agent.port), True)
+            with meeting.watched(place, 20.0, voices()) as met:
+                met.store.set(str(rank), "")
+                met.store.wait([str(other) for other in range(size)], timedelta(seconds=20))
+                found[rank] = met.store.add("count", 1)
 
-        threads = [threading.Thread(target=come, args=(rank, size, names)) for rank in range(size)]
+        threads = [threading.Thread(target=come, args=(rank, size, found)) for rank in range(size)]
         for thread in threads:
             thread.start()
             time.sleep(0.15)
         for thread in threads:
             thread.join()
-        assert len(names) == size and len(set(names.values())) == 1
-        seen.append(names[0])
-    assert len(set(seen)) == 3
-    with pytest.raises(UserError, match="of 3 ranks, 2 did not come within 0.2 s: 1, 2"):
-        agree(store, 0, 3, timedelta(seconds=0.2))
+        assert sorted(found.values()) == list(range(1, size + 1))

@@ -10,6 +10,8 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
+from dtrain.errors import UserError
+
 _BLOCK = 1 << 22
 
 
@@ -99,6 +101,44 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def real(path: Path) -> Path:
+    """Where `path` leads, through symbolic links; what is put together beside it must lie on the same disk. UserError
+    for links that lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def staged(directory: Path) -> Path:
+    """Where the directory is put together until it gets its name."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def refuse_unwritable(path: Path) -> None:
+    """UserError where no directory could be published at `path` later on. Leaves nothing but its parent."""
+    directory = real(path)
+    named = str(path) if path == directory else f"{path}, which leads to {directory},"
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{named} is no directory: delete it, or choose another place")
+    if os.path.ismount(directory):
+        raise UserError(
+            f"{named} is a disk's own mount point, which no directory can take the place of: let the path lead to a "
+            "directory below it"
+        )
+    partial = staged(directory)
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        partial.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{named} cannot be written: it is put together beside its place, and {directory.parent} does not allow "
+            f"that ({error.strerror})"
+        ) from error
 
 
 def publish(partial: Path, final: Path) -> None:

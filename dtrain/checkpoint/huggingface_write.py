@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtrain.checkpoint.files import in_words, publish, set_aside, write_new
+from dtrain.checkpoint.files import in_words, publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, passed_over
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
@@ -169,14 +169,16 @@ def write_entries(
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
-    """Write the trained `entries` and the `copied` ones to `out`. Collective; see `write_directory`."""
+    """Write the trained `entries` and the `copied` ones to `out`, or to where that leads as a symbolic link.
+    Collective; see `write_directory`."""
+    out = real(out)
     trained = {entry.dtype for entry in entries}
     foreign = trained - _KINDS.keys()
     if foreign:
         raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
     shards = _shards([*entries, *copied], max_shard_bytes)
     names = _file_names(len(shards))
-    partial = out.with_name(f".{out.name}.partial")
+    partial = staged(out)
     ranks.first(lambda: _begin(out, partial, replace))
     try:
         for start in range(0, len(shards), ranks.size):
@@ -210,9 +212,8 @@ def _file_names(count: int) -> list[str]:
 def _begin(out: Path, partial: Path, replace: bool) -> None:
     if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is already there: delete it, or choose another directory")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    refuse_unwritable(out)
+    partial.mkdir()
 
 
 def _write_side_by_side(shards: list[list[Entry]], names: list[str], directory: Path, ranks: Ranks) -> None:

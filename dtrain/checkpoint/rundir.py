@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.files import replace_text
+from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.model_files import CHAT_TEMPLATE, copy_companions
 from dtrain.errors import UserError
 
@@ -73,7 +73,11 @@ class RunDirectory:
         the system drops it with the process, however that ends, and forked workers do not inherit it.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            for directory in (self.path, self.checkpoints, self.model):
+                if directory == self.path or directory.is_symlink():  # to a disk where nothing is yet, perhaps
+                    real(directory).mkdir(parents=True, exist_ok=True)
+                if directory.exists() and not os.access(directory, os.W_OK | os.X_OK):
+                    raise UserError(f"run.dir: {directory}, which is {real(directory)}, cannot be written")
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error

@@ -37,8 +37,9 @@ class Launch:
     """How often all processes are started again after one died; they resume from the newest whole checkpoint. Under
     torchrun its own --max-restarts is what counts."""
     lost_after: float = 60.0
-    """Seconds without a sign of life after which a rank of a run on several hosts is lost, and the run ends with its
-    name and host. A process that died is noticed at once."""
+    """Seconds without a sign of life (a stopped process, a silent host) after which a rank is lost, and the run ends
+    with its name. A process that died is noticed at once. After a first SIGINT, SIGTERM or SIGUSR1 also the seconds
+    that the ranks of one machine may get nothing done, a save aside: the run then ends unsaved."""
 
 
 @dataclass

@@ -153,7 +153,7 @@ def open_cache(
         with tempfile.TemporaryDirectory() as scratch:
             _build(Path(scratch), sources, encoder, num_workers, progress, label)
             return Samples(Path(scratch), weights)
-    root = Path(cache_dir).expanduser()
+    root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
     place = root / _key(sources, encoder)
     try:
         root.mkdir(parents=True, exist_ok=True)

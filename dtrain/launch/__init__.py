@@ -2,9 +2,11 @@
 
 start        in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
 agent        several ranks on this machine: the launcher, and the worker that it starts
+workers      those processes, watched by their beats
+job          the private directory that launcher and workers share
 rank         one rank: its device, its signals, its log, what running out of memory means
 rendezvous   where a rank is among those of its run, and the store where they find one another
-meeting      ranks of several hosts meet, and the process group comes up
+meeting      ranks that no launcher of ours started meet; the process group comes up
 hosts        what those hosts must have in common
 pulse        who is there, and still there: a lost rank is named
 contact      how ranks reach rank 0's host

@@ -1,48 +1,55 @@
-"""Several ranks on this machine: the launcher that starts them with torchrun's elastic agent, and the worker it starts.
+"""Several ranks on this machine: the launcher that starts and watches them, and the worker it starts.
 
-The two share a directory, the job's: the recipe goes in, the file `stop` asks the workers to end in order, and each
-worker that does not end well leaves a report, so that an error is told once, by the launcher, whoever had it.
+The two share a directory, the job's: the recipe goes in, the file `stop` asks the workers to end in order, the ranks
+meet in a file of it (`store`), and each worker that does not end well leaves a report, so that an error is told once,
+by the launcher, whoever had it. No socket is opened but those of gloo and NCCL, at the loopback.
 """
 
 import importlib
 import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.config import Recipe, load, to_yaml
 from dtrain.errors import Stopped, UserError
+from dtrain.launch.job import job_directory
 from dtrain.launch.rank import (
+    SAME_SECONDS,
     STOPPING,
     OutOfMemory,
     Place,
     Train,
     choose_device,
     log_file,
+    newest_checkpoint,
     on_signals,
     resumed,
     run_rank,
     write_to_log,
 )
+from dtrain.launch.workers import LOOK_SECONDS, Heart, Worker
 from dtrain.orphans import end_with
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
-SAVE_SECONDS = 600.0  # how long workers that were asked to stop may take to save
-POLL_SECONDS = 0.25
+SETTLE_SECONDS = 1.0  # for the others to say why they end too
 HEARD = {signal.SIGTERM, signal.SIGUSR1}  # by a worker's listening thread
-ENDED = 128 + signal.SIGTERM  # exit status of a worker that the launcher ended because another one died
+ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
+# The worker finds dtrain, and whatever else its launcher could import, wherever it was started.
+START = (
+    "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['path']; "
+    "from dtrain.launch import work; work(sys.argv[1], sys.argv[2])"
+)
 
 
 class WorkerFailed(Exception):
@@ -61,76 +68,88 @@ class Report:
     signum: int = 0  # that it was stopped by
 
 
-def run_workers(recipe: Recipe, threads: int | None, train: Train | None = None) -> None:
+def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str], train: Train | None = None) -> None:
     """Run `recipe` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
     nproc = recipe.launch.nproc
     choose_device(recipe.launch.device, Place(world_size=nproc, local_world_size=nproc))
-    with tempfile.TemporaryDirectory(prefix="dtrain-") as name:
-        job = Path(name)
+    with job_directory() as job:
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
         _write(job / "recipe.yaml", to_yaml(recipe))
         _write(job / "job.json", json.dumps(setup))
         asked: list[int] = []
-        # Workers that do not get to save are ended the way a second Ctrl-C ends them.
-        patience = threading.Timer(SAVE_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
-        patience.daemon = True
 
         def ask(signum: int) -> None:
             asked.append(signum)
             _write(job / "stop", str(int(signum)))
             os.write(2, STOPPING)
-            patience.start()
 
-        try:
-            with on_signals(ask):
-                exits = _start_and_wait(recipe, job)
-        finally:
-            patience.cancel()
-        reports = _reports(job)
+        with on_signals(ask):
+            for attempt in range(recipe.launch.max_restarts + 1):
+                failure = _attempt(recipe, job, attempt, environ, asked)
+                reports = _reports(job, attempt)
+                is_hopeless = asked or any(report.kind in ("user", "stopped") for report in reports)
+                if failure is None or is_hopeless or attempt == recipe.launch.max_restarts:
+                    break
+                why = (reports[0].text if reports else str(failure)).strip().splitlines()[-1]
+                left = f"{attempt + 1} of {recipe.launch.max_restarts}"
+                print(f"starting again ({left}) after: {why}", file=sys.stderr)
+    if failure is not None:
+        raise failure
     stopped = [report for report in reports if report.kind == "stopped"]
-    if any(exits.values()) and not (asked and stopped):
-        raise _reason(recipe, reports, exits)
     if stopped:  # nobody asked this process where a batch system signalled the workers alone
         raise Stopped(asked[0] if asked else stopped[0].signum, stopped[0].text)
 
 
-def _start_and_wait(recipe: Recipe, job: Path) -> dict[int, int]:
-    """Start the workers under torchrun's elastic agent; the exit status of each rank that did not end well."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in list(logging.root.manager.loggerDict):  # the failures that they tell of are told here, in plain words
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=recipe.launch.nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=recipe.launch.max_restarts,
-        monitor_interval=POLL_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=str(job / "agent")),
-        signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are ours: its own answer gives the workers 30 s to save
-    )
-    # The worker finds dtrain, and whatever else this process could import, wherever it was started.
-    start = (
-        "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['path']; "
-        "from dtrain.launch import work; work(sys.argv[1])"
-    )
-    try:
-        elastic_launch(config, sys.executable)("-c", start, str(job))
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    return {}
+def _attempt(
+    recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]
+) -> Exception | None:
+    """Start all ranks and see to their end; what went wrong."""
+    nproc = recipe.launch.nproc
+    command = [sys.executable, "-c", START, str(job)]
+    with ExitStack() as stack:
+        workers = []
+        for rank in range(nproc):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            place["TORCHELASTIC_RESTART_COUNT"] = attempt
+            given = {**environ, **{name: str(value) for name, value in place.items()}}
+            workers.append(Worker(rank, command, given, recipe.launch.lost_after))
+            stack.callback(workers[-1].end)
+        if lost := _watch(workers, asked):
+            return WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}")
+        exits = {worker.rank: worker.status for worker in workers if worker.status is not None}
+        stood = "".join(f"; {worker.stood}" for worker in workers if worker.stood)
+    reports = _reports(job, attempt)
+    if any(exits.values()) and not (asked and any(report.kind == "stopped" for report in reports)):
+        return _reason(recipe, reports, exits, stood)
+    return None
 
 
-def _reason(recipe: Recipe, reports: list[Report], exits: Mapping[int, int]) -> Exception:
-    """Of all that the workers said, and how they exited, what began it."""
+def _watch(workers: list[Worker], asked: list[int]) -> str | None:
+    """Until all have ended, or one did not end well; or what is wrong with those that have not."""
+    is_asked = False
+    while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
+        time.sleep(LOOK_SECONDS)
+        for worker in workers:
+            worker.look()
+        if lost := [worker.lost for worker in workers if worker.lost]:
+            return "; ".join(lost) + "; the run cannot go on without"
+        if not is_asked and (asked or any(worker.standstill.last.signum for worker in workers)):
+            is_asked = True
+            for worker in workers:
+                worker.standstill.seconds = 0.0
+        living = [worker for worker in workers if worker.status is None]
+        if is_asked and living and all(worker.standstill.is_over for worker in living):
+            stood = "; ".join(worker.stood for worker in living)
+            return f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
+    until = time.monotonic() + SETTLE_SECONDS
+    while any(worker.status is None for worker in workers) and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS / 5)
+    return None
+
+
+def _reason(recipe: Recipe, reports: list[Report], exits: Mapping[int, int], stood: str = "") -> Exception:
+    """Of all that the workers said, and how they exited, what began it. stood: whose main thread had hung before."""
     mistakes = list(dict.fromkeys(report.text for report in reports if report.kind == "user"))
     if mistakes:
         return UserError("\n".join(mistakes))
@@ -147,7 +166,7 @@ def _reason(recipe: Recipe, reports: list[Report], exits: Mapping[int, int]) -> 
     if crashes:
         first = crashes[0]
         last_line = first.text.strip().splitlines()[-1]
-        return WorkerFailed(f"{first.text}\nrank {first.rank} failed: {last_line}{_see_log(recipe, first.rank)}")
+        return WorkerFailed(f"{first.text}\nrank {first.rank} failed: {last_line}{_see_log(recipe, first.rank)}{stood}")
     rank = min((rank for rank, status in exits.items() if status != ENDED), default=min(exits))
     return WorkerFailed(f"rank {rank} ended with status {exits[rank]} without a word{_see_log(recipe, rank)}")
 
@@ -156,11 +175,10 @@ def _see_log(recipe: Recipe, rank: int) -> str:
     return f"; what it printed is in {log_file(recipe, rank)}" if rank > 0 else ""
 
 
-def _reports(job: Path) -> list[Report]:
-    """The reports of the last attempt, in the order of time."""
-    found = [Report(**json.loads(path.read_text())) for path in job.glob("report-*.json")]
-    last = max((report.attempt for report in found), default=0)
-    return sorted((report for report in found if report.attempt == last), key=lambda report: report.time)
+def _reports(job: Path, attempt: int) -> list[Report]:
+    """In the order of time."""
+    found = [Report(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
+    return sorted(found, key=lambda report: report.time)
 
 
 def _write(path: Path, text: str) -> None:
@@ -170,9 +188,9 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def work(directory: str, place: Place) -> None:
-    """A worker from its first line to its last. Never returns."""
-    job, attempt = Path(directory), place.attempt
+def work(job: Path, beats: int, place: Place) -> None:
+    """A worker from its first line to its last. Never returns. beats: the pipe for them."""
+    os.set_inheritable(beats, False)
     setup = json.loads((job / "job.json").read_text())
     end_with(setup["launcher"], ENDED)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -183,20 +201,19 @@ def work(directory: str, place: Place) -> None:
     from dtrain.parallel.runtime import StopFlag
 
     stop = StopFlag()
-    threading.Thread(target=_listen, args=(job, setup["launcher"], stop), daemon=True).start()
+    heart = Heart(stop, threading.get_ident())
+    pulse = (job, setup["launcher"], stop, lambda: heart.send(beats))
+    threading.Thread(target=_listen, args=pulse, daemon=True).start()
+    place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
     status, kind, text, signum = 0, "", "", 0
     try:
         recipe = load(job / "recipe.yaml")
         if place.rank > 0:
             write_to_log(recipe, place.rank)
-        earlier = _reports(job)
-        if attempt and any(report.kind == "user" for report in earlier):
-            raise UserError(next(report.text for report in earlier if report.kind == "user"))
         if (job / "stop").exists():
             raise _TooEarly
         train = getattr(importlib.import_module(setup["target"][0]), setup["target"][1])
-        recipe = _again(recipe, attempt, earlier, place.rank) if attempt else recipe
-        run_rank(recipe, place, stop, setup["threads"], train)
+        run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train)
     except _TooEarly:
         status, kind, text = 1, "stopped", "stopped before training began; there was nothing to save"
     except Stopped as error:
@@ -208,8 +225,8 @@ def work(directory: str, place: Place) -> None:
     except BaseException:  # the last stop of this process: told by the launcher, in whose hands it is not lost
         status, kind, text = 1, "crash", traceback.format_exc()
     if kind:
-        report = Report(place.rank, attempt, kind, text, time.time(), signum)
-        _write(job / f"report-{attempt}-{place.rank}.json", json.dumps(asdict(report)))
+        report = Report(place.rank, place.attempt, kind, text, time.time(), signum)
+        _write(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
         if place.rank > 0:
             print(text, file=sys.stderr)
     sys.stdout.flush()
@@ -221,28 +238,25 @@ class _TooEarly(Exception):
     """The run was asked to stop before this worker had begun."""
 
 
-def _again(recipe: Recipe, attempt: int, earlier: list[Report], rank: int) -> Recipe:
-    """The recipe of another attempt, which goes on from the newest checkpoint."""
-    if rank == 0:
-        why = earlier[0].text.strip().splitlines()[-1] if earlier else "a process died"
-        print(f"starting again ({attempt} of {recipe.launch.max_restarts}) after: {why}", file=sys.stderr)
-    return resumed(recipe)
-
-
-def _listen(job: Path, launcher: int, stop: "StopFlag") -> None:
+def _listen(job: Path, launcher: int, stop: "StopFlag", beat: Callable[[], None]) -> None:
     """Hear for this worker, in a thread of its own, while its main thread may be deep in a collective. Never returns.
 
-    The launcher asks for an orderly end by the file `stop`; SIGINT is its own to answer. SIGTERM from the launcher
-    means that another worker died: this one ends at once. SIGTERM from anyone else (a batch system that signals every
-    process), and SIGUSR1, ask for an orderly end.
+    The launcher asks for an orderly end by the file `stop`; SIGINT is its own to answer. SIGTERM (a batch system that
+    signals every process) and SIGUSR1 ask for an orderly end; a second one ends this process.
     """
     wait = getattr(signal, "sigtimedwait", None)
+    first = 0.0
     while True:
-        heard = wait(HEARD, POLL_SECONDS) if wait else time.sleep(POLL_SECONDS)
-        ended = heard and heard.si_pid == launcher and heard.si_signo == signal.SIGTERM
-        if os.getppid() != launcher or ended:
+        heard = wait(HEARD, LOOK_SECONDS) if wait else time.sleep(LOOK_SECONDS)
+        if heard and heard.si_signo not in HEARD:  # noise, of a process that was suspended for longer (CPython 3.11)
+            heard = None
+        beat()
+        if os.getppid() != launcher:
             os._exit(ENDED)
-        if not stop.signum and heard:
-            stop.request(heard.si_signo)
+        if heard and first and time.monotonic() - first > SAME_SECONDS:
+            os._exit(128 + heard.si_signo)
+        if heard:
+            first = first or time.monotonic()
+            stop.request(stop.signum or heard.si_signo)
         if not stop.signum and (job / "stop").exists():
             stop.request(int((job / "stop").read_text()))

@@ -4,16 +4,11 @@ Rank 0 listens at a port that its system picks; where that is, and a token, the 
 meet. A connection carries lines of text. Standard library only.
 """
 
-import fcntl
-import ipaddress
 import json
-import secrets
 import socket
-import struct
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+from dtrain.addresses import own_address
 
 CONNECT_SECONDS = 5.0
 LONGEST = 2**16  # bytes of a line
@@ -71,26 +66,10 @@ class Line:
         return [line.decode(errors="replace") for line in lines]
 
 
-def listen() -> tuple[socket.socket, str]:
-    """A socket for the hub, on every address of this host and a port that the system picks, and a token."""
-    token = secrets.token_hex(16)
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 may be built in and switched off
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096), token
-    return socket.create_server(("", 0), backlog=4096), token
-
-
 def addresses(master: tuple[str, int]) -> tuple[str, ...]:
     """How this host may be reached by those that reach `master`: its own address on the way there, and its name."""
-    found = []
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing
-            found.append(probe.getsockname()[0])
-    except OSError:
-        pass
-    return (*found, socket.gethostname())
+    own = own_address(*master)
+    return (*([own] if own else []), socket.gethostname())
 
 
 def connect(meeting: Meeting, me: Guest) -> socket.socket | None:
@@ -119,31 +98,3 @@ def read_guest(text: str) -> Guest | None:
         return Guest(int(rank), str(host), int(attempt), problem)
     except (ValueError, TypeError):
         return None
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(plain(address)).is_loopback
-
-
-def plain(address: str) -> str:
-    """An IPv4 address that came in by an IPv6 socket as such, and an IPv6 one without its zone."""
-    return address.removeprefix("::ffff:").split("%")[0]
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this host that has `address`; None where none has, or the system is not Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    wanted = ipaddress.ip_address(plain(address))
-    if wanted.version == 6:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        having = {line.split()[-1] for line in lines if bytes.fromhex(line.split()[0]) == wanted.packed}
-        return min(having, default=None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an IPv4 address
-                get_address = 0x8915
-                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
-                if answer[20:24] == wanted.packed:
-                    return name
-    return None

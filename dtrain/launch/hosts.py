@@ -58,7 +58,7 @@ def _same_directory(run: Path, ranks: Ranks) -> None:
     """A file that rank 0 writes is there for all."""
 
     def write() -> Path:
-        run.mkdir(parents=True, exist_ok=True)
+        run.resolve().mkdir(parents=True, exist_ok=True)
         path = run / f".seen-by-all-{secrets.token_hex(8)}"
         path.touch()
         return path

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import secrets
 import socket
 import time
 import uuid
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dtrain.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback
 from dtrain.errors import Stopped, Unavailable, UserError
 from dtrain.launch import contact, pulse
 from dtrain.launch.rendezvous import (
@@ -20,7 +22,6 @@ from dtrain.launch.rendezvous import (
     Place,
     Voices,
     absent,
-    agree,
     heed,
     listed,
     open_store,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 PROBLEM_SECONDS = 60.0  # for the others to come where one that has come knows that the run cannot begin
 FILES = 65536
-GLOO = "GLOO_SOCKET_IFNAME"  # of the environment, read by torch
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,24 @@ class Met:
 
 
 def join(place: Place, device: "torch.device", met: Met | None) -> None:
-    """The process group of the whole run. Collective. Raises UserError where other ranks do not come.
+    """The process group of the whole run. Collective.
 
-    met: None where the ranks do not watch over one another.
+    met: None where one launcher started all ranks; they meet in a file of its private directory.
     """
     import torch.distributed as dist
 
-    host, port = place.master
-    if met is not None:
-        where = {"store": met.store}
-    elif place.agent_store:  # the same one over all restarts: what an earlier start left there must not be read
-        store = dist.TCPStore(host, port, is_master=False)
-        where = {"store": dist.PrefixStore(agree(store, place.rank, place.world_size), store)}
-    else:
-        where = {"init_method": f"tcp://{host}:{port}"}
+    store = dist.FileStore(str(place.file), place.world_size) if met is None else met.store
     backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, device_id=device_id, **where)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device_id)
+
+
+def stay_inside(place: Place, *, nccl: bool) -> None:
+    """Have the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone, unless the user has
+    named another. For ranks that are all on this host: nobody outside has any business there."""
+    if name := loopback():
+        place.environ.setdefault(GLOO, name)
+        if nccl:
+            place.environ.setdefault(NCCL, f"={name}")
 
 
 @contextmanager
@@ -94,8 +97,8 @@ def watched(place: Place, patience: float, voices: Voices, problem: str | None =
         heart.close()
         raise UserError(together.problem)
     if GLOO not in place.environ:
-        address = heart.address if place.rank and not contact.is_loopback(heart.address) else together.address
-        if name := contact.interface_of(address):
+        address = heart.address if place.rank and not is_loopback(heart.address) else together.address
+        if name := interface_of(address):
             place.environ[GLOO] = name
     try:
         import torch.distributed as dist
@@ -129,8 +132,9 @@ def _receive(
 ) -> tuple[pulse.Hub, str, "dist.Store"]:
     """Rank 0: the hub, once all have come, the token of this start, and the store where the ranks meet."""
     store = open_store(place, voices)
-    listener, token = contact.listen()
-    addresses = (place.master[0], *contact.addresses(place.master))
+    inside = "127.0.0.1" if place.is_inside else None
+    listener, token = listen(inside or address_to_listen_at(*place.master), 0), secrets.token_hex(16)
+    addresses = (inside,) if inside else (place.master[0], *contact.addresses(place.master))
     hub = pulse.Hub(me, place.world_size, patience, lost, listener, token)
     hub.start()
     answers = Answers(store, json.dumps([me.host, addresses, listener.getsockname()[1], token, patience]))

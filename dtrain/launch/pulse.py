@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dtrain.launch.contact import LONGEST_PROBLEM, Guest, Line, is_loopback, plain, read_guest
+from dtrain.addresses import is_loopback, plain
+from dtrain.launch.contact import LONGEST_PROBLEM, Guest, Line, read_guest
 
 LOOKS = 6  # beats that may be missed
 SETTLE = 1.0  # seconds

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.meeting import join, watched
+from dtrain.launch.meeting import join, stay_inside, watched
 from dtrain.launch.rendezvous import Place, Voices, within
+from dtrain.launch.workers import LOOK_SECONDS, Heart, Standstill
+from dtrain.orphans import descendants, kill
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,8 @@ Train = Callable[[Recipe, "Runtime"], None]
 TOLD_SECONDS = 60.0  # of silence after which a rank is lost, where no recipe could be read that says so
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 
-SAME_SECONDS = 1.0  # two SIGINTs closer than this are one Ctrl-C: `timeout` and torchrun pass on what the group got too
+SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
+END_SECONDS = 3.0  # for the main thread to unwind after a second signal
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
@@ -76,6 +79,8 @@ def run_rank(
             met = stack.enter_context(watched(place, recipe.launch.lost_after, voices))
             stack.enter_context(memory_errors(recipe, place, device))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
+        if place.is_inside:
+            stay_inside(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train))
         if place.world_size > 1:
             join(place, device, met)
         if met is not None:
@@ -84,6 +89,11 @@ def run_rank(
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
+
+
+def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
+    """Whether a group of NCCL's may be needed that reaches beyond this host: its variable counts for the process."""
+    return train is not None or (recipe.method == "grpo" and recipe.grpo.server.weights == "broadcast")
 
 
 def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train | None = None) -> None:
@@ -105,8 +115,28 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
         if place.rank == 0:
             os.write(2, STOPPING)
 
-    with on_signals(ask):
-        run_rank(recipe, place, stop, threads, train, terminal)
+    ended = threading.Event()
+    if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
+        threading.Thread(target=_end_hung, args=(recipe, stop, threading.get_ident(), ended), daemon=True).start()
+    try:
+        with on_signals(ask):
+            run_rank(recipe, place, stop, threads, train, terminal)
+    finally:
+        ended.set()
+
+
+def _end_hung(recipe: Recipe, stop: "StopFlag", main: int, ended: threading.Event) -> None:
+    """End this process where its `main` thread was asked to stop and gets nothing done."""
+    heart, still = Heart(stop, main), Standstill(recipe.launch.lost_after)
+    while not ended.wait(LOOK_SECONDS):
+        if not stop.signum:
+            continue
+        still.look(heart.beat())
+        if still.is_over:
+            text = f"asked to stop, the run has stood at {still.last.place} for {still.seconds:.0f} s"
+            os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
+            kill(descendants(os.getpid()))
+            os._exit(1)
 
 
 @contextmanager
@@ -142,14 +172,17 @@ def _come_with(place: Place, problem: UserError) -> NoReturn:
 
 def _tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
     """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
-    checkpoints = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
-    saved = within(FILE_SECONDS, partial(_newest, checkpoints))
-    if saved is None:
-        saved = f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
-    text = f"{who}; the run cannot go on without. {saved}"
+    text = f"{who}; the run cannot go on without. {newest_checkpoint(recipe)}"
     if terminal is not None:
         os.write(terminal, f"\ndtrain: {text}\n".encode())
     return text
+
+
+def newest_checkpoint(recipe: Recipe) -> str:
+    """Where the same command goes on, in words."""
+    checkpoints = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
+    saved = within(FILE_SECONDS, partial(_newest, checkpoints))
+    return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
 
 def _newest(checkpoints: Path) -> str:
@@ -243,7 +276,7 @@ def write_to_log(recipe: Recipe, rank: int) -> None:
     """From here on what this process prints goes to its log in the run's directory; rank 0 keeps the terminal."""
     path = log_file(recipe, rank)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead where nothing is yet
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise UserError(f"run.dir={recipe.run.dir}: {path} cannot be written: {error.strerror}") from error
@@ -258,12 +291,15 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 @contextmanager
 def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """The first of `STOP_SIGNALS` calls `ask`; a second Ctrl-C raises KeyboardInterrupt. Main thread only."""
+    """The first of `STOP_SIGNALS` calls `ask`; a second one raises KeyboardInterrupt with its number, and where the
+    block does not end by that, the process ends within seconds. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     owner = os.getpid()
     asked: list[float] = []
+    last: list[int] = []
+    ended = threading.Event()
 
     def handle(signum: int, frame: object) -> None:
         if os.getpid() != owner:  # a forked helper: the run's own process decides for both
@@ -273,12 +309,21 @@ def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
         elif not asked:
             asked.append(time.monotonic())
             ask(signum)
-        elif signum == signal.SIGINT and time.monotonic() - asked[0] > SAME_SECONDS:
-            raise KeyboardInterrupt
+        elif time.monotonic() - asked[0] > SAME_SECONDS:
+            last.append(signum)
+            raise KeyboardInterrupt(signum)
 
+    def insist() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
+                kill(descendants(owner))
+                os._exit(128 + last[0])
+
+    threading.Thread(target=insist, daemon=True).start()
     previous = {signum: signal.signal(signum, handle) for signum in STOP_SIGNALS}
     try:
         yield
     finally:
+        ended.set()
         for signum, handler in previous.items():
             signal.signal(signum, handler)

@@ -1,15 +1,17 @@
 """Where the ranks of one start find one another: their places, and the store that they sign in to."""
 
+import errno
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, MutableMapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from dtrain.addresses import address_to_listen_at, listen
 from dtrain.errors import Stopped, UserError
 from dtrain.launch import contact
 
@@ -31,9 +33,10 @@ POLL_SECONDS = 0.1
 class Place:
     """This process among those of the run.
 
-    started_by  torchrun, or slurm; None: this process is alone, or a launcher
+    started_by  torchrun, or slurm; None: this process is alone, or a launcher or one of its ranks
     attempt     restarts of all processes before this one
     master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
+    file        where the ranks of one launcher meet instead
     environ     the environment of this process, where gloo's interface is named unless its user has
     """
 
@@ -45,14 +48,18 @@ class Place:
     attempt: int = 0
     master: tuple[str, int] = ("localhost", 0)
     agent_store: bool = False
+    file: Path | None = None
     environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def watches(self) -> bool:
-        """Whether the ranks watch over one another: an agent of torchrun sees the processes of its own host only, and
-        srun's need not end together."""
-        alone = self.world_size == 1 or self.started_by is None
-        return not alone and (self.started_by == "slurm" or self.world_size > self.local_world_size)
+        """Whether the ranks watch over one another; those of a launcher are watched by it."""
+        return self.world_size > 1 and self.started_by is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether all ranks are known to be on this host: SLURM does not always say."""
+        return self.world_size == self.local_world_size and self.started_by != "slurm"
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,29 @@ def open_store(place: Place, voices: Voices) -> "dist.Store":
     if place.rank > 0 or place.agent_store:
         _reach(place, voices)
         return served(place, lambda: dist.TCPStore(host, port, is_master=False, timeout=dist.default_pg_timeout))
-    try:  # by whatever name the others know this host
-        return dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=dist.default_pg_timeout)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-            raise
+    address = address_to_listen_at(host, port)
+    if not address:
+        voices.note(
+            f"note: {host} is no address of this host that others know: port {port} is open at all of its addresses; "
+            "MASTER_ADDR=<the address that leads to the other hosts> opens it there alone"
+        )
+    try:
+        listener = listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise UserError(f"port {port} of {socket.gethostname()}, where the ranks meet: {error.strerror}") from error
         raise UserError(
             f"port {port} of {socket.gethostname()}, where the ranks meet, is taken by another process: set "
             "MASTER_PORT to a free one, the same for every rank"
         ) from error
+    return dist.TCPStore(
+        address or "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=dist.default_pg_timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def served(place: Place, ask: Callable[[], T]) -> T:
@@ -143,35 +164,6 @@ def _reach(place: Place, voices: Voices) -> None:
 def heed(stop: "StopFlag") -> None:
     if stop.signum:
         raise Stopped(stop.signum, "stopped before all ranks had come; there was nothing to save")
-
-
-def agree(store: "dist.Store", rank: int, size: int, patience: timedelta = PATIENCE) -> str:
-    """A name that the `size` ranks of this start share and no other start on `store` had. Collective.
-
-    The count of restarts is none: an agent that came back, in place of a lost one, counts from 0, and torchrun does not
-    count the restarts of changed membership at all. So every rank signs in with a word of its own, and rank 0 answers
-    each word with the name until all have said that they have it. Raises UserError after `patience`.
-    """
-    mine = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"here/{rank}", mine)
-        try:
-            store.wait([f"answer/{mine}"], patience)
-        except RuntimeError as error:
-            raise UserError(f"rank 0 did not come within {patience.total_seconds():g} s") from error
-        name = store.get(f"answer/{mine}").decode()
-        store.set(f"{name}/has/{rank}", "")
-        return name
-    answers = Answers(store, mine)
-    missing = set(range(1, size))
-    until = time.monotonic() + patience.total_seconds()
-    while missing:
-        missing -= {other for other in missing if store.check([f"{mine}/has/{other}"])}
-        answers.give(missing)
-        if missing and time.monotonic() > until:
-            raise absent(size, sorted(missing), patience)
-        time.sleep(POLL_SECONDS if missing else 0)
-    return mine
 
 
 class Answers:

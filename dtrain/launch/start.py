@@ -4,7 +4,7 @@ Three ways to run, told apart by what the environment says:
 
     torchrun, srun started this process    it is one rank of theirs: in place
     launch.nproc == 1                      in place, without a process group
-    launch.nproc > 1                       torchrun's own elastic agent starts that many processes (`agent`)
+    launch.nproc > 1                       that many processes of this machine, which we start and watch (`agent`)
 """
 
 import os
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 
 from dtrain.config import Recipe
 from dtrain.errors import RecipeError, UserError
@@ -39,9 +40,9 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
     if place is None and recipe.launch.nproc == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.nproc > 1:
-        agent.run_workers(recipe, _threads(recipe.launch.nproc), train)
+        agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train)
     else:
-        place = place or Place()
+        place = place or Place(environ=os.environ)
         run = _recorded(run_in_place) if place.started_by == "torchrun" else run_in_place
         per_task = _number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
         run(recipe, place, _threads(place.local_world_size, per_task), train)
@@ -69,9 +70,9 @@ def _note_tasks(environ: Mapping[str, str]) -> None:
         )
 
 
-def work(job: str) -> None:
+def work(job: str, beats: str) -> None:
     """The main function of a process that `agent.run_workers` started. Never returns."""
-    agent.work(job, find_place(os.environ, 1))
+    agent.work(Path(job), int(beats), find_place(os.environ, 1))
 
 
 def _recorded(run: Callable[..., None]) -> Callable[..., None]:
@@ -166,12 +167,13 @@ def _tasks_here(environ: Mapping[str, str], world: int) -> int:
 def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     """Rank 0's host, the first of the step's node list, and a port that two steps on one machine rarely share.
 
-    SLURM_LAUNCH_NODE_IPADDR is srun's own host, which may be a login node: it counts where no list is given. The port
-    lies below those that systems give to connections (from 32768 on Linux).
+    A step on one host meets at its loopback. SLURM_LAUNCH_NODE_IPADDR is srun's own host, which may be a login node: it
+    counts where no list is given. The port lies below those that systems give to connections (from 32768 on Linux).
     """
     lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     nodes = next((environ[name] for name in lists if name in environ), "")
     listed = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+    listed = "localhost" if environ.get("SLURM_STEP_NUM_NODES") == "1" else listed
     step = _number(environ, "SLURM_JOB_ID", 0) + 1009 * _number(environ, "SLURM_STEP_ID", 0)
     return environ.get("MASTER_ADDR") or listed, _number(environ, "MASTER_PORT", 20000 + step % 12000)
 

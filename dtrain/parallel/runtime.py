@@ -1,19 +1,36 @@
 """What a rank knows of itself: its place in the world, its device, and whether it was asked to stop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 
 class StopFlag:
-    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came."""
+    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came.
+
+    The other way round it tells of the main thread, for who watches whether it hangs: `progress` counts what it got
+    done, and `is_saving` says that it writes, which may take long.
+    """
 
     def __init__(self) -> None:
-        self.signum = 0
+        self.signum = self.progress = 0
+        self.is_saving = False
 
     def request(self, signum: int) -> None:
         self.signum = signum
+
+    def tick(self) -> None:
+        self.progress += 1
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        before, self.is_saving = self.is_saving, True
+        try:
+            yield
+        finally:
+            self.is_saving = before
 
 
 @dataclass(frozen=True)

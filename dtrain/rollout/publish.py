@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtrain.addresses import own_address
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.errors import UserError
@@ -143,7 +144,7 @@ class StreamPublisher:
             if server.dialect.name == "dtrain":
                 self._post(server, "/check_weights", _described(info, list(info)))
         self._meetings += 1
-        address = self.address or _own_address(servers[0])
+        address = self.address or own_address(servers[0].wire.host, 9) or socket.gethostname()
         port = self.port or _free_port(address)
         sizes = [self._ranks_of(server) for server in servers]
         size = 1 + sum(sizes)
@@ -254,13 +255,6 @@ def _first_error(futures: list[Future]) -> None:
     done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
-
-
-def _own_address(server: Server) -> str:
-    """The address of this machine on the way to `server`. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server.wire.host, 9))
-        return probe.getsockname()[0]
 
 
 def _free_port(address: str) -> int:

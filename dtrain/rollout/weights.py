@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.addresses import address_to_listen_at, listen
+from dtrain.errors import UserError
+
 Info = dict[str, tuple[torch.Size, torch.dtype]]
 BUCKET_BYTES = 1 << 28  # of one message; a tensor beyond it is a bucket of its own
 GROUP = "weights"
@@ -97,14 +100,24 @@ def weight_group(
 ) -> Any:
     """A process group beside the run's own, which torch.distributed's functions do not know: gloo on a CPU, else nccl.
 
-    Rank 0 listens at ip:port. Waits until all are there, at most `wait`, which bounds each message too. The keys are
-    those of torch's `_new_process_group_helper` on a store prefixed by `name`, so that SGLang's end finds this one.
+    Rank 0 listens at ip:port, and gloo at each end's address on the way there. Waits until all are there, at most
+    `wait`, which bounds each message too. The keys are those of torch's `_new_process_group_helper` on a store prefixed
+    by `name`, so that SGLang's end finds this one. Raises UserError where rank 0 cannot listen there.
     """
-    store = dist.TCPStore(ip, port, world_size, is_master=rank == 0, timeout=wait)
+    own = address_to_listen_at(ip, port)
+    try:
+        listener = listen(own, port) if rank == 0 else None
+    except OSError as error:
+        raise UserError(f"{ip}:{port}, where the receivers of weights are waited for: {error.strerror}") from error
+    taken = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
+    store = dist.TCPStore(ip, port, world_size, timeout=wait, **taken)
     for prefix in (name, f"{name}/", f"{device.type}/"):
         store = dist.PrefixStore(prefix, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    return dist.ProcessGroupGloo(store, rank, world_size, wait)
+    gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
+    options._timeout = wait
+    options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -1,0 +1,87 @@
+"""Addresses and interfaces of this machine: which one leads to another, and where a socket may listen."""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+EVERYWHERE = ""
+
+
+def own_address(host: str, port: int) -> str | None:
+    """The address of this machine on the way to `host`; None where none leads there. No packet is sent."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return probe.getsockname()[0]
+    return None
+
+
+def address_to_listen_at(host: str, port: int) -> str:
+    """The one address of this machine by which those come that look for `host`.
+
+    EVERYWHERE where that cannot be told: Debian gives a host's own name a loopback address, and other hosts know it by
+    another one.
+    """
+    own = own_address(host, port)
+    is_meant = "localhost" in host or _is_address(host)
+    return own if own is not None and (is_meant or not is_loopback(own)) else EVERYWHERE
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at `address` of this machine, or EVERYWHERE. port: 0 takes a free one."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=4096)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be built in and switched off
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(plain(address)).is_loopback
+
+
+def plain(address: str) -> str:
+    """An IPv4 address that came in by an IPv6 socket as such, and an IPv6 one without its zone."""
+    return address.removeprefix("::ffff:").split("%")[0]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has `address`; None where none has, or the system is not Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    wanted = ipaddress.ip_address(plain(address))
+    if wanted.version == 6:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        having = {line.split()[-1] for line in lines if bytes.fromhex(line.split()[0]) == wanted.packed}
+        return min(having, default=None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an IPv4 address
+                get_address = 0x8915
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+                if answer[20:24] == wanted.packed:
+                    return name
+    return None
+
+
+def loopback() -> str | None:
+    """The interface that leads to this machine alone, where it is known and up."""
+    if sys.platform == "darwin":
+        return "lo0"
+    return interface_of("127.0.0.1")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

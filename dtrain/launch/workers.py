@@ -1,0 +1,153 @@
+"""The ranks of one machine as their launcher has them: started, watched, ended.
+
+A rank's listening thread writes a beat into a pipe a few times a second: that the process lives, and what its main
+thread has got done. A process that was stopped, or a main thread that hangs where the run is asked to stop, shows by
+that. Time is counted in looks of our own, not by clocks: a job that was suspended as a whole finds everybody alive.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtrain.orphans import descendants, kill
+
+if TYPE_CHECKING:
+    from dtrain.parallel.runtime import StopFlag
+
+LOOK_SECONDS = 0.25  # between two beats, and two looks
+START_SECONDS = 600.0  # for the first beat: the imports may come from a cold file server
+SAVE_SECONDS = 600.0  # that a save may go without a byte written: a disk syncs what it was given before
+LAST_SECONDS = 5.0  # for a killed process to be gone
+OWN_IO = Path("/proc/self/io")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. progress: a number that changes with what the main thread gets done; signum: of the signal that
+    asked it to stop; place: where in the code it is."""
+
+    progress: int = 0
+    is_saving: bool = False
+    signum: int = 0
+    place: str = ""
+
+
+class Heart:
+    """Makes the beats of this process, whose main thread ticks `stop`. A save's progress is what is written."""
+
+    def __init__(self, stop: "StopFlag", main: int):
+        self._stop, self._main = stop, main
+        self._sent = 0
+
+    def beat(self) -> Beat:
+        stop, frame = self._stop, sys._current_frames().get(self._main)
+        progress = stop.progress + (self._written() if stop.is_saving else 0)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+        return Beat(progress, stop.is_saving, stop.signum, place[-1000:])
+
+    def send(self, pipe: int) -> None:
+        line = json.dumps(list(asdict(self.beat()).values())).encode() + b"\n"
+        with suppress(OSError):  # a launcher that is stopped does not read
+            self._sent += os.write(pipe, line)
+
+    def _written(self) -> int:
+        """Bytes that this process has written, beats left out."""
+        with suppress(OSError):
+            return int(OWN_IO.read_text().split("wchar:")[1].split()[0]) - self._sent
+        return 0
+
+
+class Standstill:
+    """How long beats have shown no progress, by their reader's looks."""
+
+    def __init__(self, lost_after: float):
+        self.lost_after = lost_after
+        self.last = Beat()
+        self.seconds = 0.0
+
+    def look(self, beat: Beat) -> None:
+        self.seconds = 0.0 if beat.progress != self.last.progress else self.seconds + LOOK_SECONDS
+        self.last = beat
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a main thread that was asked to stop has had its time."""
+        return self.seconds >= (max(SAVE_SECONDS, self.lost_after) if self.last.is_saving else self.lost_after)
+
+
+class Worker:
+    """The process of `rank`, in a session of its own, started by `command` with the number of its pipe as a last word.
+
+    silent: seconds since its last beat; standstill: of its main thread.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], lost_after: float):
+        self.rank, self.standstill = rank, Standstill(lost_after)
+        self.silent, self._patience = 0.0, max(START_SECONDS, lost_after)
+        self._beats, into = os.pipe()
+        os.set_blocking(self._beats, False)
+        os.set_blocking(into, False)
+        try:
+            self.process = subprocess.Popen(
+                [*command, str(into)], env=environ, pass_fds=(into,), start_new_session=True
+            )
+        finally:
+            os.close(into)
+        self.name = f"rank {rank} (process {self.process.pid})"
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return self.process.poll()
+
+    def look(self) -> None:
+        """To be called every LOOK_SECONDS."""
+        self.silent += LOOK_SECONDS
+        beat = self.standstill.last
+        with suppress(BlockingIOError):
+            lines = os.read(self._beats, 1 << 16).split(b"\n")  # as much as a pipe holds
+            if len(lines) > 1:
+                beat = Beat(*json.loads(lines[-2]))
+                self.silent, self._patience = 0.0, self.standstill.lost_after
+        self.standstill.look(beat)
+
+    @property
+    def lost(self) -> str | None:
+        """How this process is lost, in words."""
+        if self.status is not None or self.silent < self._patience:
+            return None
+        how = "it is stopped, " if _is_stopped(self.process.pid) else ""
+        return f"{self.name} is lost: {how}no sign of life for {self._patience:g} s (launch.lost_after)"
+
+    @property
+    def stood(self) -> str | None:
+        """Where its main thread has hung for longer than a sign of life may take, in words."""
+        still = self.standstill
+        if still.seconds < still.lost_after:
+            return None
+        return f"{self.name} has stood at {still.last.place} for {still.seconds:.0f} s"
+
+    def end(self) -> None:
+        """End the process, if it has not ended, and what it started."""
+        if self.status is None:
+            kill([self.process.pid, *descendants(self.process.pid)])
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot be killed
+                self.process.wait(LAST_SECONDS)
+        if self._beats is not None:
+            os.close(self._beats)
+            self._beats = None
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("T", "t")
+    return False

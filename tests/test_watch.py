@@ -1,0 +1,136 @@
+"""The launcher's watch over its ranks: stopped ones, hung ones, and how soon a run ends that was told to.
+
+And the private directory that launcher and ranks share.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, Beat, Standstill
+from tests.test_launch import Launched, wait_until_gone
+
+LOST = 3  # seconds
+BUSY = 15  # seconds more, for processes to end on a busy machine
+
+
+def launched(tmp_path, training, nproc=2, *overrides):
+    return Launched(tmp_path, training, f"launch.nproc={nproc}", f"launch.lost_after={LOST}", *overrides)
+
+
+def ends_in_time(run, began, seconds=LOST + BUSY):
+    status, out, err = run.end(seconds + 30)
+    assert time.monotonic() - began < seconds, err
+    return status, out, err
+
+
+@pytest.mark.parametrize("told", [None, signal.SIGTERM])
+def test_a_stopped_rank_is_lost_by_name_and_ends_the_run(tmp_path, told):
+    run = launched(tmp_path, "reduces", 3, "train.global_batch=12")
+    pids = run.pids(3)
+    os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    if told:
+        os.kill(run.process.pid, told)
+    status, _, err = ends_in_time(run, began)
+    silent = f"rank 1 (process {pids[1]}) is lost: it is stopped, no sign of life for {LOST} s (launch.lost_after); "
+    assert status == 1 and silent in err and "No checkpoint was saved yet" in err
+    assert time.monotonic() - began > LOST - 1
+    wait_until_gone(pids)
+
+
+def test_a_run_whose_ranks_are_all_stopped_ends_with_all_that_they_started(tmp_path):
+    run = launched(tmp_path, "hangs_with_children")
+    pids = run.pids(2)
+    others = [int(pid) for path in run.runs.glob("children-*") for pid in path.read_text().split()]
+    assert len(others) == 4
+    for pid in [*pids, *others]:
+        os.kill(pid, signal.SIGSTOP)
+    status, _, err = ends_in_time(run, time.monotonic())
+    assert status == 1 and "rank 0 (" in err and "rank 1 (" in err
+    wait_until_gone([*pids, *others])
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path):
+    run = launched(tmp_path, "waits")
+    pids = [run.process.pid, *run.pids(2)]
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, signum)
+        time.sleep(LOST + 2)
+    assert run.process.poll() is None
+    run.ctrl_c()
+    assert run.end()[0] == 130
+
+
+def test_a_lost_rank_is_started_again_where_the_recipe_says_so(tmp_path):
+    run = launched(tmp_path, "waits", 2, "launch.max_restarts=1")
+    first = run.pids(2)
+    os.kill(first[0], signal.SIGSTOP)
+    wait_until_gone(first, LOST + BUSY)
+    while run.pids(2) == first or len(set(run.pids(2)) & set(first)):
+        time.sleep(0.1)
+    run.ctrl_c()
+    status, _, err = run.end()
+    assert status == 130 and f"starting again (1 of 1) after: rank 0 (process {first[0]}) is lost: it is stopped" in err
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_hung_main_thread_that_was_told_to_stop_is_named_with_its_place(tmp_path, nproc):
+    run = launched(tmp_path, "spins", nproc)
+    pids = run.pids(nproc)
+    time.sleep(LOST + 1)  # unasked, nobody ends it
+    assert run.process.poll() is None
+    began = time.monotonic()
+    os.kill(run.process.pid, signal.SIGTERM)
+    status, _, err = ends_in_time(run, began)
+    assert status == 1 and "launched.py:" in err and "launch.lost_after" in err
+    assert time.monotonic() - began > LOST - 1
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize(("training", "nproc"), [("saves_slowly", 1), ("saves_slowly", 2), ("steps_slowly", 2)])
+def test_what_gets_on_slowly_is_not_cut(tmp_path, training, nproc):
+    run = launched(tmp_path, training, nproc)
+    run.pids(nproc)
+    os.kill(run.process.pid, signal.SIGTERM)
+    status, _, err = run.end()
+    assert status == 128 + signal.SIGTERM and "which is saved" in err
+
+
+@pytest.mark.parametrize(
+    ("nproc", "signals"),
+    [
+        (1, (signal.SIGTERM, signal.SIGTERM)),
+        (1, (signal.SIGINT, signal.SIGUSR1)),
+        (2, (signal.SIGTERM, signal.SIGTERM)),
+        (2, (signal.SIGUSR1, signal.SIGINT)),
+    ],
+)
+def test_a_second_signal_of_any_kind_ends_at_once(tmp_path, nproc, signals):
+    run = Launched(tmp_path, "spins", f"launch.nproc={nproc}")
+    pids = run.pids(nproc)
+    os.kill(run.process.pid, signals[0])
+    time.sleep(1.3)
+    began = time.monotonic()
+    os.kill(run.process.pid, signals[1])
+    status, _, _ = ends_in_time(run, began, 12)
+    assert status != 0
+    wait_until_gone(pids)
+
+
+def test_progress_is_counted_from_the_last_beat_that_shows_some():
+    still = Standstill(lost_after=4 * LOOK_SECONDS)
+    for progress in (1, 2, 2, 2, 2):
+        still.look(Beat(progress))
+        assert not still.is_over
+    still.look(Beat(2, is_saving=True))
+    assert not still.is_over
+    still.look(Beat(2))
+    assert still.is_over
+    still.seconds = SAVE_SECONDS
+    assert Standstill(1.0).is_over is False
+    still.look(Beat(2, is_saving=True))
+    assert still.is_over
