@@ -79,7 +79,7 @@ def run_rank(
         if place.world_size > 1:
             join(place, device, met)
         if met is not None:
-            same_on_all(recipe, place.local_rank)
+            same_on_all(recipe)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
@@ -170,12 +170,9 @@ def _note(terminal: int | None, text: str) -> None:
 
 
 def resumed(recipe: Recipe) -> Recipe:
-    """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
-    were told to start."""
-    saved = (Path(recipe.run.dir) / recipe.run.name / "checkpoints").glob("step-*")
-    if recipe.checkpoint.resume is None or any(saved):
-        return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
-    return recipe
+    """`recipe` for processes that were started again: they go on, though the first ones were told to start anew."""
+    resume = recipe.checkpoint.resume or "auto"
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume))
 
 
 def choose_device(wanted: str, place: Place) -> "torch.device":

@@ -55,7 +55,5 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         # FSDP2 gives a rank without rows a tensor whose other dimensions are of its own choice.
         return tuple(slice(start, start + size) for (start, _), size in zip(bounds, shape, strict=True))
     if held != shape:
-        raise ValueError(
-            f"placements {tensor.placements} of {tuple(tensor.shape)} say {held}, the rank holds {shape}"
-        )
+        raise ValueError(f"placements {tensor.placements} of {tuple(tensor.shape)} say {held}, the rank holds {shape}")
     return tuple(slice(start, end) for start, end in bounds)
