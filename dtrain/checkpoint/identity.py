@@ -17,7 +17,7 @@ from dtrain.checkpoint.ranks import Ranks
 from dtrain.errors import UserError
 
 CHUNK = 64 << 20
-BLOCK = 1 << 20
+BLOCK = 1 << 16
 THREADS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

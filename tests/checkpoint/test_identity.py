@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from dtrain.checkpoint import identity
 from dtrain.checkpoint.identity import digests
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.errors import Stopped, UserError
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import interrupt, metrics, run, trajectory
