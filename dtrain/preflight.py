@@ -244,12 +244,13 @@ def _data(source: DataSource, key: str) -> list[str]:
 def _checkpoint(recipe: Recipe) -> list[str]:
     resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
     problems = []
+    if any((Path(recipe.run.dir) / str(recipe.run.name) / "checkpoints").glob("step-*")):
+        return []  # a run that goes on says itself what it needs of them
     if resume not in (None, "auto") and not Path(resume).is_dir():
         problems.append(
             f"checkpoint.resume={resume}: there is no such directory; auto takes the run's newest checkpoint"
         )
-    saved = (Path(recipe.run.dir) / str(recipe.run.name) / "checkpoints").glob("step-*")
-    if init_from is None or (resume == "auto" and any(saved)):  # a resumed run says itself what it needs of it
+    if init_from is None:
         return problems
     if not Path(init_from).is_dir():
         problems.append(

@@ -107,7 +107,7 @@ def _find_step(
         return Start()
     left, began = ranks.first(lambda: (run.left, read_json(run.began) if run.began.is_file() else {}))
     origin = Origin(**began[RESUME]) if RESUME in began else None
-    if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.grew_at(resume, ranks))):
+    if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
         source, step = store, _newest(store, ranks, say)
         verified = step is not None
         if step is None and origin is None:
@@ -118,8 +118,11 @@ def _find_step(
         state = _read_state(source, step)
         began = state.get("began", began) if verified else began
     else:
+        ranks.first(lambda: Path(resume).is_dir() or run.refuse_used(resume, origin and origin.path))
         source, step = locate(resume, ranks)
-        if source.directory.resolve() != store.directory.resolve():
+        if source.directory.resolve() == store.directory.resolve():
+            source = store
+        else:
             ranks.first(lambda: run.refuse_used(resume, origin and origin.path))
         ranks.first(lambda: _refuse_beyond(store, step))
         verified, state = False, _read_state(source, step)

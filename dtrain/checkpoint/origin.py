@@ -31,20 +31,26 @@ class Origin:
         return store.ranks.first(lambda: cls(path, step, store.identity(step), store.read_state(step).get("save")))
 
     def at(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
-        """The store that a user means by `path`, if it holds this very step. Collective. UserError as `locate`."""
-        store, _ = locate(path, ranks)
+        """The store that a user means by `path`, if it holds this very step. Collective."""
+        try:
+            store, _ = locate(path, ranks)
+        except UserError:  # on every rank
+            return None
         if step_of(Path(path).absolute()) not in (None, self.step):
             return None
         same = ranks.first(lambda: not store.faults(self.step) and store.identity(self.step) == self.identity)
         return store if same else None
 
-    def grew_at(self, path: str | Path, ranks: Ranks) -> bool:
-        """Whether the newest step at `path`, a run's directory, is of the run that saved this one. Collective."""
-        store, newest = locate(path, ranks)
-        if self.save is None or step_of(Path(path).absolute()) is not None:
-            return False
+    def lay_at(self, path: str | Path, ranks: Ranks) -> bool:
+        """Whether this step is gone from `path` as steps go: the run there has trained on, or nothing is left there.
+        Collective."""
+        place = Path(path).absolute()
+        try:
+            store, newest = locate(path, ranks)
+        except UserError:  # on every rank
+            return place in [Path(self.path), *Path(self.path).parents][:3]
         save = ranks.first(lambda: store.read_state(newest).get("save"))
-        return save is not None and run_of(save) == run_of(self.save)
+        return step_of(place) is None and None not in (save, self.save) and run_of(save) == run_of(self.save)
 
     def again(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
         """The store at `path`, which `key` gives, and this step. Collective. UserError where it is gone, or holds

@@ -170,9 +170,12 @@ def _note(terminal: int | None, text: str) -> None:
 
 
 def resumed(recipe: Recipe) -> Recipe:
-    """`recipe` for processes that were started again: they go on, though the first ones were told to start anew."""
-    resume = recipe.checkpoint.resume or "auto"
-    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume))
+    """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
+    were told to start."""
+    saved = (Path(recipe.run.dir) / recipe.run.name / "checkpoints").glob("step-*")
+    if recipe.checkpoint.resume is None or any(saved):
+        return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
+    return recipe
 
 
 def choose_device(wanted: str, place: Place) -> "torch.device":

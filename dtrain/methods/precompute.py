@@ -5,6 +5,7 @@ it depends on beside the data: what the reference's weights are, the dtype, the 
 """
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def reference_table(
             _score(policy, rows, range(start, min(start + WINDOW, shape[0])), table, ld_alpha, micro_rows)
     policy.sum_over_dp(table)  # each pair was scored by one rank
     if policy.rank == 0:
-        partial = file.with_suffix(".part")
+        partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
         torch.from_file(str(partial), shared=True, size=table.numel(), dtype=torch.float64).copy_(table.flatten())
         with partial.open("rb") as written:
             os.fsync(written.fileno())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dtrain.errors import Stopped, UserError
-from tests.checkpoint.processes import checkpoints
+from dtrain.preflight import preflight
+from tests.checkpoint.processes import Processes, checkpoints
 from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
 from tests.test_trainer import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
@@ -263,3 +264,43 @@ def test_going_back_within_a_run_goes_on_there(tmp_path):
     stop_at(again, 7)
     run(again)
     assert trajectory(again) == expected
+
+
+@pytest.mark.parametrize("gone", ["the step", "the run"])
+def test_a_run_with_saves_of_its_own_needs_no_more_of_where_it_began(copied, source, gone):
+    root, _ = copied
+    first = root / "runs" / "first"
+    recipe = begun(copied, f"checkpoint.resume={first}/checkpoints/step-4")
+    run(recipe)
+    lose(recipe, rows=3, steps=(6,))
+    shutil.rmtree(first / "checkpoints" / "step-4" if gone == "the step" else first)
+    assert preflight(recipe, 1) == []
+    run(recipe)
+    assert trajectory(recipe) == trajectory(source)[4:]
+    with pytest.raises(UserError, match="which began from .*step-4, and .*resume=auto"):
+        run(begun(copied, f"checkpoint.resume={root}/runs/third"))
+    lose(recipe, rows=3)
+    for again in (recipe, begun(copied)):
+        with pytest.raises(UserError, match=r"began from step 4 there.*is gone|began from .*step-4, and.*resume=auto"):
+            run(again)
+
+
+@pytest.mark.parametrize("killed", ["worker", "all"])
+def test_a_killed_run_that_began_from_a_path_goes_on(copied, source, killed):
+    """kill -9 before the first save: the launcher starts it again by itself, or its user by the same command."""
+    root, _ = copied
+    shape = ("launch.nproc=2", "launch.max_restarts=2", "checkpoint.every=100", "train.steps=60")
+    recipe = begun(copied, f"checkpoint.resume={root}/runs/first/checkpoints/step-4", *shape)
+    started = Processes(recipe)
+    assert started.wait_for_rows(2), started.text()
+    started.kill(started.pids() if killed == "all" else started.workers()[:1])
+    status = started.end()
+    if killed == "all":
+        assert status != 0 and checkpoints(recipe).published() == []
+        started = Processes(recipe)
+        status = started.end()
+    assert status == 0, started.text()
+    assert started.text().count(f"resumed from {root}/runs/first/checkpoints/step-4") == (1 if killed == "all" else 2)
+    assert [row["step"] for row in metrics(recipe)] == list(range(5, 61))
+    for (loss, *_), (expected, *_) in zip(trajectory(recipe)[:1], trajectory(source)[4:], strict=False):
+        assert loss == pytest.approx(expected, rel=1e-9)
