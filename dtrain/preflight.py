@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import indexed_files
-from dtrain.config import Recipe, check, read
+from dtrain.config import Recipe, check, other_models, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
@@ -96,17 +96,6 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
     return misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
-
-
-def other_models(recipe: Recipe) -> list[tuple[str, str]]:
-    """Key and path of the models that the method needs beside the one that it trains."""
-    if recipe.method == "dpo":
-        return [("dpo.reference", recipe.dpo.reference)] if recipe.dpo.reference not in (None, "none", "start") else []
-    if recipe.method == "grpo" and recipe.grpo.beta:
-        return [("grpo.reference", recipe.grpo.reference)] if recipe.grpo.reference != "start" else []
-    if recipe.method == "distill":
-        return [("distill.teacher", recipe.distill.teacher)] if recipe.distill.teacher else []  # check says so
-    return []
 
 
 def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> list[str]:
@@ -254,6 +243,8 @@ def _data(source: DataSource, key: str) -> list[str]:
 def _checkpoint(recipe: Recipe) -> list[str]:
     resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
     problems = []
+    if any((Path(recipe.run.dir) / str(recipe.run.name) / "checkpoints").glob("step-*")):
+        return []  # a run that goes on says itself what it needs of them
     if resume not in (None, "auto") and not Path(resume).is_dir():
         problems.append(
             f"checkpoint.resume={resume}: there is no such directory; auto takes the run's newest checkpoint"

@@ -1,12 +1,13 @@
 """Resume: which checkpoint a run starts from, what a changed recipe may change, and the run's state in and out.
 
 A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, the data's
-fingerprint, the step's metrics and the scalars of policy and method; its tensors are theirs (the method's under
-`method.<name>`). Random number generators are kept rank by rank.
+fingerprint, digests of what the run read at its start (`identities`), what it began from, a mark of the save, the
+step's metrics and the scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random
+number generators are kept rank by rank.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,39 @@ from torch import Tensor
 
 from dtrain import config
 from dtrain.checkpoint.files import set_aside
+from dtrain.checkpoint.identity import digest, digests
+from dtrain.checkpoint.model_files import CONFIG
+from dtrain.checkpoint.origin import Origin
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.rng import random_state, set_random_state
 from dtrain.checkpoint.rundir import RunDirectory, guard
+from dtrain.checkpoint.safetensor_files import weight_files
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.config.schema import Recipe
+from dtrain.data import Tokenizer, choose_template
 from dtrain.errors import UserError
+from dtrain.json_files import read_json
 from dtrain.methods import Method
 from dtrain.policy import Policy
+
+RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
+# A key that says where something lies, and the digest that tells what lies there.
+PLACES = {
+    "model.path": "model.config",
+    "data.train.path": "data.fingerprint",
+    "data.train.sources": "data.fingerprint",
+    "data.val.path": "data.val.fingerprint",
+    "data.val.sources": "data.val.fingerprint",
+    **{key: key for key in ("data.chat_template", "dpo.reference", "grpo.reference", "distill.teacher")},
+}
 
 
 @dataclass(frozen=True)
 class Start:
     """Where a run starts. A fresh one: step 0, the first row, no store and no state.
 
-    verified: every file of the step has just been read against its checksum.
+    verified: every file of the step has just been read against its checksum. began: what the run began from, RESUME or
+    INIT → an `Origin` as JSON. weights: the step whose weights take the place of model.path's before anything else.
     """
 
     step: int = 0
@@ -36,6 +55,8 @@ class Start:
     store: CheckpointStore | None = None
     state: dict[str, Any] | None = None
     verified: bool = False
+    began: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: tuple[CheckpointStore, int] | None = None
 
     @property
     def path(self) -> Path:
@@ -43,45 +64,130 @@ class Start:
 
 
 def find_start(
+    recipe: Recipe,
+    run: RunDirectory,
+    store: CheckpointStore,
+    needs_start: bool,
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> Start:
+    """What `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path; and
+    what `checkpoint.init_from` means, where the run is fresh or its method `needs_start`.
+
+    Collective. A run that began from a path, wherever it was ended, goes on as it began. auto reads every file of the
+    newest checkpoint against its checksum, and takes the one before where one is damaged, which it says. Damaged steps
+    beyond the start are set aside as `damaged-step-N`, so that the run can save those steps again; whole ones beyond it
+    (a path into this very run) are refused. Where all are damaged, the run does not start over by itself. Raises
+    UserError, on every rank.
+    """
+    start = _find_step(recipe, run, store, ranks, say)
+    path, began = recipe.checkpoint.init_from, start.began
+    if path is None or (start.state is not None and not needs_start):
+        return start
+    if INIT in began and INIT not in recipe.checkpoint.allow_changes:
+        otherwise = NEW_RUN
+        if start.state is not None:
+            keys = f"{INIT},{recipe.method}.reference"
+            otherwise = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
+        weights = Origin(**began[INIT]).again(INIT, path, otherwise, ranks)
+    else:
+        weights = locate(path, ranks)
+        began = {**began, INIT: asdict(Origin.of(*weights))}
+    return replace(start, began=began, weights=weights)
+
+
+NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
+
+
+def _find_step(
     recipe: Recipe, run: RunDirectory, store: CheckpointStore, ranks: Ranks, say: Callable[[str], None]
 ) -> Start:
-    """What `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path.
-
-    Collective. auto reads every file of the newest checkpoint against its checksum, and takes the one before where one
-    is damaged, which it says. Damaged steps beyond the start are set aside as `damaged-step-N`, so that the run can
-    save those steps again; whole ones beyond it (a path into this very run) are refused. Where all are damaged, the run
-    does not start over by itself. Raises UserError, on every rank.
-    """
     resume = recipe.checkpoint.resume
     if resume is None:
         ranks.first(lambda: run.refuse_used(resume))
         return Start()
-    if resume == "auto":
+    left, began = ranks.first(lambda: (run.left, read_json(run.began) if run.began.is_file() else {}))
+    origin = Origin(**began[RESUME]) if RESUME in began else None
+    if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
         source, step = store, _newest(store, ranks, say)
+        verified = step is not None
+        if step is None and origin is None:
+            return Start(began=began if left else {})
         if step is None:
-            return Start()
+            place = origin.path if resume == "auto" else resume
+            source, step = origin.again(RESUME, place, NEW_RUN, ranks)
+        state = _read_state(source, step)
+        began = state.get("began", began) if verified else began
     else:
+        ranks.first(lambda: Path(resume).is_dir() or run.refuse_used(resume, origin and origin.path))
         source, step = locate(resume, ranks)
-        if source.directory.resolve() != store.directory.resolve():
-            ranks.first(lambda: run.refuse_used(resume))
+        if source.directory.resolve() == store.directory.resolve():
+            source = store
+        else:
+            ranks.first(lambda: run.refuse_used(resume, origin and origin.path))
         ranks.first(lambda: _refuse_beyond(store, step))
+        verified, state = False, _read_state(source, step)
+        began = {key: one for key, one in state.get("began", {}).items() if key == INIT}
+        began[RESUME] = asdict(Origin.of(source, step))
     ranks.first(lambda: _put_damaged_aside(store, step))
-    state = _read_state(source, step)
-    return Start(step, tuple(state["cursor"]), source, state, verified=resume == "auto")
+    return Start(step, tuple(state["cursor"]), source, state, verified, began)
 
 
-def restore(recipe: Recipe, policy: Policy, method: Method, start: Start, fingerprint: str, ranks: Ranks) -> list[str]:
-    """Load `start` into `policy` and `method`; returns a line per difference between the saved recipe and this one.
-    Collective.
+def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, str]:
+    """Digests of what the run's models are, under the keys that a changed one is refused by. Collective. UserError
+    where hosts have other ones, or files cannot be read."""
+    path, section = Path(recipe.model.path), recipe.data
+    wrong = "{}={} is not the same model on every host".format
+    weights = weight_files(path) if recipe.model.init == "pretrained" else []
+    first, *others = digests([path / CONFIG, *weights], wrong("model.path", path), ranks)
+    template = choose_template(path, tokenizer.special_tokens, section.chat_template, section.template_kwargs)
+    found = {
+        "model.config": first,
+        "model.tokenizer": tokenizer.fingerprint,
+        "data.chat_template": template.fingerprint if template else "none",
+    }
+    ranks.same(digest(found), "tokenizer or chat template are not the same on every host")
+    if weights:
+        found["model.weights"] = digest(others)
+    for key, other in config.other_models(recipe):
+        first, *others = digests([Path(other) / CONFIG, *weight_files(Path(other))], wrong(key, other), ranks)
+        found[key] = digest(others) if key.endswith(".reference") else digest(first, others)
+    return found
 
-    Raises UserError for differences that make another run of it, unless `checkpoint.allow_changes` names them.
+
+def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str]) -> str:
+    """The digest of the weights that the run trains from; `found` is what `identities` gave."""
+    if recipe.checkpoint.init_from is not None and INIT in start.began:
+        return start.began[INIT]["identity"]
+    return found.get("model.weights") or digest(recipe.run.seed, found["model.config"])
+
+
+def compare(recipe: Recipe, start: Start, found: Mapping[str, str], fingerprint: str) -> list[str]:
+    """What differs between the run that was saved at `start` and this one, a line each: its recipe, and what it reads
+    (`found`). Raises UserError for differences that make another run of it, unless `checkpoint.allow_changes` names
+    them. Another place with the same content makes none. fingerprint: of the data, as saves without digests have it.
     """
-    state = start.state
+    state, lines = start.state, []
+    saved = state.get("identities")
+    if saved is None:
+        lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
+        saved, found = {"data.fingerprint": state["data_fingerprint"]}, {"data.fingerprint": fingerprint}
+    known = {key for key, of in PLACES.items() if of in saved and saved[of] == found.get(of) and "identities" in state}
     differences = config.diff(state["recipe"], recipe)
-    if state["data_fingerprint"] != fingerprint:
-        differences.append(("data.fingerprint", state["data_fingerprint"], fingerprint))
-    changed = guard(differences, recipe.checkpoint.allow_changes)
-    options = {key.rsplit(".", 1)[-1] for key, _, _ in differences if key.startswith("optimizer.")}
+    known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
+    differences += [(key, saved[key], new) for key, new in found.items() if saved.get(key, new) != new]
+    return guard(differences, recipe.checkpoint.allow_changes, known) + lines
+
+
+def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    return [{**source, "path": None} for source in sources or []]
+
+
+def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> None:
+    """Load `start` into `policy` and `method`. Collective."""
+    state = start.state
+    differing = [key for key, _, _ in config.diff(state["recipe"], recipe)]
+    options = {key.rsplit(".", 1)[-1] for key in differing if key.startswith("optimizer.")}
     method.load(state["method"])
     policy.load(
         start.store,
@@ -94,17 +200,6 @@ def restore(recipe: Recipe, policy: Policy, method: Method, start: Start, finger
     rank_state, copy = start.store.read_rank_state(start.step)
     if rank_state is not None:
         set_random_state(rank_state, copy)
-    return changed
-
-
-def start_from(path: str, policy: Policy, ranks: Ranks) -> Path:
-    """`checkpoint.init_from`: the weights of a checkpoint of another run, saved on whatever mesh, and nothing else.
-
-    Returns the checkpoint's directory. Collective. Raises UserError where there is none, or it is of another model.
-    """
-    store, step = locate(path, ranks)
-    policy.load_weights(store, step)
-    return store.path(step)
 
 
 def contents(
@@ -113,16 +208,16 @@ def contents(
     method: Method,
     step: int,
     cursor: tuple[int, int],
-    fingerprint: str,
+    known: Mapping[str, Any],
     measured: Mapping[str, float],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """What a save of the run after `step` holds, `cursor` being its next row and `measured` the step's metrics:
-    tensors, the state that is the same on every rank, and this rank's own."""
+    """What a save of the run after `step` holds, `cursor` being its next row, `measured` the step's metrics and `known`
+    what tells the run from others: tensors, the state that is the same on every rank, and this rank's own."""
     state = {
         "step": step,
         "cursor": list(cursor),
         "recipe": config.to_yaml(recipe),
-        "data_fingerprint": fingerprint,
+        **known,
         "metrics": dict(measured),
         "policy": policy.state(),
         "method": method.state(),

@@ -11,6 +11,8 @@ The files that a batch passes through:
     metrics                                               the row of metrics.jsonl
 """
 
+import json
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +24,9 @@ import torch.distributed as dist
 
 from dtrain import config, data, metrics, resume
 from dtrain.checkpoint.background import Saver
-from dtrain.checkpoint.files import refuse_unwritable
+from dtrain.checkpoint.files import refuse_unwritable, replace_text
+from dtrain.checkpoint.model_files import held_by
+from dtrain.checkpoint.origin import run_of
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
@@ -76,19 +80,26 @@ class Trainer:
         self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
+        self.tokenizer = data.Tokenizer.from_directory(recipe.model.path)
+        self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.path)
         self.method = METHODS[recipe.method](recipe)
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
         if self.val_rows:
             self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
+            self.identities["data.val.fingerprint"] = self.val_rows.samples.identity
+        self.identities["data.fingerprint"] = self.rows.samples.identity
         sizes = self.sizes
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
         self.policy = Policy(recipe, model_config, mesh, runtime)
         self.policy.model.register_forward_pre_hook(lambda *_: runtime.stop.tick())  # micro-batches, tokens
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
-        self.start = resume.find_start(recipe, self.run, self.store, self.ranks, self.metrics.say)
+        needs_start, say = self.method.needs_start, self.metrics.say
+        self.start = resume.find_start(recipe, self.run, self.store, needs_start, self.ranks, say)
+        if needs_start:
+            self.identities[f"{recipe.method}.reference"] = resume.start_identity(recipe, self.start, self.identities)
         self.total_steps = recipe.train.steps or self._last_step_of_epochs()
         self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
@@ -98,6 +109,10 @@ class Trainer:
         self.saver = stack.enter_context(saver)
         self._measured: dict[str, float] = {}  # of the step that is done
         self._cursor = self.start.cursor  # behind it
+        begun = self.start.state or {}
+        self._held = {"step": self.start.step, "save": begun.get("save")}  # by the last save
+        own = self.start.store is self.store and self._held["save"]
+        self._mark = run_of(own) if own else secrets.token_hex(8)  # of the run, in those of its saves
         self._planned = runtime.planned  # until its answer was told
         self._report_choices()
 
@@ -108,20 +123,25 @@ class Trainer:
         while the method waits for what it needs.
         """
         start = self.start
-        if self.recipe.checkpoint.init_from is not None and (start.state is None or self.method.needs_start):
-            path = resume.start_from(self.recipe.checkpoint.init_from, self.policy, self.ranks)
-            self.metrics.say(f"weights of {path}")
+        changed = []
+        if start.state is not None:
+            changed = resume.compare(self.recipe, start, self.identities, self.rows.fingerprint)
+        if start.weights is not None:
+            store, step = start.weights
+            self.policy.load_weights(store, step)
+            self.metrics.say(f"weights of {store.path(step)}")
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         try:
             self.method.begin(self.policy, splits, self._as_the_method_sees_it())
         except Interrupted:
             raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
-            changed = resume.restore(self.recipe, self.policy, self.method, start, self.rows.fingerprint, self.ranks)
+            resume.restore(self.recipe, self.policy, self.method, start)
             self.metrics.say(f"resumed from {start.path}")
             for line in changed:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
+            replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(config.to_yaml(self.recipe))
             self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
         self.metrics.resume_at(start.step)
@@ -158,6 +178,7 @@ class Trainer:
                 break
             clock = time.perf_counter()
         if recipe.checkpoint.export == "final":
+            self._held["step"] = step  # which may not be saved
             self.export()
 
     def _next(self, batches: Iterator[data.GlobalBatch], step: int, saved: int | None) -> data.GlobalBatch | None:
@@ -196,9 +217,14 @@ class Trainer:
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
         keep; with `async_save` in the background, unless it is to `wait`."""
-        contents = resume.contents(
-            self.recipe, self.policy, self.method, step, cursor, self.rows.fingerprint, self._measured
-        )
+        self._held = {"step": step, "save": f"{self._mark}-{secrets.token_hex(8)}"}
+        known = {
+            "data_fingerprint": self.rows.fingerprint,
+            "identities": self.identities,
+            "began": self.start.began,
+            "save": self._held["save"],
+        }
+        contents = resume.contents(self.recipe, self.policy, self.method, step, cursor, known, self._measured)
         with self.runtime.stop.saving():
             self.saver.save(step, *contents, wait=wait)
         if self.recipe.checkpoint.export == "every":
@@ -207,17 +233,13 @@ class Trainer:
     def export(self) -> None:
         """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
         with self.runtime.stop.saving():
-            self.policy.export(self.run.export, Path(self.recipe.model.path))
+            self.policy.export(self.run.export, Path(self.recipe.model.path), self._held)
         self.metrics.say(f"exported to {self.run.export}")
 
     def lacks_export(self, start: Start) -> bool:
         """Whether a run that is at its end was stopped between its last save and the export of it. Collective."""
-
-        def is_due() -> bool:
-            export = self.run.export
-            return not export.is_dir() or export.stat().st_mtime_ns < start.path.stat().st_mtime_ns
-
-        return self.recipe.checkpoint.export != "none" and self.ranks.first(is_due)
+        is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
+        return self.recipe.checkpoint.export != "none" and is_due
 
     def _open_rows(self, split: str) -> data.Rows:
         """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
@@ -225,7 +247,7 @@ class Trainer:
         return data.open_rows(
             recipe.data,
             split=split,
-            tokenizer=data.Tokenizer.from_directory(recipe.model.path),
+            tokenizer=self.tokenizer,
             seed=recipe.run.seed,
             epochs=recipe.train.epochs,
             cache_dir=Path(recipe.run.dir) / ".cache",
@@ -275,7 +297,7 @@ class Trainer:
             stop.tick()
             return stop.signum != 0
 
-        return Run(self.metrics, self.run.path, self._stack, ask_stop)
+        return Run(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
 
     def _tell_plan(self, wait: float) -> None:
         """The planned peak, once it is known, with the measured one."""
@@ -309,7 +331,7 @@ class Trainer:
         if saved == step:
             is_start = step == self.start.step  # which may lie in another run's directory
             where = self.start.path if is_start else self.store.path(step)
-            again = is_start or self.recipe.checkpoint.resume == "auto"
+            again = is_start or self.recipe.checkpoint.resume is not None
             how = "the same command" if again else "checkpoint.resume=auto"
             return f"stopped after step {step}, which is saved in {where}; {how} goes on there"
         rest = "nothing was saved" if saved is None else f"the steps after {saved} are lost"

@@ -12,6 +12,7 @@ import yaml
 from dtrain import config
 from dtrain.cli import _parser
 from dtrain.config import policy_losses, preference, rewards, words
+from dtrain.config.check import DIGESTS
 from dtrain.data import formats
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
@@ -27,7 +28,7 @@ PROMISED = (
 SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")
 NOT_KEYS = {"model.plan"}  # an attribute of the model
-OWN_NAMES = {"data.fingerprint"}  # of what a resume compares
+OWN_NAMES = set(DIGESTS)  # of what a resume compares
 SECTIONS_OF_OTHERS = {"env", "scheduler", "backend"}  # without a word for the whole
 
 

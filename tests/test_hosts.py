@@ -4,6 +4,7 @@ Each rank of these worlds has a working directory of its own, with relative path
 """
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from dtrain import config
 from dtrain.checkpoint.pieces import Piece
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.errors import UserError
-from dtrain.launch.hosts import SAMPLE, same_on_all, sampled
+from dtrain.launch.hosts import same_on_all
 from dtrain.parallel.runtime import Runtime
 from dtrain.trainer import train
-from tests.tiny import tiny_recipe, write_model, write_rows
+from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 from tests.world import run_world
 
 
@@ -25,7 +26,7 @@ def two_hosts(root, act):
     """What each of two ranks is told: act(rank) with `root`/rank as its working directory; None: nothing."""
 
     def on_rank(rank):
-        (root / str(rank)).mkdir(exist_ok=True)
+        (root / str(rank)).mkdir(parents=True, exist_ok=True)
         os.chdir(root / str(rank))
         try:
             act(rank)
@@ -40,7 +41,7 @@ def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
     recipe = tiny_recipe(tmp_path)
 
     def act(rank):  # what is read by one rank alone, or is a matter of speed, may differ
-        same_on_all(config.load(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]), 0)
+        same_on_all(config.load(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]))
 
     assert two_hosts(tmp_path, act) == [None, None]
     assert not list((tmp_path / "runs" / "run").iterdir())
@@ -50,7 +51,7 @@ def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path):
     recipe = tiny_recipe(tmp_path)
 
     def act(rank):
-        same_on_all(replace(recipe, optimizer=replace(recipe.optimizer, lr=0.01 * (1 + rank))), 0)
+        same_on_all(replace(recipe, optimizer=replace(recipe.optimizer, lr=0.01 * (1 + rank))))
 
     told = two_hosts(tmp_path, act)
     assert told[0] == told[1]
@@ -62,46 +63,38 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr("dtrain.launch.hosts.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
-    told = two_hosts(tmp_path, lambda rank: same_on_all(recipe, 0))
+    told = two_hosts(tmp_path, lambda rank: same_on_all(recipe))
     assert told[0] == told[1] and told[0].startswith("rank 1 on ")
     assert "does not see what rank 0 writes to runs/run: set run.dir to a directory that all hosts share" in told[0]
     assert not list((tmp_path / "0" / "runs" / "run").iterdir())
 
 
-def test_a_model_that_is_another_on_one_host_is_refused(tmp_path):
-    recipe = tiny_recipe(tmp_path)
-    recipe = replace(recipe, model=replace(recipe.model, path="model"))
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_model_that_is_another_on_one_host_is_refused(tmp_path, name):
+    """One byte tells: of the same size, at the same time, far from the file's ends."""
+    write_model(tmp_path / "both")
+    save_weights(tmp_path / "both")
+    write_rows(tmp_path / "rows.jsonl")
+    recipe = tiny_recipe(tmp_path, "model.path=model", "model.init=pretrained", "train.steps=1")
 
     def act(rank):
-        write_model(Path("model"), rope_theta=1e4 * (1 + rank))
-        same_on_all(recipe, local_rank=rank if leaders == 1 else 0)
+        shutil.copytree(tmp_path / "both", "model")
+        if rank == 1 and differs:
+            path = Path("model", name)
+            stat, content = path.stat(), path.read_bytes()
+            old, new = {"config.json": (b"128", b"127"), "tokenizer.json": (b"w41", b"v41")}.get(name, (None, None))
+            at = content.index(old) if old else len(content) * 2 // 3
+            path.write_bytes(content[:at] + (new or bytes([content[at] ^ 1])) + content[at + len(new or b"0") :])
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            assert path.stat().st_size == stat.st_size
+        train(recipe, Runtime(rank=rank, local_rank=rank, world_size=2))
 
-    leaders = 1  # the second process of one host is not asked
-    assert two_hosts(tmp_path, act) == [None, None]
-    leaders = 2
-    told = two_hosts(tmp_path, act)
-    assert told[0] == told[1] and "model.path=model is not the same model on every host: that of rank 1 on" in told[0]
-
-
-def test_the_digest_of_a_model_sees_names_sizes_and_contents_anywhere(tmp_path):
-    size = 20 * SAMPLE
-    seen = set()
-    for name, content in [
-        ("a", bytes(size)),
-        ("a", bytes(size + 1)),
-        ("b", bytes(size)),
-        ("a", bytes(size - 1) + b"\1"),
-        ("a", bytes(8 * SAMPLE) + b"\1" * 2 * SAMPLE + bytes(10 * SAMPLE)),
-        ("a", b""),
-    ]:
-        directory = tmp_path / str(len(seen))
-        directory.mkdir()
-        (directory / f"{name}.safetensors").write_bytes(content)
-        (directory / "README.md").write_text(str(len(seen)))
-        seen.add(sampled(directory))
-        (directory / "README.md").write_text("no part of the model")
-        assert sampled(directory) in seen
-    assert len(seen) == 6
+    differs = False
+    assert two_hosts(tmp_path / "alike", act) == [None, None]
+    differs = True
+    told = two_hosts(tmp_path / "differing", act)
+    assert told[0] == told[1] and "not the same" in told[0] and "on every host: that of rank 1 on" in told[0]
+    assert name == "tokenizer.json" or "model.path=model is not the same model" in told[0]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

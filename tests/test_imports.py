@@ -28,10 +28,12 @@ FLOORS = (
     ("batch", "orphans", "randomness", "addresses"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of.
+# Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
+# a cache of data knows its files by checkpoint's digests.
 DOORS = {
     ("models", "checkpoint"),
     ("checkpoint", "models"),
+    ("data", "checkpoint"),
     ("rollout", "models"),
     ("rollout", "checkpoint"),
     ("rollout", "data"),

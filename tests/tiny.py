@@ -55,6 +55,19 @@ def write_model(directory: Path, family: str = "qwen3", *, tied: bool = True, **
     return directory
 
 
+def save_weights(directory: Path, seed: int = 0) -> Path:
+    """Random weights for a `write_model` directory; those of every seed have the same size."""
+    from safetensors.torch import save_file
+
+    from dtrain import models
+
+    model = models.build(models.read_config(directory))
+    models.init_weights(model, seed)
+    tensors = {name: tensor.contiguous() for name, tensor in model.named_parameters()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
 def write_rows(path: Path, count: int = 60, longest: int = 24, seed: int = 0, untrained: float = 0.3) -> Path:
     """Tokenized rows of random lengths; about `untrained` of the labels are -100."""
     draw = random.Random(seed)

@@ -8,7 +8,8 @@ code that is in it (tensors are read with torch's weights-only loader, everythin
   torch's distributed checkpoint; `ranks` is how the ranks of a save agree.
 - `background.Saver`: saves that training does not wait for; `retention`: which saves stay.
 - `training_state`, `rng`: model, optimizer and random number generators as named tensors and JSON, and back.
-- `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change.
+- `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change; `origin`: what it began from.
+- `identity`: what files hold, as digests.
 - `huggingface.read_weights`, `huggingface_write.write_directory`, `export.export`: safetensors in and out;
   `safetensor_files` reads slices of them.
 - `hub`: models by their id on the Hugging Face hub.

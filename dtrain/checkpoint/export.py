@@ -36,7 +36,7 @@ def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str
     wanted = _DTYPES.get(dtype)
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
-    ranks = Ranks(alone=True)
+    ranks, held = Ranks(alone=True), None
     if (source / CONFIG).is_file() and WeightFiles.exist(source):
         layout, said = layout_of(source), f"weights of {source}"
         model = _model(layout)
@@ -45,9 +45,10 @@ def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str
         store, step = locate(source, ranks)
         run = store.directory.absolute().parent
         layout, said = _run_layout(run), f"step {step} of {run}"
+        held = {"step": step, "save": store.read_state(step).get("save")}
         model = _model(layout)
         entries = _saved_entries(model, store, step, layout, wanted)
-    write_entries(entries, layout.copied(model), layout, out, ranks=ranks)
+    write_entries(entries, layout.copied(model), layout, out, held=held, ranks=ranks)
     return said
 
 

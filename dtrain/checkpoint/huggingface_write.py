@@ -8,10 +8,10 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from dtrain.checkpoint.files import in_words, publish, real, refuse_unwritable, 
 from dtrain.checkpoint.huggingface import candidate_names, passed_over
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
+    HELD,
     copy_companions,
     has_untrained_parts,
     read_model_config,
@@ -64,6 +65,7 @@ def write_directory(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     chat_template: str | None = None,
+    held: Mapping[str, Any] | None = None,
     replace: bool = False,
     ranks: Ranks | None = None,
 ) -> None:
@@ -74,7 +76,7 @@ def write_directory(
     that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
     tower is written as a model of its own. dtype: of the floating tensors that the model holds; None keeps theirs, so
     that nothing is rounded (float32 masters stay float32). chat_template: the template trained with, where it is not
-    the source's.
+    the source's. held: the step that this is and its save's mark, which `model_files.held_by` reads again.
 
     Collective: all ranks call it; one all-gather per sharded tensor. `out` appears whole or not at all; one that is
     there and not empty is a UserError, or with `replace` gives way when the new one is whole.
@@ -92,6 +94,7 @@ def write_directory(
         out,
         max_shard_bytes=max_shard_bytes,
         chat_template=chat_template,
+        held=held,
         replace=replace,
         ranks=ranks,
     )
@@ -166,6 +169,7 @@ def write_entries(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     chat_template: str | None = None,
+    held: Mapping[str, Any] | None = None,
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
@@ -183,7 +187,7 @@ def write_entries(
     try:
         for start in range(0, len(shards), ranks.size):
             _write_side_by_side(shards[start : start + ranks.size], names[start : start + ranks.size], partial, ranks)
-        ranks.first(lambda: _finish(partial, out, shards, names, layout, trained, chat_template))
+        ranks.first(lambda: _finish(partial, out, shards, names, layout, trained, chat_template, held))
     except UserError:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -299,6 +303,7 @@ def _finish(
     layout: Layout,
     trained: set[torch.dtype],
     chat_template: str | None,
+    held: Mapping[str, Any] | None,
 ) -> None:
     if len(shards) > 1:
         places = {entry.name: name for shard, name in zip(shards, names, strict=True) for entry in shard}
@@ -312,6 +317,8 @@ def _finish(
     copy_companions(layout.source, partial)
     if chat_template is not None:
         write_new(partial / CHAT_TEMPLATE, chat_template)
+    if held is not None:
+        write_new(partial / HELD, json.dumps(held))
     replaced = set_aside(out) if out.exists() else None
     publish(partial, out)
     if replaced is not None:

@@ -12,6 +12,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+HELD = "dtrain.json"
 
 # What transformers and its like read beside config.json and the weights.
 COMPANIONS = (
@@ -37,6 +38,16 @@ def copy_companions(source: Path, target: Path, *, config: bool = False) -> None
     for name in names:
         if (source / name).is_file():
             replace_by_copy(source / name, target / name)
+
+
+def held_by(export: Path) -> dict[str, Any]:
+    """{"step", "save"}: which step an export holds, and the mark of its save, or of the last one before it; nothing
+    where it does not say."""
+    try:
+        held = json.loads((export / HELD).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

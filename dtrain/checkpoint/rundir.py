@@ -3,6 +3,7 @@
     runs/<name>/
       lock             held by the run that writes here; gone with its process
       config.yaml      the resolved recipe
+      began.json       the checkpoints that the run began from, if it did (see `origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    one JSON object a line
       checkpoints/     see `store`
@@ -17,7 +18,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
 GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed")
+GUARDED += ("dpo.reference", "grpo.reference", "distill.teacher")
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
 
@@ -48,6 +50,10 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def began(self) -> Path:
+        return self.path / "began.json"
 
     @property
     def model(self) -> Path:
@@ -129,18 +135,21 @@ class RunDirectory:
         if chat_template is not None:
             replace_text(self.model / CHAT_TEMPLATE, chat_template)
 
-    def has_metrics(self) -> bool:
-        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+    @property
+    def left(self) -> str | None:
+        """What an earlier run has left here: metrics, checkpoints, or None."""
+        if self.metrics.is_file() and self.metrics.stat().st_size > 0:
+            return "metrics"
+        return "checkpoints" if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")) else None
 
-    def refuse_used(self, resume: str | None) -> None:
+    def refuse_used(self, resume: str | None, began: str | None = None) -> None:
         """For a `checkpoint.resume` that starts anew here (null, or another run's checkpoint): UserError where an
-        earlier run has left metrics or checkpoints."""
-        steps = self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*"))
-        if self.has_metrics() or steps:
-            what = "metrics" if self.has_metrics() else "checkpoints"
+        earlier run has left metrics or checkpoints. began: the checkpoint that it began from."""
+        if self.left is not None:
+            which = f", which began from {began}" if began else ""
             raise UserError(
-                f"{self.path} holds the {what} of an earlier run, and checkpoint.resume={resume or 'null'} starts "
-                "anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
+                f"{self.path} holds the {self.left} of an earlier run{which}, and checkpoint.resume={resume or 'null'} "
+                "starts anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
 
     @staticmethod
@@ -154,25 +163,26 @@ class RunDirectory:
         return True
 
 
-def guard(differences: Iterable[Difference], allow_changes: Sequence[str]) -> list[str]:
+def guard(differences: Iterable[Difference], allow_changes: Sequence[str], known: Collection[str] = ()) -> list[str]:
     """What to print of a resume with a changed recipe: one line per difference (key, saved value, new value).
 
-    Raises UserError for differences of the model, tokenizer, data or optimizer (`GUARDED`) that `allow_changes` does
-    not name, by their key or a section above it. The fingerprint of the data joins `differences` under a key of its
-    own, "data.fingerprint".
+    Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
+    key or a section above it. The digests of what files hold join `differences` under keys of their own, such as
+    "data.fingerprint"; `known` names the keys that say only where such files lie.
     """
     differences = list(differences)
     refused = [
         (key, old, new)
         for key, old, new in differences
-        if _within(key, GUARDED) and not _within(key, UNGUARDED) and not _within(key, allow_changes)
+        if _within(key, GUARDED) and key not in known and not _within(key, (*UNGUARDED, *allow_changes))
     ]
     if refused:
         lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]
-        keys = ",".join(key for key, _, _ in refused)
+        keys = ",".join(dict.fromkeys(key for key, _, _ in refused))
         raise UserError(
-            "the recipe is not the one that this run was saved with:\n" + "\n".join(lines) + "\n"
-            f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
+            "the recipe, or what the files that it names hold, is not what this run was saved with:\n"
+            + "\n".join(lines)
+            + f"\nTo go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
             "run.name"
         )
     return [f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in differences]

@@ -74,6 +74,15 @@ class WeightFiles:
                 self.stored[name] = Stored(path, tuple(entry.get_shape()), entry.get_dtype())
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        return [directory / name for name in [INDEX, *sorted(indexed_files(directory))]]
+    raise UserError(_no_weights(directory))
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator:
     try:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dtrain.checkpoint.files import checksum, in_words, publish, set_aside, write_new
+from dtrain.checkpoint.identity import digest
 from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, read_table
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
@@ -172,6 +173,11 @@ class CheckpointStore:
             return None, 0
         self._verify(step, [name])
         return _read(self.path(step) / name), self.ranks.rank // saved
+
+    def identity(self, step: int) -> str:
+        """A digest of what the tensors of a step hold, by the checksums of their files. No collective."""
+        files = self._manifest(step)["files"]
+        return digest({name: record for name, record in files.items() if name == TABLE or name.endswith(".distcp")})
 
     def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Size and dtype of every tensor of a step, by name. No collective."""

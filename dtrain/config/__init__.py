@@ -7,7 +7,7 @@ preference, policy_losses, rewards  what the losses and rewards can do, by name
 words                               other tools' words for our keys
 """
 
-from dtrain.config.check import Sizes, check, sizes
+from dtrain.config.check import Sizes, check, other_models, sizes
 from dtrain.config.load import diff, find, keys, load, read, recipes_dir, shipped, to_yaml
 from dtrain.config.schema import Recipe
 
@@ -19,6 +19,7 @@ __all__ = [
     "find",
     "keys",
     "load",
+    "other_models",
     "read",
     "recipes_dir",
     "shipped",

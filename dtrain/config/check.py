@@ -15,6 +15,9 @@ from dtrain.config.rollouts import RANGES as ROLLOUT_RANGES
 from dtrain.config.rollouts import problems as rollout_problems
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 
+# What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
+DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
+
 # (key, what its value must satisfy, and that in words). None is not looked at: the schema says where it is allowed.
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.nproc", lambda v: v >= 1, "at least 1"),
@@ -272,6 +275,17 @@ def _stages(recipe: Recipe) -> list[str]:
     return problems
 
 
+def other_models(recipe: Recipe) -> list[tuple[str, str]]:
+    """Key and path of the models that the method needs beside the one that it trains."""
+    if recipe.method == "dpo":
+        return [("dpo.reference", recipe.dpo.reference)] if recipe.dpo.reference not in (None, "none", "start") else []
+    if recipe.method == "grpo" and recipe.grpo.beta:
+        return [("grpo.reference", recipe.grpo.reference)] if recipe.grpo.reference != "start" else []
+    if recipe.method == "distill":
+        return [("distill.teacher", recipe.distill.teacher)] if recipe.distill.teacher else []  # check says so
+    return []
+
+
 def _schedule(recipe: Recipe) -> list:
     return recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
 
@@ -279,7 +293,7 @@ def _schedule(recipe: Recipe) -> list:
 def _allowed_changes(recipe: Recipe) -> list[str]:
     known = keys()
     parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
-    names = [*parents, *known, "data.fingerprint"]
+    names = [*parents, *known, *DIGESTS]
     mappings = tuple(f"{key}." for key in known if isinstance(_get(recipe, key), Mapping))  # any name may stand in them
     problems = []
     for name in recipe.checkpoint.allow_changes:

@@ -225,7 +225,8 @@ class Checkpoint:
     `train.validate_every`. loss: that of the step's own batch. null: none for that reason."""
     resume: str | None = "auto"
     """auto: the run's newest whole save, where there is one; saves that were damaged since are named, left out, and
-    kept aside as damaged-step-N. null: start over, in a directory without metrics only. Or a `step-N` directory."""
+    kept aside as damaged-step-N. null: start over, in a directory without metrics only. Or a `step-N` directory that
+    this run begins from; later, it goes on from its own saves."""
     async_save: bool = True
     """Training goes on while a save is written, and stalls only for a copy of model and optimizer in host memory. The
     last save, and that of a run that was told to stop, are waited for."""
@@ -233,7 +234,7 @@ class Checkpoint:
     """When `export/`, a Hugging Face directory, is written: at the end, anew with every save, or never (also null)."""
     init_from: str | None = None
     """A run's directory (its newest checkpoint) or a `step-N` whose weights, and nothing else, replace `model.path`'s
-    when this run starts. Later, it resumes from its own checkpoints."""
+    when this run starts. Later, it resumes from its own checkpoints, and that step stays its start."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys, or sections, of model, data and optimizer that may differ from what a resumed run started with."""
 

@@ -1,7 +1,7 @@
 """Tokenised samples on disk, memory-mapped: made once, by one process, whole or not at all.
 
-A cache is a directory `<cache_dir>/<key>/`, where the key is a hash of the data files (path, size, time of change),
-their formats, the tokenizer, the template and the options. A sample is one document or, of preferences, two neighbours,
+A cache is a directory `<cache_dir>/<key>/`, where the key is a hash of what the data files hold, their names and
+formats, the tokenizer, the template and the options. A sample is one document or, of preferences, two neighbours,
 chosen and rejected; n counts documents:
 
     tokens.bin    int32   the ids of all documents, one behind the other
@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dtrain.checkpoint.identity import digest, digests
+from dtrain.checkpoint.ranks import Ranks
 from dtrain.data.encoder import LONG, EncodedChunk, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
@@ -97,6 +99,11 @@ class Samples:
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     @property
+    def identity(self) -> str:
+        """A digest of the samples and of the source that each is of."""
+        return digest(self.fingerprint, self.meta["per_source"])[:16]
+
+    @property
     def noun(self) -> str:
         """What a sample is, in the plural."""
         return "prompts" if self._columns else "pairs" if self.documents_per_sample == 2 else "samples"
@@ -145,8 +152,9 @@ def open_cache(
     """The samples of `sources`, from the cache or made now by `num_workers` processes (None or 0: as many as cores).
 
     Without a `cache_dir` they are made in a temporary file that vanishes with the process. Processes that open the
-    same cache at once wait for the one that makes it. Raises UserError for a row that is wrong, with file and line,
-    and where no sample is left.
+    same cache at once wait for the one that makes it. Collective where a process group is up: the ranks share out the
+    reading that tells whether the files are those of the cache. Raises UserError for a row that is wrong, with file and
+    line, for a file that changes meanwhile, and where no sample is left.
     """
     weights = [source.weight for source in sources]
     if cache_dir is None:
@@ -154,7 +162,7 @@ def open_cache(
             _build(Path(scratch), sources, encoder, num_workers, progress, label)
             return Samples(Path(scratch), weights)
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
-    place = root / _key(sources, encoder)
+    place = root / _key(sources, encoder, Ranks())
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not _whole(place):
@@ -166,6 +174,8 @@ def open_cache(
                     scratch = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
                     try:
                         _build(scratch, sources, encoder, num_workers, progress, label)
+                        if root / _key(sources, encoder, Ranks(alone=True)) != place:
+                            raise UserError(f"a file of the {label} changed while it was tokenised: start again")
                         scratch.rename(place)
                     finally:
                         shutil.rmtree(scratch, ignore_errors=True)
@@ -177,12 +187,12 @@ def open_cache(
     return Samples(place, weights)
 
 
-def _key(sources: Sequence[Source], encoder: RowEncoder) -> str:
-    files = [
-        [source.format, [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]]
-        for source in sources
-    ]
-    return hashlib.sha256(json.dumps([VERSION, files, encoder.fingerprint]).encode()).hexdigest()[:16]
+def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
+    """Of what the files hold. Their names are in it too: messages about rows name them. Collective over `ranks`."""
+    files = [file for source in sources for file in source.files]
+    formats = [[source.format, len(source.files)] for source in sources]
+    names = [str(file.resolve()) for file in files]
+    return digest(VERSION, formats, names, digests(files, ranks=ranks), encoder.fingerprint)[:16]
 
 
 def _whole(place: Path) -> bool:

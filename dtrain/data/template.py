@@ -85,7 +85,8 @@ class ChatTemplate:
     @property
     def fingerprint(self) -> str:
         """A hash of all that decides what is written."""
-        return hashlib.sha256(json.dumps(self._arguments, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        source, _, *others = self._arguments  # where it was found decides nothing
+        return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
     def writes_today(self) -> bool:

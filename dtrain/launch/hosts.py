@@ -1,10 +1,9 @@
-"""What the hosts of a run must have in common: versions, the recipe, the run's directory, the models.
+"""What the hosts of a run must have in common: versions, the recipe, the run's directory. Models and data: the trainer.
 
 A command is typed, a file is copied and a directory is mounted on each host by itself. Where one of them is another,
 ranks would train different runs together, or save a checkpoint in parts that never come together.
 """
 
-import hashlib
 import secrets
 import time
 from pathlib import Path
@@ -13,27 +12,22 @@ from dtrain import __version__, config
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.preflight import other_models
 
 SEEN_SECONDS = 5.0  # for a new file to be seen by every host
-SAMPLES, SAMPLE = 16, 4096  # places and bytes that are read of each file of a model
 
 # What changes nothing between ranks, or is read by one of them alone.
 FREE = ("launch", "metrics", "data.cache_dir", "data.num_workers")
 
 
-def same_on_all(recipe: Recipe, local_rank: int) -> None:
-    """Raises UserError, on every rank, where hosts have another version, recipe, run directory or model. Collective:
-    the process group is up."""
+def same_on_all(recipe: Recipe) -> None:
+    """Raises UserError, on every rank, where hosts have another version, recipe or run directory. Collective: the
+    process group is up."""
     import torch
 
     ranks = Ranks()
     ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
     _same_recipe(recipe, ranks)
     _same_directory(Path(recipe.run.dir) / recipe.run.name, ranks)
-    for key, path in [("model.path", recipe.model.path), *other_models(recipe)]:
-        digest = sampled(Path(path)) if local_rank == 0 else None
-        ranks.same(digest, f"{key}={path} is not the same model on every host")
 
 
 def _same_recipe(recipe: Recipe, ranks: Ranks) -> None:
@@ -80,16 +74,3 @@ def _same_directory(run: Path, ranks: Ranks) -> None:
     finally:
         if ranks.is_first:
             path.unlink(missing_ok=True)
-
-
-def sampled(directory: Path) -> str:
-    """A digest of the JSON and safetensors files of a directory: names, sizes, and bytes at evenly spaced places."""
-    digest = hashlib.sha256()
-    for path in sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for place in range(SAMPLES):
-                file.seek(place * max(0, size - SAMPLE) // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE))
-    return digest.hexdigest()

@@ -84,7 +84,7 @@ def run_rank(
         if place.world_size > 1:
             join(place, device, met)
         if met is not None:
-            same_on_all(recipe, place.local_rank)
+            same_on_all(recipe)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:

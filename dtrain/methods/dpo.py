@@ -17,7 +17,7 @@ from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.length import length_desensitised_weights
 from dtrain.methods.method import Method, Run
 from dtrain.methods.objective import Objective, PairSums
-from dtrain.methods.precompute import at_first_labels, identity, reference_table
+from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
 
@@ -36,7 +36,8 @@ class Dpo(Method):
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.objective = Objective(recipe.dpo)
-        self.needs_start = self.objective.needs_reference and recipe.dpo.reference == "start"
+        stays = recipe.dpo.sync_every is None  # one that moves comes with the checkpoint
+        self.needs_start = self.objective.needs_reference and recipe.dpo.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
         self._tables: Mapping[str, Tensor] = {}
 
@@ -52,7 +53,7 @@ class Dpo(Method):
             if self.recipe.dpo.sync_every is not None:
                 self._reference = policy.reference.tensors
             return
-        name = f"reference-{identity(self.recipe, policy.precision.compute)}.bin"
+        name = table_name(run.identities, policy.precision.compute, self.recipe.dpo.ld_alpha)
         self._tables = {
             split: reference_table(
                 policy,

@@ -45,7 +45,8 @@ class Grpo(Method):
         section, drawn = recipe.grpo, recipe.grpo.sampling
         self.spec = PolicySpec(section.loss, tuple(section.clip), section.beta, dict(section.kwargs))
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
-        self.needs_start = section.beta > 0 and section.reference == "start"
+        stays = section.sync_every is None  # one that moves comes with the checkpoint
+        self.needs_start = section.beta > 0 and section.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
         self._buffer: Buffer | None = None
         self._place = {"rollout": 0, "done": 0, "step": 0, "cursor": [0, 0], "epochs": 0.0, "checked": False}

@@ -18,7 +18,8 @@ from dtrain.policy.score import LogprobSource, Loss
 
 @dataclass(frozen=True)
 class Run:
-    """What a method may use of the run: its metrics, its directory, and a stack that closes what the method opens.
+    """What a method may use of the run: its metrics, its directory, digests of what it reads by key, as a resume
+    compares them, and a stack that closes what the method opens.
 
     ask_stop: whether this rank was asked to stop. What takes long between two steps may then raise Interrupted, on
     every rank; the run is saved as the last step left it.
@@ -26,6 +27,7 @@ class Run:
 
     metrics: Metrics
     path: Path
+    identities: Mapping[str, str]
     stack: ExitStack
     ask_stop: Callable[[], bool]
 

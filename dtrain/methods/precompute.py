@@ -1,13 +1,12 @@
 """The reference's sums for every pair of a set, computed once before the first step and kept beside the data's cache.
 
 A table is float64 [pairs, 2]: Σ weight · log p of the chosen and of the rejected completion. Its file is named by what
-it depends on beside the data: the reference's files, the dtype, the weights of tokens.
+it depends on beside the data: what the reference's weights are, the dtype, the weights of tokens.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
-from dtrain.config.schema import Recipe
+from dtrain.checkpoint.identity import digest
 from dtrain.data import Rows
 from dtrain.data.packing import pack
 from dtrain.losses.length import length_desensitised_weights
@@ -24,15 +23,10 @@ from dtrain.policy import Policy
 WINDOW = 1024  # pairs scored between looks at how many rows they make
 
 
-def identity(recipe: Recipe, dtype: torch.dtype) -> str:
-    """A hash of what the reference is and what it is asked for."""
-    path = recipe.model.path if recipe.dpo.reference == "start" else recipe.dpo.reference
-    is_start = recipe.dpo.reference == "start"
-    start = [recipe.model.init, recipe.run.seed, recipe.checkpoint.init_from] if is_start else []
-    files = sorted(file for file in Path(path).iterdir() if file.suffix in (".safetensors", ".json"))
-    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    parts = [str(Path(path).resolve()), start, stats, str(dtype), recipe.dpo.ld_alpha]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+def table_name(identities: Mapping[str, str], dtype: torch.dtype, ld_alpha: float | None) -> str:
+    """The name of a table's file: a digest of the reference's weights and what it is asked for."""
+    parts = [identities["dpo.reference"], identities["model.config"], str(dtype), ld_alpha]
+    return f"reference-{digest(parts)[:16]}.bin"
 
 
 def reference_table(
@@ -51,7 +45,7 @@ def reference_table(
             _score(policy, rows, range(start, min(start + WINDOW, shape[0])), table, ld_alpha, micro_rows)
     policy.sum_over_dp(table)  # each pair was scored by one rank
     if policy.rank == 0:
-        partial = file.with_suffix(".part")
+        partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
         torch.from_file(str(partial), shared=True, size=table.numel(), dtype=torch.float64).copy_(table.flatten())
         with partial.open("rb") as written:
             os.fsync(written.fileno())

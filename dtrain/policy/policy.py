@@ -264,12 +264,14 @@ class Policy(Memory, WeightsOut):
         give_weights_back(self.model)
         return self.model.state_dict()
 
-    def export(self, out: Path, source: Path) -> None:
+    def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
 
-        source: where config.json, the tokenizer and what is not trained come from. `out` is replaced, whole or not.
+        source: where config.json, the tokenizer and what is not trained come from. held: as of `write_directory`. `out`
+        is replaced, whole or not.
         """
-        write_directory(self.model, out, source, self.precision.compute, replace=True, chat_template=self.chat_template)
+        own = {"chat_template": self.chat_template, "held": held}
+        write_directory(self.model, out, source, self.precision.compute, replace=True, **own)
 
     @property
     def chat_template(self) -> str | None:

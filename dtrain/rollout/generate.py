@@ -50,10 +50,10 @@ def generate_text(
 ) -> Iterator[str]:
     """The completion of each prompt as text, special tokens left out, in order, each as soon as those before it are.
 
-    directory: in Hugging Face's layout; or a run's, of which `export/` serves, or a checkpoint that is newer; or a
-    checkpoint's. A prompt is a user's message in the model's chat template, or with `raw`, or where the model has no
-    template, the beginning of a text. dtype and device: as `train.dtype` and `launch.device` of a recipe. Raises
-    UserError.
+    directory: in Hugging Face's layout; or a run's, of which `export/` serves where it is of the newest checkpoint,
+    else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat template, or with `raw`,
+    or where the model has no template, the beginning of a text. dtype and device: as `train.dtype` and `launch.device`
+    of a recipe. Raises UserError.
     """
     torch_device = choose_device(device)
     model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
@@ -80,7 +80,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a model's directory, a run's or a checkpoint's")
     for candidate in (directory, directory / "export"):
-        if (candidate / "config.json").is_file() and not _is_behind(candidate, directory / "checkpoints"):
+        if (candidate / "config.json").is_file() and (candidate == directory or _is_newest(candidate)):
             return models.from_pretrained(candidate, dtype, device), Tokenizer.from_directory(candidate)
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
@@ -95,10 +95,18 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.
     return model.to(device, dtype), Tokenizer.from_directory(source)
 
 
-def _is_behind(export: Path, checkpoints: Path) -> bool:
-    """Whether a run has saved a checkpoint since it wrote `export`."""
-    saved = [path.stat().st_mtime_ns for path in checkpoints.glob("step-*")]
-    return max(saved, default=0) > export.stat().st_mtime_ns
+def _is_newest(export: Path) -> bool:
+    """Whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
+    from dtrain.checkpoint.model_files import held_by
+    from dtrain.checkpoint.ranks import Ranks
+    from dtrain.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
+    step, held = store.latest(), held_by(export)
+    if step is None:
+        return True
+    save = store.read_state(step).get("save")
+    return held.get("save") == save and (save is not None or held.get("step") == step)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool) -> list[int]:

@@ -1,13 +1,15 @@
 """Weights in a directory that trainer and servers share: `step-N`, whole once its marker is there. No torch.
 
-The marker is an empty file, written last, as prime-rl has it (`STABLE`). A reader passes over directories without one.
+The marker is a file, written last, as prime-rl has it (`STABLE`), which leaves it empty; ours holds a mark of its own,
+which tells weights that were written again. A reader passes over directories without one.
 """
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 
-from dtrain.checkpoint.files import sync_directory
+from dtrain.checkpoint.files import replace_text
 
 MARKER = "STABLE"
 _NAME = re.compile(r"step-(\d+)")
@@ -19,8 +21,14 @@ def step_directory(shared: Path, version: int) -> Path:
 
 def mark(directory: Path) -> None:
     """Say that everything in `directory` is written. Synced to disk."""
-    (directory / MARKER).touch()
-    sync_directory(directory)
+    replace_text(directory / MARKER, secrets.token_hex(8))
+
+
+def mark_of(directory: Path) -> str:
+    """What tells these weights from others in a directory of this name. OSError where it has been deleted."""
+    marker = directory / MARKER
+    stat = marker.stat()
+    return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
 
 
 def is_whole(directory: Path) -> bool:

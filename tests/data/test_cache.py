@@ -67,9 +67,19 @@ def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
     assert len(built) == 3
     os.utime(file, ns=(1, 1))
     again = open_(coder, file, root)
-    assert len(built) == 4 and again.fingerprint == first.fingerprint  # the same tokens are the same data
+    assert len(built) == 3 and again.fingerprint == first.fingerprint  # another time is no other content
     write_jsonl(file, texts(21))
-    assert open_(coder, file, root).fingerprint != first.fingerprint and len(built) == 5
+    assert open_(coder, file, root).fingerprint != first.fingerprint and len(built) == 4
+    content, stat = file.read_bytes(), file.stat()
+    file.write_bytes(content.replace(b"number", b"nombre"))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # another content at the same size and time
+    other = open_(coder, file, root)
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns and other.meta["left_out"] == []
+    assert contents(other)[0] == contents(open_cache([Source((file,), "text")], coder, cache_dir=None))[0]
+    assert len(built) == 6
+    file.write_bytes(content)
+    open_(coder, file, root)
+    assert len(built) == 6  # and the content of then is in the cache of then
     next(root.glob("*/tokens.bin")).write_bytes(b"cut")
     for _ in range(3):
         assert len(open_(coder, file, root)) == 21

@@ -24,7 +24,7 @@ from dtrain.rollout.serve.answers import Answer, Piece
 from dtrain.rollout.serve.protocol import ApiError, Ask, Parser
 from dtrain.rollout.serve.updates import Updates
 from dtrain.rollout.serve.worker import MODES, Job, Worker
-from dtrain.rollout.shared_directory import MARKER, newest
+from dtrain.rollout.shared_directory import mark_of, newest
 
 MOST_BYTES = 1 << 26  # of a request's body
 IDLE_SECONDS = 600  # that a connection may stay open between two requests
@@ -341,7 +341,7 @@ class Follower:
 
     def __init__(self, shared: Path, updates: Updates, say: Callable[[str], None]):
         self.shared, self.updates, self.say = shared, updates, say
-        self._seen: tuple[Path, int] | None = None
+        self._seen: tuple[int, str] | None = None
 
     def look(self) -> None:
         found = newest(self.shared)
@@ -349,10 +349,10 @@ class Follower:
             return
         version, directory = found
         with suppress(FileNotFoundError):  # it was pruned just now
-            written = (directory / MARKER).stat().st_mtime_ns
-            if self._seen == (directory, written):
+            seen = version, mark_of(directory)
+            if self._seen == seen:
                 return
-            self._seen = (directory, written)
+            self._seen = seen
             try:
                 self.updates.load(directory, version)
                 self.say(f"version {version} of the weights, from {directory}")
