@@ -1,7 +1,6 @@
 """JSON from strangers within limits, and objects checked field by field against a table. No torch.
 
-A table names every field that is known, how its value is read and what stands for null or absence. A field that it
-does not name is refused, so that nothing unread reaches the engine.
+A table names every field that is known. A field that it does not name is refused, so that nothing unread goes further.
 """
 
 import difflib
@@ -12,23 +11,24 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Union
 
 MOST_ITEMS = 1 << 20  # of one body, commas and brackets: a few bytes of text may become a hundred in memory
 DEEPEST = 32  # lists and objects within one another
 MOST_DIGITS = 64  # of a number, in a row
-LAST_ID = 2**31 - 1
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # to the end where it is not closed
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
+_WORDS |= {str: "a text", list: "a list", dict: "an object"}
+shown = reprlib.repr  # a value for a message, cut short
 
 
 class ApiError(Exception):
-    """An answer other than 200: `status`, and the message, the parameter and the type of OpenAI's error object; with
-    405 the methods that would do."""
+    """An answer other than 200: `status`, and the message, the parameter and the type of OpenAI's error object."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, allow: str | None = None):
-        self.status, self.message, self.param, self.allow = status, message, param, allow
+    def __init__(self, status: int, message: str, param: str | None = None):
+        self.status, self.message, self.param = status, message, param
         super().__init__(message)
 
     @property
@@ -38,7 +38,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
-def read_object(raw: bytes) -> dict[str, Any]:
+def read_object(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError."""
     check_json(raw, "the body")
     try:
@@ -50,8 +50,8 @@ def read_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def check_json(raw: bytes, name: str) -> None:
-    """Raises ApiError for JSON that is too much to parse. It need not be sound."""
+def check_json(raw: bytes | bytearray, name: str) -> None:
+    """Raises ApiError for JSON, sound or not, that is too much to parse."""
     bare = _STRING.sub(b"", raw)
     if sum(map(bare.count, (b",", b"[", b"]", b"{", b"}"))) > MOST_ITEMS:
         raise ApiError(400, f"{name} has more than {MOST_ITEMS} values")
@@ -63,7 +63,7 @@ def check_json(raw: bytes, name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Also of NaN and Infinity, which JSON does not have."""
+    """A number with a point or an exponent, or NaN or Infinity, which JSON does not have."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:20]} is no finite number")
     return value
@@ -78,163 +78,64 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def shown(value: Any) -> str:
-    """A value for a message, cut short."""
-    return reprlib.repr(value)
-
-
 @dataclass(frozen=True)
 class Field:
-    """read: a value that is not null, and its field's name -> what is used, or ApiError. default: without one."""
+    """A row of a table. kind: the value's type, None for any. default: what null and absence stand for. least, most: of
+    a number, or of a text's or a list's length. of: a list's entries, or an object's table. among: the only values that
+    are served. use: makes a value that is sound of one that is not, or raises ApiError."""
 
-    read: Callable[[Any, str], Any]
+    kind: type | None = None
     default: Any = None
+    least: float = 0
+    most: float = math.inf
+    of: Union["Field", "Table", None] = None
+    among: tuple | None = None
+    use: Callable[[Any, str], Any] | None = None
+
+    def read(self, value: Any, name: str) -> Any:
+        """What `value` of the field `name` stands for. Raises ApiError."""
+        if self.kind is not None and type(value) is not self.kind and (self.kind, type(value)) != (float, int):
+            raise ApiError(400, f"{name} must be {_WORDS[self.kind]}, not {shown(value)}", name)
+        size = value if self.kind in (int, float) else len(value) if self.kind in (str, list) else self.least
+        if not self.least <= size <= self.most:
+            bounds = f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
+            what = f"{name}={shown(value)}" if size is value else f"the length of {name}, {size},"
+            raise ApiError(400, f"{what} must be {bounds}", name)
+        alike = (one for one in self.among or () if isinstance(one, bool) == isinstance(value, bool))  # else 1 is True
+        if self.among is not None and value not in alike:
+            rest = f"it may be {', '.join(map(str, self.among))}" if self.among else "leave it out"
+            raise ApiError(400, f"{name}={shown(value)}: dtrain serve does not have it; {rest}", name)
+        if isinstance(self.of, Field):
+            return [self.of.read(one, f"{name}[{index}]") for index, one in enumerate(value)]
+        if self.of is not None:
+            return {one: given for one, given in check(value, self.of, name).items() if given is not None}
+        return value if self.use is None else self.use(value, name)
 
 
 Table = Mapping[str, Field]
 
 
-def check(body: Any, table: Table, name: str = "") -> dict[str, Any]:
-    """Every field of `table`, as it was read from the object `body`. Raises ApiError."""
-    if not isinstance(body, dict):
-        raise refusal(name or "the body", "an object", body)
+def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, Any]:
+    """Every field of `table`, as it was read from `body`, which stands at `name`. Raises ApiError."""
     inside = f"{name}." if name else ""
     for one in body:
         if one not in table:
-            near = difflib.get_close_matches(one[:64], table, 1, 0.0)
-            hint = f"; the nearest known field is {inside}{near[0]}" if near else ""
-            one = inside + one[:64]
-            raise ApiError(400, f"{shown(one)[1:-1]} is no field that dtrain serve knows{hint}", one)
+            near = "".join(difflib.get_close_matches(one[:64], table, 1, 0.0))
+            one = f"{inside}{one[:64]}"
+            hint = f"; the nearest known field is {inside}{near}" if near else ""
+            raise ApiError(400, f"{one} is no field that dtrain serve knows{hint}", one)
     return {
         one: field.default if body.get(one) is None else field.read(body[one], inside + one)
         for one, field in table.items()
     }
 
 
-def refusal(name: str, wanted: str, value: Any) -> ApiError:
-    return ApiError(400, f"{name} must be {wanted}, not {shown(value)}", name)
-
-
-def flag(default: bool = False) -> Field:
-    def read(value: Any, name: str) -> bool:
-        if not isinstance(value, bool):
-            raise refusal(name, "true or false", value)
-        return value
-
-    return Field(read, default)
-
-
-def whole(least: int, most: int, default: int | None = None) -> Field:
-    def read(value: Any, name: str) -> int:
-        if type(value) is not int:  # a bool is an int
-            raise refusal(name, "a whole number", value)
-        if not least <= value <= most:
-            raise ApiError(400, f"{name}={shown(value)} must be from {least} to {most}", name)
-        return value
-
-    return Field(read, default)
-
-
-def number(least: float, most: float, default: float, *, above: bool = False) -> Field:
-    """above: `least` itself is too little."""
-
-    def read(value: Any, name: str) -> float:
-        if type(value) not in (int, float):
-            raise refusal(name, "a number", value)
-        if value < least or (above and value == least) or value > most:
-            bounds = f"{'above' if above else 'at least'} {least:g} and at most {most:g}"
-            raise ApiError(400, f"{name}={shown(value)} must be {bounds}", name)
-        return float(value)
-
-    return Field(read, default)
-
-
-def text(most: int = 256, pattern: str | None = None, default: str | None = None) -> Field:
-    def read(value: Any, name: str) -> str:
-        if not isinstance(value, str):
-            raise refusal(name, "a text", value)
-        if len(value) > most:
-            raise ApiError(400, f"{name} has {len(value)} characters, and at most {most} are taken", name)
-        if pattern is not None and not re.fullmatch(pattern, value):
-            raise ApiError(400, f"{name}={shown(value)} has characters that do not belong there", name)
-        return value
-
-    return Field(read, default)
-
-
-def texts(most: int, longest: int) -> Field:
-    """A text or a list of them, none empty."""
-
-    def read(value: Any, name: str) -> tuple[str, ...]:
-        several = [value] if isinstance(value, str) else value
-        if not isinstance(several, list) or not all(isinstance(one, str) and one for one in several):
-            raise ApiError(400, f"{name} must be a text or a list of texts, none empty", name)
-        if len(several) > most or max(map(len, several), default=0) > longest:
-            raise ApiError(400, f"{name} may have {most} texts of {longest} characters at most", name)
-        return tuple(several)
-
-    return Field(read, ())
-
-
-def ids(most: int) -> Field:
-    def read(value: Any, name: str) -> list[int]:
-        if value != [] and not is_ids(value) or len(value) > most:
-            raise ApiError(400, f"{name} must be a list of token ids, {most} at most", name)
-        return value
-
-    return Field(read, [])
-
-
 def is_ids(value: Any) -> bool:
-    """Whether it is a list of whole numbers that may be token ids, not empty."""
-    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one <= LAST_ID for one in value)
+    """Whether it is a list of numbers that may be token ids, not empty."""
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
 
 
-def items(read: Callable[[Any, str], Any], default: list | None = None) -> Field:
-    """A list, each entry read by itself."""
-
-    def read_all(value: Any, name: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise refusal(name, "a list", value)
-        return [read(one, f"{name}[{index}]") for index, one in enumerate(value)]
-
-    return Field(read_all, default)
-
-
-def record(table: Table) -> Field:
-    def read(value: Any, name: str) -> dict[str, Any]:
-        return check(value, table, name)
-
-    return Field(read, check({}, table))
-
-
-def free(value: Any, name: str) -> dict[str, Any]:
-    """An object whose fields are somebody else's."""
-    if not isinstance(value, dict):
-        raise refusal(name, "an object", value)
-    return value
-
-
-def choice(values: Mapping[str, Any], default: Any = None) -> Field:
-    def read(value: Any, name: str) -> Any:
-        if not isinstance(value, str) or value not in values:
-            raise ApiError(400, f"{name}={shown(value)} is unknown; choose {', '.join(values)}", name)
-        return values[value]
-
-    return Field(read, default)
-
-
-def only(*values: Any) -> Field:
-    """A field that would change the answer, and that the server does not have: with values that ask for nothing."""
-
-    def read(value: Any, name: str) -> Any:
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
-            raise ApiError(400, f"{name}={shown(value)}: dtrain serve does not have it; leave it out", name)
-        return value
-
-    return Field(read)
-
-
-def ignored() -> Field:
-    """A field that changes nothing in the answer."""
-    return Field(lambda value, name: None)
+FLAG = Field(bool, False)
+TEXT = Field(str, most=4096)
+COUNT = Field(int, most=2**31 - 1)
+IGNORED = Field()  # changes nothing in the answer

@@ -14,30 +14,10 @@ from dtrain.data.formats import read_messages, read_tools
 from dtrain.data.prompts import Prompt, PromptEncoder
 from dtrain.errors import UserError
 from dtrain.rollout.request import Request, SamplingParams
-from dtrain.rollout.serve.fields import (
-    ApiError,
-    Field,
-    check,
-    check_json,
-    flag,
-    free,
-    ids,
-    ignored,
-    is_ids,
-    items,
-    number,
-    only,
-    record,
-    refusal,
-    text,
-    texts,
-    whole,
-)
+from dtrain.rollout.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check, check_json, is_ids
 
-MOST_SAMPLES = 1024  # of a prompt
 MOST_REQUESTS = 4096  # of one call
 SEED_LIMIT = 2**63
-INDEX = whole(0, SEED_LIMIT - 1, 0)
 
 
 def _prompts(value: Any, name: str) -> list[str | list[int]]:
@@ -47,128 +27,101 @@ def _prompts(value: Any, name: str) -> list[str | list[int]]:
     return several
 
 
+def _stops(value: Any, name: str) -> tuple[str, ...]:
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, list) or not all(isinstance(one, str) and 0 < len(one) <= 1024 for one in several[:65]):
+        raise ApiError(400, f"{name} must be a text or a list of texts, none empty or beyond 1024 characters", name)
+    if len(several) > 64:
+        raise ApiError(400, f"{name} must be 64 texts at most", name)
+    return tuple(several)
+
+
 def _content(value: Any, name: str) -> Any:
-    return value if isinstance(value, str) else PARTS.read(value, name)
+    return value if isinstance(value, str) else Field(list, of=Field(dict, of=PART)).read(value, name)
 
 
 def _arguments(value: Any, name: str) -> Any:
-    """A tool call's: an object, or a text of JSON, which the template may want as an object."""
-    if not isinstance(value, str):
-        return free(value, name)
-    check_json(value.encode(errors="replace"), name)
-    return value
+    """A tool call's: an object, or a text of JSON, which may become one for the template."""
+    if isinstance(value, str):
+        check_json(value.encode(errors="replace"), name)
+        return value
+    return Field(dict).read(value, name)
 
 
-def _given(value: Any, table: Mapping[str, Field], name: str) -> dict[str, Any]:
-    """The fields that are there: a template may ask whether one is."""
-    return {one: read for one, read in check(value, table, name).items() if read is not None}
-
-
-def _long_text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise refusal(name, "a text", value)
-    return value
-
-
-FREE_TEXT = Field(_long_text)  # as long as the body may be
-SHARED: dict[str, Field] = {
-    "model": text(4096),
-    "n": whole(1, MOST_SAMPLES, 1),
-    "temperature": number(0.0, 1e6, 1.0),
-    "top_k": whole(-1, 2**31 - 1, -1),  # -1 and 0: off
-    "top_p": number(0.0, 1.0, 1.0, above=True),
-    "min_p": number(0.0, 1.0, 0.0),
-    "stop": texts(64, 1024),
-    "stop_token_ids": ids(1024),
-    "ignore_eos": flag(),
-    "include_stop_str_in_output": flag(),
-    "seed": whole(-SEED_LIMIT, SEED_LIMIT - 1),
-    "prompt_index": INDEX,
-    "sample_index": INDEX,
-    "stream": flag(),
-    "stream_options": record(
-        {"include_usage": flag(), "include_obfuscation": ignored(), "continuous_usage_stats": only(False)}
+# Values that ask for nothing, of fields that would change the answer and that the engine does not have.
+NONE, ZERO, ONE, NO, YES, EMPTY = (Field(among=among) for among in ((), (0,), (1,), (False,), (True,), ([],)))
+SAMPLING: Table = {
+    "model": TEXT,
+    "n": Field(int, 1, 1, 1024),
+    "temperature": Field(float, 1.0),
+    "top_k": Field(int, -1, -1, 2**31 - 1),  # -1 and 0: off
+    "top_p": Field(float, 1.0, 0, 1),
+    "min_p": Field(float, 0.0, 0, 1),
+    "stop": Field(default=(), use=_stops),
+    "stop_token_ids": Field(list, [], most=1024, of=COUNT),
+    "ignore_eos": FLAG,
+    "include_stop_str_in_output": FLAG,
+    "seed": Field(int, None, -SEED_LIMIT, SEED_LIMIT - 1),
+    "prompt_index": Field(int, 0, 0, SEED_LIMIT - 1),
+    "sample_index": Field(int, 0, 0, SEED_LIMIT - 1),
+    "stream": FLAG,
+    "stream_options": Field(
+        dict, {}, of={"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
     ),
-    "return_token_ids": flag(),
-    "return_tokens_as_token_ids": flag(),
-    # What the engine does not have, with the values that ask for nothing.
-    "best_of": only(1),
-    "frequency_penalty": only(0),
-    "presence_penalty": only(0),
-    "repetition_penalty": only(1),
-    "length_penalty": only(1),
-    "logit_bias": only({}),
-    "bad_words": only([]),
-    "allowed_token_ids": only(),
-    "min_tokens": only(0),
-    "prompt_logprobs": only(),
-    "use_beam_search": only(False),
-    "truncate_prompt_tokens": only(),
-    "structured_outputs": only(),
-    "skip_special_tokens": only(True),
-    "spaces_between_special_tokens": only(True),
-    # What changes nothing here.
-    **dict.fromkeys(
-        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt")
-        + ("prompt_cache_retention", "priority", "request_id", "rid"),
-        ignored(),
-    ),
+    "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
+    "response_format": Field(among=({"type": "text"},)),
+    "logit_bias": Field(among=({},)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), ZERO),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), ONE),
+    **dict.fromkeys(("echo", "use_beam_search"), NO),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), YES),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"), NONE),
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED),
+    **dict.fromkeys(("prompt_cache_retention", "cache_salt", "priority", "request_id", "rid"), IGNORED),
+    "bad_words": EMPTY,
 }
-COMPLETION: dict[str, Field] = {
-    **SHARED,
-    "prompt": Field(_prompts),
-    "max_tokens": whole(0, 2**31 - 1, 16),
-    "logprobs": whole(0, 2**31 - 1),
-    "add_special_tokens": flag(True),
-    "echo": only(False),
-    "suffix": only(""),
-    "response_format": only({"type": "text"}),
-    "prompt_embeds": only(),
+COMPLETION: Table = {
+    **SAMPLING,
+    "prompt": Field(use=_prompts),
+    "max_tokens": Field(int, 16),
+    "logprobs": Field(int, None, 0, 1),
+    "add_special_tokens": Field(bool, True),
+    "suffix": Field(among=("",)),
+    "prompt_embeds": NONE,
 }
-PARTS = items(lambda value, name: value if isinstance(value, str) else _given(value, PART, name))
-PART: dict[str, Field] = {"type": only("text"), "text": FREE_TEXT}
-FUNCTION: dict[str, Field] = {"name": text(), "arguments": Field(_arguments)}
-CALL: dict[str, Field] = {
-    "id": text(),
-    "type": only("function"),
-    "index": whole(0, 2**31 - 1),
-    "function": Field(lambda value, name: _given(value, FUNCTION, name)),
+PART: Table = {"type": Field(among=("text",)), "text": Field(str)}
+CALL: Table = {
+    "id": TEXT,
+    "type": Field(among=("function",)),
+    "index": COUNT,
+    "function": Field(dict, of={"name": TEXT, "arguments": Field(use=_arguments)}),
 }
-MESSAGE: dict[str, Field] = {
-    "role": text(),
-    "content": Field(_content),
-    "name": text(),
-    "tool_calls": items(lambda value, name: _given(value, CALL, name)),
-    "tool_call_id": text(),
-    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), FREE_TEXT),
-    **dict.fromkeys(("refusal", "audio", "function_call"), only()),  # null in an answer of OpenAI's that comes back
-    "annotations": ignored(),
+MESSAGE: Table = {
+    "role": TEXT,
+    "content": Field(use=_content),
+    "name": TEXT,
+    "tool_calls": Field(list, of=Field(dict, of=CALL)),
+    "tool_call_id": TEXT,
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Field(str)),
+    **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), EMPTY),  # of an answer that comes back
 }
-CHAT: dict[str, Field] = {
-    **SHARED,
-    "messages": items(lambda value, name: _given(value, MESSAGE, name)),
-    "tools": items(free),
-    "max_tokens": whole(0, 2**31 - 1),
-    "max_completion_tokens": whole(0, 2**31 - 1),
-    "logprobs": flag(),
-    "top_logprobs": only(0),
-    "tool_choice": only("auto", "none"),
-    "parallel_tool_calls": ignored(),
-    "functions": only([]),
-    "function_call": only("auto", "none"),
-    "response_format": only({"type": "text"}),
-    "modalities": only(["text"]),
-    "audio": only(),
-    "prediction": ignored(),
-    "reasoning_effort": only(),
-    "verbosity": only(),
-    "web_search_options": only(),
-    "chat_template": only(),
-    "chat_template_kwargs": only({}),
-    "add_generation_prompt": only(True),
-    "continue_final_message": only(False),
-    "documents": only([]),
-    "echo": only(False),
+CHAT: Table = {
+    **SAMPLING,
+    "messages": Field(list, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, of=Field(dict)),
+    "max_tokens": Field(int),
+    "max_completion_tokens": Field(int),
+    "logprobs": FLAG,
+    "top_logprobs": ZERO,
+    "modalities": Field(among=(["text"],)),
+    "chat_template_kwargs": Field(among=({},)),
+    "add_generation_prompt": YES,
+    "continue_final_message": NO,
+    **dict.fromkeys(("tool_choice", "function_call"), Field(among=("auto", "none"))),
+    **dict.fromkeys(("functions", "documents"), EMPTY),
+    **dict.fromkeys(("audio", "reasoning_effort", "verbosity", "web_search_options", "chat_template"), NONE),
+    **dict.fromkeys(("prediction", "parallel_tool_calls"), IGNORED),
 }
 
 
@@ -200,16 +153,13 @@ class Parser:
         fields = self._fields(body, COMPLETION)
         if fields["prompt"] is None:
             raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
-        logprobs = fields["logprobs"]
-        if logprobs is not None and logprobs > 1:
-            raise ApiError(400, "logprobs: dtrain gives the drawn token's only; ask for 0 or 1", "logprobs")
         specials, prompts = fields["add_special_tokens"], []
         if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
             raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
         for one in fields["prompt"]:
             prompts.append(tuple(self._encoded(one, specials) if isinstance(one, str) else one))
             self._check_ids(prompts[-1], "prompt")
-        return self._ask(fields, prompts, fields["max_tokens"], logprobs is not None, chat=False)
+        return self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
 
     def chat(self, body: Mapping[str, Any]) -> Ask:
         """A body of /v1/chat/completions. Raises ApiError."""
@@ -229,11 +179,13 @@ class Parser:
             most = max(0, self.max_length - len(prompt))
         return self._ask(fields, [prompt], most, fields["logprobs"], chat=True)
 
-    def _fields(self, body: Mapping[str, Any], table: Mapping[str, Field]) -> dict[str, Any]:
+    def _fields(self, body: Mapping[str, Any], table: Table) -> dict[str, Any]:
         fields = check(body, table)
         model = fields["model"]
         if model is not None and model != self.model:
             raise ApiError(404, f"there is no model {model!r} here; this server has {self.model!r}", "model")
+        if fields["top_p"] == 0:
+            raise ApiError(400, f"top_p={fields['top_p']} must be above 0", "top_p")
         self._check_ids(fields["stop_token_ids"], "stop_token_ids")
         return fields
 
@@ -265,10 +217,10 @@ class Parser:
         eos = () if fields["ignore_eos"] else tuple(self.tokenizer.eos_ids)
         sampling = SamplingParams(
             max_new_tokens=most,
-            temperature=fields["temperature"],
+            temperature=float(fields["temperature"]),
             top_k=fields["top_k"] if fields["top_k"] > 0 else None,
-            top_p=fields["top_p"],
-            min_p=fields["min_p"],
+            top_p=float(fields["top_p"]),
+            min_p=float(fields["min_p"]),
             stop_ids=tuple(dict.fromkeys([*fields["stop_token_ids"], *eos])),
             stop=fields["stop"],
         )
@@ -283,7 +235,7 @@ class Parser:
             samples=fields["n"],
             chat=chat,
             stream=fields["stream"],
-            usage=fields["stream_options"]["include_usage"],
+            usage=fields["stream_options"].get("include_usage", False),
             logprobs=logprobs,
             token_ids=fields["return_token_ids"],
             tokens_as_ids=fields["return_tokens_as_token_ids"],

@@ -27,6 +27,7 @@ from dtrain.rollout.serve.updates import Updates
 from dtrain.rollout.serve.worker import Job, Worker
 from dtrain.rollout.shared_directory import MARKER, newest
 
+STREAM = "Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked"
 LOOK_SECONDS = 1.0  # between looks at whether a client is still there
 WATCH_SECONDS = 1.0  # between looks at a shared directory
 REFUSING = 64  # connections beyond the limit that are told so; those beyond these are cut off
@@ -83,20 +84,18 @@ class Server(socketserver.TCPServer):
 
     def _converse(self, connection: Connection) -> None:
         """Answer one request after the other."""
-        while connection.is_open:
-            try:
-                head = connection.head()
-                if head is not None:
-                    with self._counted():
-                        self._answer(connection, head)
-            except (ApiError, UserError) as error:
-                error = error if isinstance(error, ApiError) else ApiError(400, str(error))
-                connection.send(error.status, error.body, last=self.ending, allow=error.allow)
-            finally:
-                if not connection.is_answered and not isinstance(sys.exc_info()[1], OSError):
-                    # A fault of the server's own; threading writes its traceback to the terminal.
-                    error = ApiError(500, "the server has a fault, which its terminal tells")
-                    connection.send(error.status, error.body, last=True)
+        while not self.ending and connection.begins():
+            with self._counted():
+                try:
+                    self._answer(connection, connection.head())
+                except (ApiError, UserError) as error:
+                    error = error if isinstance(error, ApiError) else ApiError(400, str(error))
+                    connection.send(error.status, error.body)
+                finally:
+                    if not connection.is_answered and not isinstance(sys.exc_info()[1], OSError):
+                        # A fault of the server's own; threading writes its traceback to the terminal.
+                        error = ApiError(500, "the server has a fault, which its terminal tells")
+                        connection.send(error.status, error.body)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -111,20 +110,19 @@ class Server(socketserver.TCPServer):
                 self._idle.notify_all()
 
     def _answer(self, connection: Connection, head: Head) -> None:
-        route = self.service.route(head)
-        with self._holding(head.length or 0):
+        service, path = self.service, head.path
+        service.admit(head)
+        with self._holding(head.length):
             raw = connection.body()
             with self._reading if raw else nullcontext():
-                given = read_object(raw) if raw else {}
-                done = route.act(given) if route.is_ask else None
-        if route.is_control:
-            given = {**dict(parse_qsl(head.query)), **given}
-        if not route.is_ask:
-            done = route.act(given)
-        if isinstance(done, Ask):
-            self._complete(connection, done)
+                body = read_object(raw) if raw else {}
+                ask = service.ask[path](body) if path in service.ask else None
+        if ask is not None:
+            self._complete(connection, ask)
+        elif path in service.get:
+            connection.send(200, service.get[path](body))
         else:
-            connection.send(200, done, last=self.ending)
+            connection.send(200, service.control[path]({**dict(parse_qsl(head.query)), **body}))
 
     @contextmanager
     def _holding(self, length: int) -> Iterator[None]:
@@ -147,26 +145,25 @@ class Server(socketserver.TCPServer):
                 self._stream(connection, job, answer)
             else:
                 pieces = [_next(connection, job) for _ in ask.requests]
-                connection.send(200, answer.whole(pieces), last=self.ending)
+                connection.send(200, answer.whole(pieces))
         except OSError:
             service.worker.drop(job)
             raise
 
     def _stream(self, connection: Connection, job: Job, answer: Answer) -> None:
         piece = _next(connection, job)  # an error before the first token still has a status of its own
-        connection.begin_events()
+        connection.begin(200, STREAM)
         left = len(job.requests)
         try:
             while True:
-                connection.event(answer.event(piece))
+                connection.chunk(answer.event(piece))
                 left -= piece.finish is not None
                 if not left:
                     break
                 piece = _next(connection, job)
-            connection.event(answer.last_events())
+            connection.chunk(answer.last_events(), last=True)
         except ApiError as error:
-            connection.event(b"data: " + json.dumps(error.body).encode() + b"\n\n")
-        connection.end_events()
+            connection.chunk(b"data: " + json.dumps(error.body).encode() + b"\n\n", last=True)
 
 
 def _next(connection: Connection, job: Job) -> Piece:

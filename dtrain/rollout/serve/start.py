@@ -66,8 +66,7 @@ def serve_directory(
 
     worker = Worker(Engine(model, decode=decode, max_rows=max_rows, max_tokens=max_tokens))
     parser = Parser(encoder, name or str(directory), length)
-    bare = address[0] if ":" not in address[0] else f"[{address[0]}]"
-    hosts = {"localhost", "127.0.0.1", "[::1]", host.lower(), bare} if key is None else None
+    hosts = {"localhost", "127.0.0.1", "[::1]", host.lower(), address[0]}
     service = Service(parser, worker, Updates(model, worker, control), key, hosts)
     try:
         server = Server(address, service)
@@ -83,6 +82,8 @@ def serve_directory(
 
 def _address(host: str, port: int, key: str | None) -> tuple:
     """Where to listen. Raises UserError where others than this machine could come without a key."""
+    if port > 65535:
+        raise UserError(f"--port {port}: ports end at 65535")
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
     except (OSError, ValueError) as error:

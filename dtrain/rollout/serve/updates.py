@@ -20,62 +20,40 @@ from torch import Tensor, nn
 from dtrain.checkpoint.huggingface import check_fit, read_weights
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
-from dtrain.rollout.serve.fields import ApiError, Field, check, choice, flag, ignored, items, refusal, text, whole
+from dtrain.rollout.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check
 from dtrain.rollout.serve.worker import MODES, Mode, Worker
 from dtrain.rollout.shared_directory import is_whole, version_of
 from dtrain.rollout.weights import GROUP, Info, WeightReceiver
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
-DTYPES["float16"] = torch.float16
+DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
 
 
 def _version(value: Any, name: str) -> int:
     """A whole number or its digits."""
-    if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value):
-        value = int(value)
-    return whole(0, 2**63 - 1).read(value, name)
+    value = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value) else value
+    return Field(int, most=2**63 - 1).read(value, name)
 
 
-def _dtype(value: Any, name: str) -> torch.dtype:
-    kind = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
-    if kind is None:
-        raise refusal(name, f"one of {', '.join(DTYPES)}", value)
-    return kind
-
-
-def _shape(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
-        raise refusal(name, "a list of whole numbers", value)
-    return value
-
-
-NAMED = {"group_name": text(pattern="[!-~]+", default=GROUP)}
-VERSION = {"weight_version": Field(_version)}
-HOW = {
-    "mode": choice({mode: mode for mode in MODES}, "keep"),
-    "abort_all_requests": flag(),
-    **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), ignored()),  # SGLang's
+GROUP_NAME = {"group_name": Field(str, GROUP, most=256)}
+TENSORS: Table = {
+    "names": Field(list, [], of=TEXT),
+    "dtypes": Field(list, [], of=Field(among=tuple(DTYPES))),
+    "shapes": Field(list, [], of=Field(list, of=Field(int))),
 }
-FROM_DISK = {"model_path": text(4096, pattern="[^\0]+"), "load_format": ignored(), **VERSION, **HOW}
-MEETING = {
-    "master_address": text(pattern="[0-9A-Za-z.:_-]+"),
-    "master_port": whole(1, 65535),
-    "rank_offset": whole(1, 1 << 16),
-    "world_size": whole(2, 1 << 16),
-    "backend": choice({"gloo": "gloo", "nccl": "nccl"}),
-    **NAMED,
+UPDATE: Table = {
+    "weight_version": Field(use=_version),
+    "mode": Field(str, "keep", among=MODES),
+    "abort_all_requests": FLAG,
+    **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), IGNORED),  # SGLang's
 }
-TENSORS = {
-    "names": items(text(4096).read),
-    "dtypes": items(_dtype),
-    "shapes": items(_shape),
-}
-BUCKET = {
-    **TENSORS,
-    **NAMED,
-    **VERSION,
-    **HOW,
-    "load_format": choice({"flattened_bucket": "flattened_bucket"}),
+FROM_DISK: Table = {**UPDATE, "model_path": Field(str, "", most=4096), "load_format": IGNORED}
+BUCKET: Table = {**UPDATE, **TENSORS, **GROUP_NAME, "load_format": Field(among=("flattened_bucket",))}
+MEETING: Table = {
+    **dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), COUNT),
+    "master_address": TEXT,
+    "backend": Field(among=("gloo", "nccl")),
+    **GROUP_NAME,
 }
 
 
@@ -93,9 +71,9 @@ class Updates:
     def from_disk(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
         fields = check(body, FROM_DISK)
-        directory = Path(os.path.realpath(fields["model_path"] or ""))
+        directory = Path(os.path.realpath(fields["model_path"].replace("\0", "")))
         if not directory.is_relative_to(self.root):
-            raise ApiError(403, f"model_path={fields['model_path']!r} is not below {self.root}", "model_path")
+            raise ApiError(403, f"model_path={str(directory)!r} is not below {self.root}", "model_path")
         if not os.path.isdir(directory):
             raise ApiError(
                 404, f"model_path={str(directory)!r}: there is no such directory on the server's machine", "model_path"
@@ -132,7 +110,7 @@ class Updates:
 
     def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """{"action": "checksum"}, as vLLM has it: each tensor's name and the SHA-256 of its bytes."""
-        check(body, {"action": choice({"checksum": "checksum"})})
+        check(body, {"action": Field(among=("checksum",))})
 
         def read() -> dict[str, str]:
             return {name: _sha256(tensor) for name, tensor in model_tensors(self.model).items()}
@@ -142,13 +120,12 @@ class Updates:
     def meet(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """{"master_address", "master_port", "rank_offset", "world_size", "group_name"?}: join a trainer's group."""
         fields = check(body, MEETING)
-        address, port, rank, size = list(fields.values())[:4]
-        if None in (address, port, rank, size) or rank >= size:
+        address, port, rank, size, _, name = fields.values()
+        if None in (address, port, rank, size) or not (port < 1 << 16 and 0 < rank < size):
             raise ApiError(400, "master_address, master_port, rank_offset and a larger world_size are needed")
         device = next(self.model.parameters()).device
         try:
             with self._meeting:
-                name = fields["group_name"]
                 self._groups[name] = WeightReceiver(address, port, rank, size, device, name=name)
         except RuntimeError as error:  # torch's word for a peer that does not come
             raise ApiError(504, f"no group at {address}:{port}: {_first_line(error)}") from error
@@ -156,7 +133,7 @@ class Updates:
 
     def part(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """{"group_name"?}: leave a trainer's group."""
-        self._groups.pop(check(body, NAMED)["group_name"], None)
+        self._groups.pop(check(body, GROUP_NAME)["group_name"], None)
         return {"success": True, "message": "left"}
 
     def receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,16 +173,16 @@ class Updates:
         return {"success": True, "message": message, "weight_version": self.worker.version}
 
     def _info(self, fields: Mapping[str, Any]) -> Info:
-        names, dtypes, shapes = (fields[key] or [] for key in TENSORS)
+        names, dtypes, shapes = (fields[key] for key in TENSORS)
         if not len(set(names)) == len(names) == len(dtypes) == len(shapes) > 0:
             raise ApiError(400, "names, each once, dtypes and shapes must be lists of one length, not empty", "names")
         info: Info = {}
-        for name, kind, shape in zip(names, dtypes, shapes, strict=True):
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name not in self._tensors:
                 raise ApiError(400, f"the model has no tensor {name!r}", "names")
             if list(self._tensors[name].shape) != shape:
                 raise ApiError(400, f"{name} is {shape}, the model has {list(self._tensors[name].shape)}", "shapes")
-            info[name] = (torch.Size(shape), kind)
+            info[name] = (torch.Size(shape), DTYPES[dtype])
         return info
 
 
