@@ -156,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-rows", type=_at_least(1), metavar="N", help="completions decoded together")
     serve.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="positions of keys and values in memory")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with the key that clients must send")
+    controlled = "let clients with the key pause the server and give it weights, by broadcast or from below DIR"
+    serve.add_argument("--control", type=Path, metavar="DIR", help=controlled)
     watched = "a directory whose newest whole step-N is read as it appears"
     serve.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
     graced = "seconds to finish what is under way when asked to end (default: 30)"
@@ -367,6 +369,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         max_rows=arguments.max_rows,
         max_tokens=arguments.max_tokens,
         api_key_file=arguments.api_key_file,
+        control=arguments.control,
         watch=arguments.watch,
         grace=arguments.grace,
         dtype=arguments.dtype,

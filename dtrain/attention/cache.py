@@ -68,7 +68,7 @@ class Shelf:
         return self._layers[index]
 
     def release(self, gone: Sequence[Place]) -> None:
-        """Empty the slots of `gone`; the last ones in use move into the holes."""
+        """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
         leaving = {place.slot for place in gone}
         left = len(self.places) - len(leaving)
         holes = sorted(slot for slot in leaving if slot < left)
@@ -78,6 +78,8 @@ class Shelf:
             self.places[hole].slot = hole
         del self.places[left:]
         self._copy(self, movers, holes)
+        for tensor in (tensor for held in self._layers if held is not None for tensor in held):
+            tensor[left : left + len(leaving)] = 0
 
     def receive(self, places: Sequence[Place]) -> None:
         """Take over sequences from smaller slots of one other shelf, which keeps none of them."""

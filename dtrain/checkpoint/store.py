@@ -298,7 +298,9 @@ class CheckpointStore:
             if content["step"] != step:
                 raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
             content["files"][TABLE], content["files"][STATE]
-            sound = [Path(name).name == name and record.keys() >= {"bytes"} for name, record in content["files"].items()]
+            sound = [
+                Path(name).name == name and record.keys() >= {"bytes"} for name, record in content["files"].items()
+            ]
             if type(content["world_size"]) is not int or content["world_size"] < 1 or not all(sound):
                 raise Damaged(f"{path}: damaged, or not written by dtrain")
         except (KeyError, TypeError, AttributeError) as error:

@@ -101,9 +101,7 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
         raise Stopped(asked[0] if asked else stopped[0].signum, stopped[0].text)
 
 
-def _attempt(
-    recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]
-) -> Exception | None:
+def _attempt(recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]) -> Exception | None:
     """Start all ranks and see to their end; what went wrong."""
     nproc = recipe.launch.nproc
     command = [sys.executable, "-c", START, str(job)]

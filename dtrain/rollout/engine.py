@@ -17,7 +17,7 @@ from dtrain.attention.decode import Decode, Prefill
 from dtrain.errors import Interrupted, UserError
 from dtrain.models.config import SLIDING
 from dtrain.rollout.budget import choose_budget
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import Completion, Request, check_request
 from dtrain.rollout.sampling import Sampler, random_key
 from dtrain.rollout.stopping import StopTexts
 
@@ -26,6 +26,17 @@ Ticket = int
 # How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ELSEWHERE = 16
+
+
+class NotFinite(UserError):
+    """The model's logits for the rows of `tickets` are not finite. These have ended; the others go on unharmed."""
+
+    def __init__(self, tickets: Sequence[Ticket]):
+        self.tickets = tickets
+        super().__init__(
+            "the model's logits are not finite, nothing can be drawn from them; "
+            "are its weights sound, and is its dtype wide enough?"
+        )
 
 
 class Peers:
@@ -72,7 +83,8 @@ class Engine:
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
         self._sequences: dict[Ticket, _Sequence] = {}  # unfinished ones
-        self._finished: list[tuple[Ticket, Completion]] = []  # without a step: nothing was asked for
+        self._finished: list[tuple[Ticket, Completion]] = []  # to be handed out
+        self._failed: list[Ticket] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -101,7 +113,7 @@ class Engine:
                     raise Interrupted
                 found.update(self.step())
         finally:
-            self._abandon()
+            self.abandon()
         return [found[ticket] for ticket in tickets]
 
     def add(self, request: Request) -> Ticket:
@@ -141,7 +153,7 @@ class Engine:
         """Let waiting requests in and decode one token of every row; returns what has ended, in no given order.
 
         On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
-        nothing. Raises UserError where the model's logits are not finite.
+        nothing. Raises NotFinite for rows whose logits are not; what has ended beside them comes with the next step.
         """
         was_training = self.model.training
         self.model.eval()
@@ -155,9 +167,12 @@ class Engine:
                     self._look()
         finally:
             self.model.train(was_training)
-        finished, self._finished = self._finished, []
         if not self._sequences:
             self._clear()
+        if self._failed:
+            failed, self._failed = self._failed, []
+            raise NotFinite(failed)
+        finished, self._finished = self._finished, []
         return finished
 
     def _enqueue(self, request: Request) -> Ticket:
@@ -171,10 +186,11 @@ class Engine:
         self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
         return ticket
 
-    def _abandon(self) -> None:
-        """Drop what is left where a step has raised."""
+    def abandon(self) -> None:
+        """Drop all work, also where a step has raised in its middle."""
         self._sequences.clear()
         self._finished.clear()
+        self._failed.clear()
         self._clear()
 
     def _admit(self) -> list["_Sequence"]:
@@ -233,8 +249,10 @@ class Engine:
 
     def _read(self, prompts: list[tuple[int, ...]]) -> None:
         places = [self._store.new_prompt(len(ids)) for ids in prompts]
-        padded = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
-        input_ids = nn.utils.rnn.pad_sequence(padded, batch_first=True).to(self.device)
+        longest = max(map(len, prompts))
+        # With a token of its own: a NaN that padding brings in would be one after the masked product too.
+        padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
+        input_ids = torch.tensor(padded, dtype=torch.int64).to(self.device)
         self._peers.before_forward()
         logits = self.model.next_logits(input_ids, Prefill(self._store, places, self.device))  # [B, V]
         for ids, place, row in zip(prompts, places, logits, strict=True):
@@ -289,15 +307,13 @@ class Engine:
             if row.is_done:
                 continue
             if logprob != logprob:
-                raise UserError(
-                    "the model's logits are not finite, nothing can be drawn from them; "
-                    "are its weights sound, and is its dtype wide enough?"
-                )
-            finish = row.push(token, logprob)
-            if finish is not None:
-                row.is_done = True
-                del self._sequences[row.ticket]
+                self._failed.append(row.ticket)
+            elif (finish := row.push(token, logprob)) is not None:
                 self._finished.append((row.ticket, Completion(row.ids, row.logprobs, finish)))
+            else:
+                continue
+            row.is_done = True
+            del self._sequences[row.ticket]
 
     def _make_room(self) -> None:
         """Take rows that have ended, or whose tokens are all drawn, out of the cache, and prompts without use."""
@@ -381,28 +397,3 @@ class _Prompt:
         self.place: Place | None = None
         self.logits: Tensor | None = None
         self.users = 0
-
-
-def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
-    """Raises UserError for what no model with this vocabulary can answer; `name` says which request it is."""
-    prompt, sampling = request.prompt, request.sampling
-    if not prompt:
-        raise UserError(f"the prompt of {name} is empty: a completion needs at least one token to follow")
-    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-        raise UserError(f"the prompt of {name} has a token id outside the model's vocabulary of {vocabulary}")
-    problems = {
-        "max_new_tokens": sampling.max_new_tokens < 0 and "must not be negative",
-        "temperature": not 0.0 <= sampling.temperature < float("inf")
-        and "must be a number of at least 0; 0 takes the likeliest token",
-        "top_k": sampling.top_k is not None
-        and sampling.top_k < -1
-        and "must be a positive number, or null for all tokens",
-        "top_p": not 0.0 < sampling.top_p <= 1.0 and "must be above 0 and at most 1",
-        "min_p": not 0.0 <= sampling.min_p <= 1.0 and "must be from 0 to 1",
-        "stop": any(not text for text in sampling.stop) and "has an empty text",
-    }
-    for key, problem in problems.items():
-        if problem:
-            raise UserError(f"{key}={getattr(sampling, key)} {problem}")
-    if sampling.stop and not has_decode:
-        raise UserError(f"stop={list(sampling.stop)}: stop texts need a tokenizer, and the engine was given no decode")

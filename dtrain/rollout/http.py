@@ -4,6 +4,7 @@ Token ids go in, token ids and logprobs come out. All samples of a prompt are on
 the fewest under way. No torch; on a mesh one rank calls `generate` and shares what it gives.
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -334,8 +335,8 @@ def read_key(file: str | Path | None) -> str | None:
         key = Path(file).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: the API key cannot be read ({error})") from error
-    if not key or len(key.splitlines()) > 1:
-        raise UserError(f"{file} must hold one line, the API key")
+    if not re.fullmatch("[!-~]+", key):
+        raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
     return key
 
 

@@ -22,8 +22,8 @@ from dtrain.parallel.fsdp import give_weights_back, weights_gathered
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.rollout.budget import Budget, choose_budget, free_memory
-from dtrain.rollout.engine import Engine, Peers, check_request
-from dtrain.rollout.request import AskStop, Completion, Request
+from dtrain.rollout.engine import Engine, Peers
+from dtrain.rollout.request import AskStop, Completion, Request, check_request
 from dtrain.rollout.sharing import share_out
 
 

@@ -18,6 +18,8 @@ from dtrain.rollout.request import Request, SamplingParams
 _CHUNK = {"cpu": 2**20}
 _CHUNK_ELSEWHERE = 2**27
 _BLOCK = 128  # tokens whose probabilities are summed before the distribution function is made
+# Below it a logit divided by the temperature may leave float32's range.
+_COLD = 1e-3
 # How many of the likeliest tokens a CPU sorts before it sorts them all: these hold top_p's share, mostly.
 _LIKELIEST = 1024
 
@@ -59,6 +61,7 @@ class _Chunk:
 
     rows: slice
     temperature: Tensor | None  # [n, 1]; 1 where greedy
+    is_cold: bool  # whether any is below _COLD
     greedy: Tensor | bool  # [n], or whether all are or none is
     filtered: Tensor | None  # [m]: the rows with a filter
     top_k: Tensor | None  # [m], 0 where off
@@ -84,6 +87,7 @@ class _Chunk:
         return cls(
             rows=slice(start, start + len(settings)),
             temperature=tensor(temperatures)[:, None] if any(one != 1.0 for one in temperatures) else None,
+            is_cold=min(temperatures) < _COLD,
             greedy=tensor(greedy) if drawn and any(greedy) else not drawn,
             filtered=tensor(filtered) if filtered else None,
             top_k=tensor([top_ks[i] for i in filtered]) if most else None,
@@ -96,7 +100,10 @@ class _Chunk:
 def _draw(logits: Tensor, numbers: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [n, V]
     if chunk.temperature is not None:
-        scores = scores / chunk.temperature.to(scores.dtype)
+        temperature = chunk.temperature.to(scores.dtype).clamp(min=torch.finfo(scores.dtype).tiny)
+        if chunk.is_cold:  # counted from the largest one, which stays 0
+            scores = torch.where(temperature < _COLD, scores - scores.amax(-1, keepdim=True), scores)
+        scores = scores / temperature
     probabilities = scores.softmax(-1)
     kept = None
     if chunk.filtered is not None:

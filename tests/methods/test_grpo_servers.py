@@ -8,7 +8,7 @@ import pytest
 
 from dtrain.errors import Unavailable
 from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
-from tests.rollout.serving import Process, ask, make_model, wait_until
+from tests.rollout.serving import Process, ask, controlled, key_file, make_model, wait_until
 from tests.test_trainer import assert_same, run
 from tests.tiny import tiny_grpo
 
@@ -17,13 +17,16 @@ FIXED = ("train.steps=6", "train.micro_batch=2", "grpo.sampling.temperature=0.8"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    process = Process(make_model(tmp_path_factory.mktemp("servers"), 1), "--max-rows", "8")
+    # Weights come from the folders of all tests.
+    options = controlled(tmp_path_factory.getbasetemp())
+    process = Process(make_model(tmp_path_factory.mktemp("servers"), 1), "--max-rows", "8", *options)
     yield process
     process.kill()
 
 
 def over_http(root, server, *overrides, name):
-    settings = ["grpo.engine=http", f"grpo.server.urls=[{server.url}]", "grpo.server.timeout=60", *overrides]
+    settings = ["grpo.engine=http", f"grpo.server.urls=[{server.url}]", "grpo.server.timeout=60"]
+    settings += [f"grpo.server.api_key_file={key_file(root)}", *overrides]
     return tiny_grpo(root, *FIXED, *settings, name=name)
 
 
@@ -54,7 +57,7 @@ def test_rollouts_ahead_are_of_older_weights_within_bounds(tmp_path, server):
 
 
 def test_a_server_that_dies_ends_the_run_in_its_name_with_the_state_saved(tmp_path):
-    process = Process(make_model(tmp_path, 1), "--max-rows", "8")
+    process = Process(make_model(tmp_path, 1), "--max-rows", "8", *controlled(tmp_path))
     changes = ("grpo.server.retries=0", "grpo.server.timeout=5", "train.steps=100000", "checkpoint.every=100000")
     recipe = over_http(tmp_path, process, *changes, name="dead")
     metrics = Path(recipe.run.dir) / "dead" / "metrics.jsonl"

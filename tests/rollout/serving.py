@@ -19,6 +19,7 @@ from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.orphans import end_with
 from tests.tiny import write_model
 
+KEY = {"Authorization": "Bearer secret"}
 TEMPLATE = "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
 
 
@@ -46,6 +47,17 @@ def naive(directory: Path, prompt: Sequence[int], count: int, stop_ids=(1,)) -> 
         ids.append(int(row.argmax()))
         logprobs.append(float(row.max()))
     return ids[len(prompt) :], logprobs
+
+
+def key_file(root: Path) -> Path:
+    """The key of `KEY`, in a file."""
+    (root / "key").write_text("secret\n")
+    return root / "key"
+
+
+def controlled(root: Path) -> tuple[str, ...]:
+    """The options of a server whose weights may be changed, from below `root`, with `KEY`."""
+    return "--control", str(root), "--api-key-file", str(key_file(root))
 
 
 class Process:
@@ -97,9 +109,10 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 
 def ask(url: str, path: str, body: dict | bytes | None = None, **headers: str) -> tuple[int, dict]:
-    """(status, JSON) of one call: GET without a body, else POST."""
+    """(status, JSON) of one call, with `KEY` unless `headers` say otherwise: GET without a body, else POST."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     data = json.dumps(body).encode() if isinstance(body, dict) else body
+    headers = {**KEY, **({} if body is None else {"Content-Type": "application/json"}), **headers}
     connection.request("GET" if body is None else "POST", path, data, headers)
     response = connection.getresponse()
     answer = json.loads(response.read())
@@ -110,7 +123,8 @@ def ask(url: str, path: str, body: dict | bytes | None = None, **headers: str) -
 def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
     """The server-sent events of a streamed answer, and the last line."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
-    connection.request("POST", path, json.dumps({**body, "stream": True}).encode())
+    headers = {**KEY, "Content-Type": "application/json"}
+    connection.request("POST", path, json.dumps({**body, "stream": True}).encode(), headers)
     response = connection.getresponse()
     assert response.status == 200 and response.headers["Content-Type"] == "text/event-stream"
     lines = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]

@@ -23,7 +23,7 @@ from dtrain.rollout.weights import WeightReceiver, flatten, weight_group
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of
 from tests.rollout.fakes import FakeVllm
-from tests.rollout.serving import Process, ask, events, make_model, naive, wait_until
+from tests.rollout.serving import Process, ask, controlled, events, key_file, make_model, naive, wait_until
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 
@@ -32,7 +32,7 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 110, "temperature": 0, "ignore_eos": 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("publish")
+    return tmp_path_factory.getbasetemp()  # weights come from the folders of all tests
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def model(root):
 
 
 @pytest.fixture(scope="module")
-def servers(model):
-    both = [Process(model, "--max-rows", "4", dtype="float32") for _ in range(2)]
+def servers(model, root):
+    both = [Process(model, "--max-rows", "4", *controlled(root), dtype="float32") for _ in range(2)]
     yield both
     for process in both:
         process.kill()
@@ -61,7 +61,8 @@ def trained(rank, recipe, world_size):
 def publish(rank, recipe, world_size, urls, how, versions, shared):
     """Trains a step before each version, and publishes it; what the weights then are, and what the servers have."""
     policy = policy_of(rank, recipe, world_size)
-    engine = HttpEngine(urls, timeout=60.0, start_timeout=10.0) if rank == 0 else None
+    key = key_file(Path(recipe.run.dir).parent)
+    engine = HttpEngine(urls, timeout=60.0, start_timeout=10.0, api_key_file=key) if rank == 0 else None
     if how == "directory":
         publisher = DirectoryPublisher(shared, Path(recipe.model.path), engine)
     else:
@@ -99,7 +100,8 @@ def test_servers_have_the_trainers_bits(root, servers, world_size, tp, how, tmp_
 
 def publish_and_fail(rank, recipe, urls):
     policy = trained(rank, recipe, 2)
-    engine = HttpEngine(urls, timeout=5.0, start_timeout=10.0, retries=0) if rank == 0 else None
+    key = key_file(Path(recipe.run.dir).parent)
+    engine = HttpEngine(urls, timeout=5.0, start_timeout=10.0, retries=0, api_key_file=key) if rank == 0 else None
     told = []
     for publisher in (
         StreamPublisher(engine),

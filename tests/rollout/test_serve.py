@@ -18,10 +18,11 @@ from dtrain.rollout.http import HttpEngine
 from dtrain.rollout.request import Request, SamplingParams
 from dtrain.rollout.serve.text import TextStream
 from dtrain.rollout.shared_directory import mark
-from tests.rollout.serving import Process, ask, events, make_model, naive, wait_until
+from tests.rollout.serving import Process, ask, controlled, events, make_model, naive, wait_until
 from tests.tiny import VOCAB
 
 PROMPT = [5, 6, 7]
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
 GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0, "return_token_ids": True}
 
 
@@ -37,7 +38,7 @@ def model(root):
 
 @pytest.fixture(scope="module")
 def server(model):
-    process = Process(model, "--max-rows", "4", "--name", "tiny")
+    process = Process(model, "--max-rows", "4", "--name", "tiny", *controlled(model.parent))
     yield process
     process.kill()
 
@@ -93,7 +94,7 @@ def test_the_client_gives_what_the_engine_gives(server, model, samples_per_call)
     sampling = SamplingParams(max_new_tokens=7, temperature=0.9, top_k=30, min_p=0.01, stop_ids=(1, 9))
     requests = [Request([5 + i, 6, 7], sampling, 5, i, j) for i in range(3) for j in range(4)]
     expected = Engine(models.from_pretrained(model, torch.float64)).generate(requests)
-    client = HttpEngine([server.url], samples_per_call=samples_per_call)
+    client = HttpEngine([server.url], samples_per_call=samples_per_call, api_key_file=model.parent / "key")
     assert [one.dialect.name for one in client.servers] == ["dtrain"]
     for got, ours in zip(client.generate(requests), expected, strict=True):
         assert (got.ids, got.finish, got.version) == (ours.ids, ours.finish, 0)
@@ -199,7 +200,7 @@ def test_text_waits_for_whole_characters_and_for_what_may_be_a_stop():
         ("/v1/chat/completions", {"messages": [{"role": "usr", "content": "w1"}]}, 400, "did you mean 'user'"),
         ("/v1/embeddings", {}, 404, "there is no /v1/embeddings here"),
         ("/health", {}, 405, "wants GET"),
-        ("/update_weights_from_disk", {"model_path": "/nowhere"}, 404, "no such directory"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere"}, 403, "is not below"),
         ("/update_weights_from_distributed", {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}, 400, "'x'"),
         ("/pause", {"mode": "nap"}, 400, "mode='nap'"),
     ],
@@ -214,7 +215,7 @@ def test_bad_requests_are_answered_with_why(server, path, body, status, words):
 def test_a_body_that_is_too_large_is_not_read(server):
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), 10) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n")
+        raw.sendall(HEAD + b"Content-Length: 999999999999\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
@@ -222,7 +223,7 @@ def test_a_client_that_hangs_up_is_forgotten(server):
     address = urlsplit(server.url)
     body = json.dumps({"prompt": PROMPT, "max_tokens": 100, "n": 200, "ignore_eos": True}).encode()
     with socket.create_connection((address.hostname, address.port), 10) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        raw.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: ask(server.url, "/health")[1]["running"] == 4)
     wait_until(lambda: ask(server.url, "/health")[1]["running"] == 0)
     assert ask(server.url, "/health")[1]["waiting"] == 0
@@ -246,31 +247,26 @@ def test_a_port_that_is_taken_is_told(model, server, capsys):
     assert f"cannot listen at 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def key_file(root):
-    (root / "key").write_text("secret\n")
-    return root / "key"
-
-
 def test_weights_from_directories_once_they_are_whole(model, root):
     """By a call, by following a shared directory; with a key; and an end without grace."""
     shared = root / "shared"
     other = make_model(shared, 2, "other")
-    options = ("--api-key-file", str(key_file(root)), "--watch", str(shared), "--max-rows", "2", "--grace", "0")
-    process = Process(model, *options)
-    key = {"Authorization": "Bearer secret"}
+    process = Process(model, *controlled(root), "--watch", str(shared), "--max-rows", "2", "--grace", "0")
 
     def choice():
-        return ask(process.url, "/v1/completions", GREEDY, **key)[1]["choices"][0]
+        return ask(process.url, "/v1/completions", GREEDY)[1]["choices"][0]
 
     try:
-        assert ask(process.url, "/v1/completions", GREEDY)[0] == 401
-        assert ask(process.url, "/health")[0] == 200
+        assert ask(process.url, "/v1/completions", GREEDY, Authorization="")[0] == 401
+        assert ask(process.url, "/health", Authorization="")[0] == 200
+        status, answer = ask(process.url, "/update_weights_from_disk", {"model_path": str(root / "nowhere")})
+        assert status == 404 and "no such directory" in answer["error"]["message"]
         body = {"model_path": str(other), "weight_version": "7"}
-        status, answer = ask(process.url, "/update_weights_from_disk", body, **key)
+        status, answer = ask(process.url, "/update_weights_from_disk", body)
         assert status == 409 and "no marker" in answer["error"]["message"]
         assert choice()["token_ids"] == naive(model, PROMPT, 12)[0]
         mark(other)
-        status, answer = ask(process.url, "/update_weights_from_disk", body, **key)
+        status, answer = ask(process.url, "/update_weights_from_disk", body)
         assert status == 200 and answer["success"] and answer["weight_version"] == 7
         assert ask(process.url, "/health")[1]["weight_version"] == 7
         expected = naive(other, PROMPT, 12)
@@ -280,7 +276,7 @@ def test_weights_from_directories_once_they_are_whole(model, root):
         wrong = make_model(root, 3, "wrong")
         (wrong / "model.safetensors").write_bytes(b"no weights")
         mark(wrong)
-        status, answer = ask(process.url, "/update_weights_from_disk", {"model_path": str(wrong)}, **key)
+        status, answer = ask(process.url, "/update_weights_from_disk", {"model_path": str(wrong)})
         assert status == 400 and "damaged" in answer["error"]["message"]
         assert choice()["token_ids"] == expected[0]
         assert ask(process.url, "/health")[1]["weight_version"] == 7
@@ -293,7 +289,7 @@ def test_weights_from_directories_once_they_are_whole(model, root):
 
         got = []
         long = {"prompt": PROMPT, "max_tokens": 120, "n": 500, "ignore_eos": True}
-        asking = threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long, **key)))
+        asking = threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long)))
         asking.start()
         wait_until(lambda: ask(process.url, "/health")[1]["running"] == 2)
         assert process.end(signal.SIGINT) == 128 + signal.SIGINT

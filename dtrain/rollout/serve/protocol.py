@@ -1,10 +1,8 @@
 """What a client may ask: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
 
-Fields are OpenAI's, and vLLM's beside them (top_k, min_p, stop_token_ids, ignore_eos, return_token_ids,
-return_tokens_as_token_ids, include_stop_str_in_output, add_special_tokens), with their defaults. dtrain's own are
+The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults. dtrain's own are
 `prompt_index` and `sample_index`: the numbers of the first prompt and the first sample, which together with `seed` make
-the draws those of the native engine. A field that would change the answer and is not known to dtrain is refused; other
-unknown fields are passed over. No torch.
+the draws those of the native engine. No torch.
 """
 
 import secrets
@@ -16,46 +14,115 @@ from dtrain.data.formats import read_messages, read_tools
 from dtrain.data.prompts import Prompt, PromptEncoder
 from dtrain.errors import UserError
 from dtrain.rollout.request import Request, SamplingParams
+from dtrain.rollout.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check, check_json, is_ids
 
-MOST_SAMPLES = 1024
+MOST_REQUESTS = 4096  # of one call
 SEED_LIMIT = 2**63
-# Fields that change what is drawn or answered and that the engine does not have, with the values that ask for nothing.
-REFUSED: dict[str, tuple] = {
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "audio": (),
-    "modalities": (["text"],),
+
+
+def _prompts(value: Any, name: str) -> list[str | list[int]]:
+    several = value if isinstance(value, list) and not is_ids(value) else [value]
+    if not several or not all(isinstance(one, str) or is_ids(one) for one in several):
+        raise ApiError(400, "prompt must be a text, token ids, or a list of either, none empty", name)
+    return several
+
+
+def _stops(value: Any, name: str) -> tuple[str, ...]:
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, list) or not all(isinstance(one, str) and 0 < len(one) <= 1024 for one in several[:65]):
+        raise ApiError(400, f"{name} must be a text or a list of texts, none empty or beyond 1024 characters", name)
+    if len(several) > 64:
+        raise ApiError(400, f"{name} must be 64 texts at most", name)
+    return tuple(several)
+
+
+def _content(value: Any, name: str) -> Any:
+    return value if isinstance(value, str) else Field(list, of=Field(dict, of=PART)).read(value, name)
+
+
+def _arguments(value: Any, name: str) -> Any:
+    """A tool call's: an object, or a text of JSON, which may become one for the template."""
+    if isinstance(value, str):
+        check_json(value.encode(errors="replace"), name)
+        return value
+    return Field(dict).read(value, name)
+
+
+# Values that ask for nothing, of fields that would change the answer and that the engine does not have.
+NONE, ZERO, ONE, NO, YES, EMPTY = (Field(among=among) for among in ((), (0,), (1,), (False,), (True,), ([],)))
+SAMPLING: Table = {
+    "model": TEXT,
+    "n": Field(int, 1, 1, 1024),
+    "temperature": Field(float, 1.0),
+    "top_k": Field(int, -1, -1, 2**31 - 1),  # -1 and 0: off
+    "top_p": Field(float, 1.0, 0, 1),
+    "min_p": Field(float, 0.0, 0, 1),
+    "stop": Field(default=(), use=_stops),
+    "stop_token_ids": Field(list, [], most=1024, of=COUNT),
+    "ignore_eos": FLAG,
+    "include_stop_str_in_output": FLAG,
+    "seed": Field(int, None, -SEED_LIMIT, SEED_LIMIT - 1),
+    "prompt_index": Field(int, 0, 0, SEED_LIMIT - 1),
+    "sample_index": Field(int, 0, 0, SEED_LIMIT - 1),
+    "stream": FLAG,
+    "stream_options": Field(
+        dict, {}, of={"include_usage": FLAG, "include_obfuscation": IGNORED, "continuous_usage_stats": NO}
+    ),
+    "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
+    "response_format": Field(among=({"type": "text"},)),
+    "logit_bias": Field(among=({},)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), ZERO),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), ONE),
+    **dict.fromkeys(("echo", "use_beam_search"), NO),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), YES),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"), NONE),
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED),
+    **dict.fromkeys(("prompt_cache_retention", "cache_salt", "priority", "request_id", "rid"), IGNORED),
+    "bad_words": EMPTY,
 }
-
-
-class ApiError(Exception):
-    """An answer other than 200: `status`, and the message, the parameter and the type of OpenAI's error object."""
-
-    def __init__(self, status: int, message: str, param: str | None = None):
-        self.status, self.message, self.param = status, message, param
-        super().__init__(message)
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 409: "conflict"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+COMPLETION: Table = {
+    **SAMPLING,
+    "prompt": Field(use=_prompts),
+    "max_tokens": Field(int, 16),
+    "logprobs": Field(int, None, 0, 1),
+    "add_special_tokens": Field(bool, True),
+    "suffix": Field(among=("",)),
+    "prompt_embeds": NONE,
+}
+PART: Table = {"type": Field(among=("text",)), "text": Field(str)}
+CALL: Table = {
+    "id": TEXT,
+    "type": Field(among=("function",)),
+    "index": COUNT,
+    "function": Field(dict, of={"name": TEXT, "arguments": Field(use=_arguments)}),
+}
+MESSAGE: Table = {
+    "role": TEXT,
+    "content": Field(use=_content),
+    "name": TEXT,
+    "tool_calls": Field(list, of=Field(dict, of=CALL)),
+    "tool_call_id": TEXT,
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Field(str)),
+    **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), EMPTY),  # of an answer that comes back
+}
+CHAT: Table = {
+    **SAMPLING,
+    "messages": Field(list, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, of=Field(dict)),
+    "max_tokens": Field(int),
+    "max_completion_tokens": Field(int),
+    "logprobs": FLAG,
+    "top_logprobs": ZERO,
+    "modalities": Field(among=(["text"],)),
+    "chat_template_kwargs": Field(among=({},)),
+    "add_generation_prompt": YES,
+    "continue_final_message": NO,
+    **dict.fromkeys(("tool_choice", "function_call"), Field(among=("auto", "none"))),
+    **dict.fromkeys(("functions", "documents"), EMPTY),
+    **dict.fromkeys(("audio", "reasoning_effort", "verbosity", "web_search_options", "chat_template"), NONE),
+    **dict.fromkeys(("prediction", "parallel_tool_calls"), IGNORED),
+}
 
 
 @dataclass(frozen=True)
@@ -83,58 +150,62 @@ class Parser:
 
     def completion(self, body: Mapping[str, Any]) -> Ask:
         """A body of /v1/completions. Raises ApiError."""
-        fields = self._fields(body)
-        prompts = self._prompts(fields)
-        most = fields.integer("max_tokens", 16, 0)
-        logprobs = fields.integer("logprobs", None, 0)
-        if logprobs is not None and logprobs > 1:
-            raise ApiError(400, "logprobs: dtrain gives the drawn token's only; ask for 0 or 1", "logprobs")
-        return self._ask(fields, prompts, most, logprobs is not None, chat=False)
+        fields = self._fields(body, COMPLETION)
+        if fields["prompt"] is None:
+            raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
+        specials, prompts = fields["add_special_tokens"], []
+        if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
+            raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
+        for one in fields["prompt"]:
+            prompts.append(tuple(self._encoded(one, specials) if isinstance(one, str) else one))
+            self._check_ids(prompts[-1], "prompt")
+        return self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
 
     def chat(self, body: Mapping[str, Any]) -> Ask:
         """A body of /v1/chat/completions. Raises ApiError."""
-        fields = self._fields(body)
-        if body.get("messages") is None:
+        fields = self._fields(body, CHAT)
+        if fields["messages"] is None:
             raise ApiError(400, "messages is missing: a list of objects with role and content", "messages")
         if self.encoder.template is None:
             raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
         try:
-            messages, _ = read_messages(body["messages"], "messages")
-            prompt = self.encoder.encode(Prompt(messages, tools=read_tools(body)))
+            messages, _ = read_messages(fields["messages"], "messages")
+            prompt = tuple(self.encoder.encode(Prompt(messages, tools=read_tools(fields))))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
-        most = fields.integer("max_completion_tokens", fields.integer("max_tokens", None, 0), 0)
+        most = fields["max_completion_tokens"]
+        most = fields["max_tokens"] if most is None else most
         if most is None:
             most = max(0, self.max_length - len(prompt))
-        return self._ask(fields, [prompt], most, fields.flag("logprobs", False), chat=True)
+        return self._ask(fields, [prompt], most, fields["logprobs"], chat=True)
 
-    def _fields(self, body: Any) -> "Fields":
-        if not isinstance(body, Mapping):
-            raise ApiError(400, "the body must be a JSON object")
-        model = body.get("model")
+    def _fields(self, body: Mapping[str, Any], table: Table) -> dict[str, Any]:
+        fields = check(body, table)
+        model = fields["model"]
         if model is not None and model != self.model:
             raise ApiError(404, f"there is no model {model!r} here; this server has {self.model!r}", "model")
-        for name, neutral in REFUSED.items():
-            value = body.get(name)
-            if value is not None and value not in neutral:
-                raise ApiError(400, f"{name}={value!r}: dtrain serve does not have it; leave it out", name)
-        return Fields(body)
+        if fields["top_p"] == 0:
+            raise ApiError(400, f"top_p={fields['top_p']} must be above 0", "top_p")
+        self._check_ids(fields["stop_token_ids"], "stop_token_ids")
+        return fields
 
-    def _prompts(self, fields: "Fields") -> list[list[int]]:
-        value = fields.body.get("prompt")
-        several = value if isinstance(value, list) and not _is_ids(value) else [value]
-        if not several or not all(isinstance(one, str) or _is_ids(one) for one in several):
-            raise ApiError(400, "prompt must be a text, token ids, or a list of either, none empty", "prompt")
-        specials = fields.flag("add_special_tokens", True)
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+        limit = self.tokenizer.id_limit
+        if max(ids, default=0) >= limit:
+            raise ApiError(400, f"{name} has the id {max(ids)}, beyond the model's vocabulary of {limit}", name)
+
+    def _encoded(self, text: str, specials: bool) -> list[int]:
         try:
-            prompts = [self.tokenizer.encode(one, specials) if isinstance(one, str) else one for one in several]
+            ids = self.tokenizer.encode(text, specials)
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from error
-        if not all(prompts):
+        if not ids:
             raise ApiError(400, "prompt has no token: a completion needs one at least to follow", "prompt")
-        return prompts
+        return ids
 
-    def _ask(self, fields: "Fields", prompts: list[list[int]], most: int, logprobs: bool, chat: bool) -> Ask:
+    def _ask(
+        self, fields: dict[str, Any], prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool
+    ) -> Ask:
         longest = max(map(len, prompts))
         if longest + most > self.max_length:
             raise ApiError(
@@ -143,102 +214,31 @@ class Parser:
                 f"holds {self.max_length}; ask for less",
                 "max_tokens",
             )
-        samples = fields.integer("n", 1, 1, MOST_SAMPLES)
-        eos = () if fields.flag("ignore_eos", False) else tuple(self.tokenizer.eos_ids)
+        eos = () if fields["ignore_eos"] else tuple(self.tokenizer.eos_ids)
         sampling = SamplingParams(
             max_new_tokens=most,
-            temperature=fields.number("temperature", 1.0, 0.0),
-            top_k=_top_k(fields.integer("top_k", -1, -1)),
-            top_p=fields.number("top_p", 1.0, 0.0, 1.0, open_below=True),
-            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-            stop_ids=tuple(dict.fromkeys([*fields.ids("stop_token_ids"), *eos])),
-            stop=fields.texts("stop"),
+            temperature=float(fields["temperature"]),
+            top_k=fields["top_k"] if fields["top_k"] > 0 else None,
+            top_p=float(fields["top_p"]),
+            min_p=float(fields["min_p"]),
+            stop_ids=tuple(dict.fromkeys([*fields["stop_token_ids"], *eos])),
+            stop=fields["stop"],
         )
-        seed = fields.integer("seed", None, -SEED_LIMIT, SEED_LIMIT - 1)
-        seed = secrets.randbelow(SEED_LIMIT) if seed is None else seed
-        first_prompt, first_sample = fields.integer("prompt_index", 0, 0), fields.integer("sample_index", 0, 0)
+        seed = secrets.randbelow(SEED_LIMIT) if fields["seed"] is None else fields["seed"]
         requests = [
-            Request(prompt, sampling, seed, first_prompt + index, first_sample + sample)
+            Request(prompt, sampling, seed, fields["prompt_index"] + index, fields["sample_index"] + sample)
             for index, prompt in enumerate(prompts)
-            for sample in range(samples)
+            for sample in range(fields["n"])
         ]
-        options = fields.body.get("stream_options") or {}
         return Ask(
             requests=requests,
-            samples=samples,
+            samples=fields["n"],
             chat=chat,
-            stream=fields.flag("stream", False),
-            usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            stream=fields["stream"],
+            usage=fields["stream_options"].get("include_usage", False),
             logprobs=logprobs,
-            token_ids=fields.flag("return_token_ids", False),
-            tokens_as_ids=fields.flag("return_tokens_as_token_ids", False),
-            keep_stop=fields.flag("include_stop_str_in_output", False),
+            token_ids=fields["return_token_ids"],
+            tokens_as_ids=fields["return_tokens_as_token_ids"],
+            keep_stop=fields["include_stop_str_in_output"],
             eos_ids=eos,
         )
-
-
-class Fields:
-    """A body's fields with their kinds checked: each reader gives the default for null, and raises ApiError."""
-
-    def __init__(self, body: Mapping[str, Any]):
-        self.body = body
-
-    def integer(self, name: str, default: int | None, least: int, most: int | None = None) -> int | None:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ApiError(400, f"{name} must be a whole number, not {value!r}", name)
-        return self._within(name, value, least, most)
-
-    def number(
-        self, name: str, default: float, least: float, most: float | None = None, *, open_below: bool = False
-    ) -> float:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise ApiError(400, f"{name} must be a number, not {value!r}", name)
-        if open_below and value == least:
-            raise ApiError(400, f"{name}={value} must be above {least}", name)
-        return float(self._within(name, value, least, most))
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ApiError(400, f"{name} must be true or false, not {value!r}", name)
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self.body.get(name)
-        several = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(several, list) or not all(isinstance(one, str) and one for one in several):
-            raise ApiError(400, f"{name} must be a text or a list of texts, none empty", name)
-        return tuple(several)
-
-    def ids(self, name: str) -> list[int]:
-        value = self.body.get(name)
-        if value is None or value == []:
-            return []
-        if not _is_ids(value):
-            raise ApiError(400, f"{name} must be a list of token ids", name)
-        return value
-
-    @staticmethod
-    def _within(name: str, value: float, least: float, most: float | None) -> float:
-        if value < least or (most is not None and value > most):
-            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise ApiError(400, f"{name}={value} must be {bounds}", name)
-        return value
-
-
-def _top_k(value: int) -> int | None:
-    return value if value > 0 else None
-
-
-def _is_ids(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return False
-    return all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value)

@@ -1,292 +1,181 @@
-"""HTTP: routes, bodies in and out, server-sent events, and how the server starts and ends.
+"""The server: connections side by side, bodies to answers and server-sent events, and how it starts and ends.
 
-A thread for each connection, all of them waiting for the one that owns the engine (worker.py). Standard library only.
+A thread for each connection (connection.py), all of them waiting for the one that owns the engine (worker.py).
 """
 
-import hmac
 import json
 import queue
-import select
 import signal
 import socket
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl
 
 from dtrain.errors import Stopped, UserError
 from dtrain.rollout.serve.answers import Answer, Piece
-from dtrain.rollout.serve.protocol import ApiError, Ask, Parser
+from dtrain.rollout.serve.connection import Connection, Head, Limits
+from dtrain.rollout.serve.fields import ApiError, read_object
+from dtrain.rollout.serve.protocol import Ask
+from dtrain.rollout.serve.routes import Service
 from dtrain.rollout.serve.updates import Updates
-from dtrain.rollout.serve.worker import MODES, Job, Worker
+from dtrain.rollout.serve.worker import Job, Worker
 from dtrain.rollout.shared_directory import mark_of, newest
 
-MOST_BYTES = 1 << 26  # of a request's body
-IDLE_SECONDS = 600  # that a connection may stay open between two requests
+STREAM = "Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked"
 LOOK_SECONDS = 1.0  # between looks at whether a client is still there
 WATCH_SECONDS = 1.0  # between looks at a shared directory
+REFUSING = 64  # connections beyond the limit that are told so; those beyond these are cut off
 
 
-class Service:
-    """What the routes do. key: what clients must send as `Authorization: Bearer`, or None."""
+class Server(socketserver.TCPServer):
+    """Listens at an address as of `socket.getaddrinfo`; port 0 takes a free one."""
 
-    def __init__(self, parser: Parser, worker: Worker, updates: Updates, key: str | None = None):
-        self.parser, self.worker, self.updates, self.key = parser, worker, updates, key
-        self.started = int(time.time())
-        self.get: dict[str, Callable[[], dict[str, Any]]] = {
-            "/health": self.health,
-            "/v1/models": self.models,
-            "/weight_info": lambda: {"weight_version": worker.version},
-            "/get_world_size": lambda: {"world_size": 1},
-            "/is_paused": lambda: {"is_paused": worker.paused},
-        }
-        self.post: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/flush_cache": lambda body: {"success": True, "message": "no keys outlive their completion"},
-            "/update_weights_from_disk": updates.from_disk,
-            "/init_weights_update_group": updates.meet,
-            "/destroy_weights_update_group": updates.part,
-            "/update_weights_from_distributed": updates.receive,
-            "/check_weights": updates.check,
-            "/weight_checker": updates.checksums,
-        }
-        self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {
-            "/v1/completions": parser.completion,
-            "/v1/chat/completions": parser.chat,
-        }
-
-    def health(self) -> dict[str, Any]:
-        if self.worker.failure is not None:
-            raise ApiError(503, self.worker.failure)
-        if self.worker.torn:
-            raise ApiError(503, "an update of the weights began and did not end")
-        running, waiting = self.worker.load
-        return {
-            "status": "paused" if self.worker.paused else "ok",
-            "weight_version": self.worker.version,
-            "running": running,
-            "waiting": waiting,
-        }
-
-    def models(self) -> dict[str, Any]:
-        card = {
-            "id": self.parser.model,
-            "object": "model",
-            "created": self.started,
-            "owned_by": "dtrain",
-            "max_model_len": self.parser.max_length,
-        }
-        return {"object": "list", "data": [card]}
-
-    def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """{"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
-        mode = {"in_place": "keep"}.get(body.get("mode"), body.get("mode", "abort"))
-        if mode not in MODES:
-            raise ApiError(400, f"mode={mode!r} is unknown; choose {', '.join(MODES)}", "mode")
-        self.worker.pause(mode)
-        return {"status": "paused"}
-
-    def resume(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        self.worker.resume()
-        return {"status": "resumed"}
-
-
-class Handler(BaseHTTPRequestHandler):
-    """One connection. `server` is the `Server` below."""
-
-    protocol_version = "HTTP/1.1"
-    server_version = "dtrain"
-    timeout = IDLE_SECONDS
-    disable_nagle_algorithm = True
-
-    def do_GET(self) -> None:
-        self._answered(self._get)
-
-    def do_POST(self) -> None:
-        self._answered(self._post)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: the answers say what they are to those who asked."""
-
-    def _answered(self, answer: Callable[[], None]) -> None:
-        with self.server.answering():
-            try:
-                answer()
-            except ApiError as error:
-                self._send(error.status, error.body)
-            except UserError as error:
-                self._send(400, ApiError(400, str(error)).body)
-            except (ConnectionError, TimeoutError):
-                self.close_connection = True
-
-    def _get(self) -> None:
-        path = urlsplit(self.path).path
-        self._check_key(path)
-        route = self.server.service.get.get(path)
-        if route is None:
-            raise self._unknown(path)
-        self._send(200, route())
-
-    def _post(self) -> None:
-        parts = urlsplit(self.path)
-        body = self._body()
-        self._check_key(parts.path)
-        service = self.server.service
-        if parts.path in service.ask:
-            self._complete(service.ask[parts.path](body))
-        elif parts.path in service.post:
-            given = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-            self._send(200, service.post[parts.path]({**given, **body}))
-        else:
-            raise self._unknown(parts.path)
-
-    def _unknown(self, path: str) -> ApiError:
-        service = self.server.service
-        known = [*service.get, *service.ask, *service.post]
-        if path in known:
-            return ApiError(405, f"{path} wants {'GET' if path in service.get else 'POST'}")
-        return ApiError(404, f"there is no {path} here, only {', '.join(known)}")
-
-    def _check_key(self, path: str) -> None:
-        key = self.server.service.key
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if key is not None and path != "/health" and not hmac.compare_digest(given.encode(), key.encode()):
-            raise ApiError(401, "the key is wrong or missing: send `Authorization: Bearer KEY`")
-
-    def _body(self) -> Mapping[str, Any]:
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or self.headers.get("Transfer-Encoding"):
-            self.close_connection = True
-            raise ApiError(411, "send the body with Content-Length")
-        if int(length) > MOST_BYTES:
-            self.close_connection = True
-            raise ApiError(413, f"the body has {length} bytes, and at most {MOST_BYTES} are taken")
-        raw = self.rfile.read(int(length))
-        if len(raw) < int(length):
-            raise ConnectionError("the client is gone")
-        try:
-            body = json.loads(raw) if raw else {}
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        return body
-
-    def _complete(self, ask: Ask) -> None:
-        service = self.server.service
-        job = service.worker.submit(ask.requests, ask.stream)
-        answer = Answer(ask, service.parser.tokenizer, service.parser.model)
-        try:
-            if ask.stream:
-                self._stream(job, answer)
-            else:
-                self._send(200, answer.whole([self._next(job) for _ in ask.requests]))
-        except (ConnectionError, TimeoutError):
-            service.worker.drop(job)
-            raise
-
-    def _stream(self, job: Job, answer: Answer) -> None:
-        piece = self._next(job)  # an error before the first token still has a status of its own
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        left = len(job.requests)
-        try:
-            while True:
-                self._chunk(answer.event(piece))
-                left -= piece.finish is not None
-                if not left:
-                    break
-                piece = self._next(job)
-            self._chunk(answer.last_events())
-        except ApiError as error:
-            self._chunk(b"data: " + json.dumps(error.body).encode() + b"\n\n")
-        self.wfile.write(b"0\r\n\r\n")
-
-    def _chunk(self, data: bytes) -> None:
-        if data:
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def _next(self, job: Job) -> Piece:
-        """The next piece of a job. Raises ApiError as the worker says, and ConnectionError where the client is gone."""
-        while True:
-            with suppress(queue.Empty):
-                piece = job.pieces.get(timeout=LOOK_SECONDS)
-                if isinstance(piece, ApiError):
-                    raise piece
-                return piece
-            if self._is_gone():
-                raise ConnectionError("the client is gone")
-
-    def _is_gone(self) -> bool:
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        if self.close_connection or self.server.ending:
-            self.send_header("Connection", "close")
-            self.close_connection = True
-        self.end_headers()
-        self.wfile.write(data)
-
-
-class Server(ThreadingHTTPServer):
-    """Listens at (host, port); port 0 takes a free one."""
-
-    daemon_threads = True
+    allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, address: tuple[str, int], service: Service):
-        self.service = service
+    def __init__(self, address: tuple, service: Service, limits: Limits | None = None):
+        self.service, self.limits = service, limits or Limits()
         self.ending = False
         self._answering = 0
         self._idle = threading.Condition()
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        super().__init__(address, Handler)
+        self._held = 0  # bytes of bodies that are being read
+        self._reading = threading.Lock()  # of one body at a time: it may take many times its size
+        self._places = threading.Semaphore(self.limits.connections)
+        self._refusing = threading.Semaphore(REFUSING)
+        self.address_family = socket.AF_INET if len(address) == 2 else socket.AF_INET6
+        super().__init__(address, None)
 
-    def answering(self) -> "_Answering":
-        return _Answering(self)
+    @property
+    def server_port(self) -> int:
+        return self.server_address[1]
 
     def wait_until_answered(self, seconds: float) -> bool:
         with self._idle:
             return self._idle.wait_for(lambda: self._answering == 0, seconds)
 
-    def handle_error(self, request, client_address) -> None:
-        """A connection that breaks is its client's affair; anything else is told on the terminal."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+    def process_request(self, request: socket.socket, client_address: Any) -> None:
+        """A thread for the connection, where there is a place for it."""
+        for places, act in ((self._places, self._converse), (self._refusing, self._refuse)):
+            if places.acquire(blocking=False):
+                threading.Thread(target=self._held_by, args=(request, places, act), name="http", daemon=True).start()
+                return
+        self.shutdown_request(request)
+
+    def _held_by(self, request: socket.socket, places: threading.Semaphore, act: Callable[[Connection], None]) -> None:
+        try:
+            connection = Connection(request, self.limits)
+            act(connection)
+            connection.close()
+        except OSError:
+            pass  # a connection that breaks is its client's affair
+        finally:
+            self.shutdown_request(request)
+            places.release()
+
+    def _refuse(self, connection: Connection) -> None:
+        error = ApiError(503, f"the server has {self.limits.connections} connections; come again later")
+        connection.send(error.status, error.body)
+
+    def _converse(self, connection: Connection) -> None:
+        """Answer one request after the other."""
+        while not self.ending and connection.begins():
+            with self._counted():
+                try:
+                    self._answer(connection, connection.head())
+                except (ApiError, UserError) as error:
+                    error = error if isinstance(error, ApiError) else ApiError(400, str(error))
+                    connection.send(error.status, error.body)
+                finally:
+                    if not connection.is_answered and not isinstance(sys.exc_info()[1], OSError):
+                        # A fault of the server's own; threading writes its traceback to the terminal.
+                        error = ApiError(500, "the server has a fault, which its terminal tells")
+                        connection.send(error.status, error.body)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The server ends when no request is being answered."""
+        with self._idle:
+            self._answering += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._answering -= 1
+                self._idle.notify_all()
+
+    def _answer(self, connection: Connection, head: Head) -> None:
+        service, path = self.service, head.path
+        service.admit(head)
+        with self._holding(head.length):
+            raw = connection.body()
+            with self._reading if raw else nullcontext():
+                body = read_object(raw) if raw else {}
+                ask = service.ask[path](body) if path in service.ask else None
+        if ask is not None:
+            self._complete(connection, ask)
+        elif path in service.get:
+            connection.send(200, service.get[path](body))
+        else:
+            connection.send(200, service.control[path]({**dict(parse_qsl(head.query)), **body}))
+
+    @contextmanager
+    def _holding(self, length: int) -> Iterator[None]:
+        with self._idle:
+            if self._held + length > self.limits.bodies:
+                raise ApiError(503, "the server is reading as much as it may; ask again")
+            self._held += length
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._held -= length
+
+    def _complete(self, connection: Connection, ask: Ask) -> None:
+        service = self.service
+        job = service.worker.submit(ask.requests, ask.stream)
+        answer = Answer(ask, service.parser.tokenizer, service.parser.model)
+        try:
+            if ask.stream:
+                self._stream(connection, job, answer)
+            else:
+                pieces = [_next(connection, job) for _ in ask.requests]
+                connection.send(200, answer.whole(pieces))
+        except OSError:
+            service.worker.drop(job)
+            raise
+
+    def _stream(self, connection: Connection, job: Job, answer: Answer) -> None:
+        piece = _next(connection, job)  # an error before the first token still has a status of its own
+        connection.begin(200, STREAM)
+        left = len(job.requests)
+        try:
+            while True:
+                connection.chunk(answer.event(piece))
+                left -= piece.finish is not None
+                if not left:
+                    break
+                piece = _next(connection, job)
+            connection.chunk(answer.last_events(), last=True)
+        except ApiError as error:
+            connection.chunk(b"data: " + json.dumps(error.body).encode() + b"\n\n", last=True)
 
 
-class _Answering:
-    """Counts the requests that are being answered: the server ends when there is none."""
-
-    def __init__(self, server: Server):
-        self._server = server
-
-    def __enter__(self) -> None:
-        with self._server._idle:
-            self._server._answering += 1
-
-    def __exit__(self, *_) -> None:
-        with self._server._idle:
-            self._server._answering -= 1
-            self._server._idle.notify_all()
+def _next(connection: Connection, job: Job) -> Piece:
+    """The next piece of a job. Raises ApiError as the worker says, and ConnectionError where the client is gone."""
+    while True:
+        with suppress(queue.Empty):
+            piece = job.pieces.get(timeout=LOOK_SECONDS)
+            if isinstance(piece, ApiError):
+                raise piece
+            return piece
+        if connection.is_gone():
+            raise ConnectionError("the client is gone")
 
 
 def serve(server: Server, *, grace: float, watch: Path | None = None, say: Callable[[str], None] = print) -> None:

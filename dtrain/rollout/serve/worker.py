@@ -9,23 +9,28 @@ version that drew one of its tokens.
 
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from dtrain.errors import UserError
-from dtrain.rollout.engine import Engine
+from dtrain.rollout.engine import Engine, NotFinite
 from dtrain.rollout.request import Completion, Request
 from dtrain.rollout.serve.answers import Piece
-from dtrain.rollout.serve.protocol import ApiError
+from dtrain.rollout.serve.fields import ApiError
 
 T = TypeVar("T")
 Mode = Literal["keep", "wait", "abort"]
 # keep: completions under way go on with the new weights; wait: they end first, and later ones wait; abort: they are
 # refused with 503, to be asked for again.
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
+# What can go wrong in one client's work without harm to the others'.
+FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 ABORTED = "the weights changed under way; ask again"
 
 
@@ -202,9 +207,8 @@ class Worker:
             act.done.set_result(act.do())
         except (UserError, ApiError) as error:
             act.done.set_exception(error)
-        except BaseException as error:
-            act.done.set_exception(ApiError(500, f"{type(error).__name__}: {error}"))
-            raise
+        except FAULTS as error:
+            act.done.set_exception(self._told(error))
         return True
 
     def _admit(self) -> None:
@@ -235,12 +239,19 @@ class Worker:
             self._rows[self._engine.add(request)] = row
         except UserError as error:
             self._cancel({row.job}, ApiError(400, str(error)))
+        except FAULTS as error:
+            self._cancel({row.job}, self._told(error))
 
     def _step(self) -> None:
         try:
             ended = self._engine.step()
-        except UserError as error:  # logits that are not finite
-            self._cancel({row.job for row in self._rows.values()}, ApiError(500, str(error)))
+        except NotFinite as error:
+            self._cancel({self._rows[ticket].job for ticket in error.tickets}, ApiError(500, str(error)))
+            return
+        except FAULTS as error:
+            self._engine.abandon()
+            self._cancel({row.job for row in self._rows.values()}, self._told(error))
+            torch.zeros(1, device=self._engine.device).item()  # raises where the device is lost: then all ends
             return
         for ticket, completion in ended:
             self._finish(self._rows.pop(ticket), completion)
@@ -255,6 +266,12 @@ class Worker:
     def _finish(row: _Row, completion: Completion) -> None:
         ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
         row.job.pieces.put(Piece(row.index, ids, logprobs, completion.finish, row.version))
+
+    @staticmethod
+    def _told(error: Exception) -> ApiError:
+        """A fault on the terminal, and for the client."""
+        traceback.print_exception(error)
+        return ApiError(500, f"the server has a fault ({type(error).__name__}), which its terminal tells")
 
     def _cancel(self, jobs: set[Job], error: ApiError | None = None) -> None:
         """Forget these jobs' requests, and tell each job's client `error`."""
