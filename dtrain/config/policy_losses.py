@@ -5,10 +5,11 @@ have the same tables; a test holds them equal.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+from dtrain.config.numbers import is_number, sizes_for
 
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -62,11 +63,11 @@ def _one_of(choices: Sequence[str]) -> tuple[Callable[[Any], bool], str]:
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
 
 
-_NUMBER = (lambda v: _is_number(v), "a finite number")
-_POSITIVE = (lambda v: _is_number(v) and v > 0, "a finite number above 0")
-_NOT_NEGATIVE = (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0")
-_BOUND = (lambda v: v is None or (_is_number(v) and v > 0), "a finite number above 0, or null")
-_CAP = (lambda v: v is None or (_is_number(v) and v > 1), "a finite number above 1, or null")
+_NUMBER = (lambda v: is_number(v), "a finite number")
+_POSITIVE = (lambda v: is_number(v) and v > 0, "a finite number above 0")
+_NOT_NEGATIVE = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0")
+_BOUND = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or null")
+_CAP = (lambda v: v is None or (is_number(v) and v > 1), "a finite number above 1, or null")
 
 # What an option may be, and that in words; one that is not named here is any finite number.
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
@@ -75,7 +76,7 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "kl_estimator": _one_of(KL_ESTIMATORS),
         "kl_gradient": _one_of(KL_GRADIENTS),
         "old_kl_coef": _NOT_NEGATIVE,
-        "top_entropy_quantile": (lambda v: _is_number(v) and 0 <= v <= 1, "from 0 to 1"),
+        "top_entropy_quantile": (lambda v: is_number(v) and 0 <= v <= 1, "from 0 to 1"),
         "off_policy_mask_threshold": _BOUND,
         "sampling_correction": _one_of(CORRECTIONS),
         "sampling_clip_min": _BOUND,
@@ -98,19 +99,20 @@ def problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str
     if loss not in LOSSES:
         return [f"grpo.loss={loss} is no policy loss{_hint(loss, LOSSES)}"]
     found = []
-    if not (len(clip) == 2 and all(_is_number(one) and one >= 0 for one in clip)):
-        found.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go")
+    if not (len(clip) == 2 and all(is_number(one) and one >= 0 for one in clip)):
+        found.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
+                     + next((words for one in clip if (words := sizes_for(one))), ""))  # fmt: skip
     elif loss == "cispo" and clip[1] < 1:
         found.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every token's "
                      "weight; its papers take 5")  # fmt: skip
-    if not (_is_number(beta) and beta >= 0):
-        found.append(f"grpo.beta={beta} must be a finite number, at least 0")
+    if not (is_number(beta) and beta >= 0):
+        found.append(f"grpo.beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
     read = {**SHARED, **LOSSES[loss]}
     for key, value in options.items():
         if key not in read:
             found.append(f"grpo.kwargs.{key} is not read by {loss}{_hint(key, read, 'grpo.kwargs.')}")
         elif not (allowed := RANGES.get(key, _NUMBER))[0](value):
-            found.append(f"grpo.kwargs.{key}={value} must be {allowed[1]}")
+            found.append(f"grpo.kwargs.{key}={value} must be {allowed[1]}{sizes_for(value)}")
         elif key in _READ_WITH_BETA and not beta:
             found.append(f"grpo.kwargs.{key} says how the divergence is measured, and grpo.beta=0 leaves it out")
     return found or _combinations(loss, read | dict(options))
@@ -131,7 +133,3 @@ def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
 def _hint(word: str, known: Iterable[str], prefix: str = "") -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(known)}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

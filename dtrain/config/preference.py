@@ -5,11 +5,12 @@ two equal.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from dtrain.config.numbers import is_number, sizes_for
 
 SFT = "sft"  # a name in a list of losses, TRL's: the chosen completions' negative log-likelihood, as dpo.sft_weight
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
@@ -54,18 +55,18 @@ LOSSES: Mapping[str, Ability] = MappingProxyType(
 KWARGS = frozenset[str]().union(*(loss.options for loss in LOSSES.values())) - {"label_smoothing", "f_divergence"}
 """Options without a key of their own in the schema: they stand in `dpo.kwargs`."""
 
-_NUMBER = (lambda v: _is_number(v), "a finite number")
+_NUMBER = (lambda v: is_number(v), "a finite number")
 
 # What an option may be, and that in words; one that is not named here is any finite number.
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
-        "beta": (lambda v: _is_number(v) and v > 0, "a finite number above 0"),
-        "label_smoothing": (lambda v: _is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
+        "beta": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
+        "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
         "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
         "f_alpha_divergence_coef": _NUMBER,
-        "discopop_tau": (lambda v: _is_number(v) and v > 0, "a finite number above 0"),
-        "simpo_gamma": (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0"),
-        "bco_shift": (lambda v: v == "batch" or _is_number(v), "a finite number or batch"),
+        "discopop_tau": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
+        "simpo_gamma": (lambda v: is_number(v) and v >= 0, "a finite number, at least 0"),
+        "bco_shift": (lambda v: v == "batch" or is_number(v), "a finite number or batch"),
     }
 )
 
@@ -91,7 +92,7 @@ def problems(
     if loss_weights is not None:
         if len(loss_weights) != len(names):
             found.append(f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each")
-        found.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not _is_number(w))
+        found.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
     losses = {name: LOSSES[name] for name in names if name in LOSSES}
     given = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
     read = frozenset({"beta"}).union(*(loss.options for loss in losses.values()))
@@ -100,7 +101,7 @@ def problems(
         is_off = (key, value) in (("label_smoothing", 0), ("f_divergence", "reverse_kl"))
         good, words = RANGES.get(key, _NUMBER)
         if (key in RANGES or key in read) and not good(value):
-            found.append(f"dpo.{within}{key}={value} must be {words}")
+            found.append(f"dpo.{within}{key}={value} must be {words}{sizes_for(value)}")
         elif key not in read and not is_off and losses:
             near = difflib.get_close_matches(key, read, n=1)
             hint = f"; did you mean dpo.{'kwargs.' if near[0] in KWARGS else ''}{near[0]}?" if near else ""
@@ -123,7 +124,3 @@ def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
     return f"dpo.loss={name} is no preference loss; {hint}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

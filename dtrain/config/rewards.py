@@ -5,11 +5,12 @@ name has to be an import path, `module.function` or `module:function`, found fro
 """
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+from dtrain.config.numbers import is_finite, is_number
 
 REQUIRED = object()
 """The default of an option that has none."""
@@ -37,7 +38,7 @@ def _is_pattern(value: Any) -> bool:
 _TEXT = (lambda v: isinstance(v, str), "a string")
 _WORDS = (lambda v: _is_list(v) and all(isinstance(one, str) for one in v), "a list of strings")
 _SWITCH = (lambda v: isinstance(v, bool), "true or false")
-_NOT_NEGATIVE = (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0")
+_NOT_NEGATIVE = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
 _TOKENS = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number, at least 0")
 
 # What an option may be, and that in words.
@@ -65,7 +66,7 @@ def problems(rewards: Sequence[Any]) -> list[str]:
     found = []
     for index, reward in enumerate(rewards):
         key, name = f"grpo.rewards[{index}]", reward.fn
-        if not _is_number(reward.weight):
+        if not is_number(reward.weight):
             found.append(f"{key}.weight={reward.weight} must be a finite number")
         if not name:
             found.append(f"{key}.fn is missing: name a reward ({', '.join(REWARDS)}), or give an import path")
@@ -105,7 +106,3 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

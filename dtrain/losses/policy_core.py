@@ -7,7 +7,6 @@ whole.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.losses.options import is_number
 from dtrain.losses.policy_correction import MODES, correction, off_policy_mask
 from dtrain.losses.policy_kl import ESTIMATORS, GRADIENTS, is_known, k3_of, kl_term
 from dtrain.losses.policy_losses import LOSSES, PolicyLoss, Surrogate, Tokens, bounded_exp, mean_by_sequence
@@ -51,11 +51,11 @@ off_policy_mask_threshold   leaves out sequences of negative advantage that have
 sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: the same file
 """
 
-_NUMBER = (lambda v: _is_number(v), "a finite number")
-_POSITIVE = (lambda v: _is_number(v) and v > 0, "a finite number above 0")
-_NOT_NEGATIVE = (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0")
-_BOUND = (lambda v: v is None or (_is_number(v) and v > 0), "a finite number above 0, or None")
-_CAP = (lambda v: v is None or (_is_number(v) and v > 1), "a finite number above 1, or None")
+_NUMBER = (lambda v: is_number(v), "a finite number")
+_POSITIVE = (lambda v: is_number(v) and v > 0, "a finite number above 0")
+_NOT_NEGATIVE = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0")
+_BOUND = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or None")
+_CAP = (lambda v: v is None or (is_number(v) and v > 1), "a finite number above 1, or None")
 
 
 def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
@@ -68,7 +68,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "kl_estimator": _one_of(ESTIMATORS),
     "kl_gradient": _one_of(GRADIENTS),
     "old_kl_coef": _NOT_NEGATIVE,
-    "top_entropy_quantile": (lambda v: _is_number(v) and 0 <= v <= 1, "from 0 to 1"),
+    "top_entropy_quantile": (lambda v: is_number(v) and 0 <= v <= 1, "from 0 to 1"),
     "off_policy_mask_threshold": _BOUND,
     "sampling_correction": _one_of(MODES),
     "sampling_clip_min": _BOUND,
@@ -108,9 +108,9 @@ class PolicySpec:
             check, words = _RANGES.get(key, _NUMBER)
             if not check(value):
                 raise ValueError(f"{key}={value!r} must be {words}")
-        if not (len(self.clip) == 2 and all(_is_number(one) and one >= 0 for one in self.clip)):
+        if not (len(self.clip) == 2 and all(is_number(one) and one >= 0 for one in self.clip)):
             raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1")
-        if not (_is_number(self.beta) and self.beta >= 0):
+        if not (is_number(self.beta) and self.beta >= 0):
             raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0")
         whole = read | dict(self.options)
         object.__setattr__(self, "clip", tuple(float(one) for one in self.clip))
@@ -329,10 +329,6 @@ def _check_given(
 def _or_one(count: Any) -> Any:
     """A count to divide by: 1 in the place of 0."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _hint(word: str, known: Mapping[str, Any]) -> str:

@@ -2,10 +2,12 @@
 are left out because they have become too unlikely.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from dtrain.losses.policy_losses import Correction, mean_by_sequence
+from dtrain.losses.policy_losses import Correction, bounded_exp, mean_by_sequence
 from dtrain.losses.sequences import Sequences
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none")
@@ -33,9 +35,9 @@ def correction(
     by_sequence = mode.startswith("sequence")
     if by_sequence:
         log_weights = sequences.spread(sequences.sum(log_weights))
-    weights = log_weights.exp()
+    weights = bounded_exp(log_weights)
     if mode.endswith("truncate"):
-        weights = weights.clamp(smallest, largest)
+        weights = weights.clamp(smallest or 0.0, math.inf if largest is None else largest)
     else:
         outside = torch.zeros_like(weights, dtype=torch.bool)
         if smallest is not None:

@@ -118,7 +118,7 @@ def vespo(
     is_good = tokens.advantages >= 0
     k = _by_sign(is_good, vespo_k_pos, vespo_k_neg, tokens.advantages)
     rate = _by_sign(is_good, vespo_lambda_pos, vespo_lambda_neg, tokens.advantages)
-    phi = (k * log_weight + rate * (1 - log_weight.exp())).exp()
+    phi = bounded_exp(k * log_weight + rate * (1 - log_weight.exp()))
     return Surrogate(-phi * tokens.advantages * tokens.logps)
 
 

@@ -3,7 +3,6 @@ log-probability of a global batch has in the gradient. `pair_losses` has the for
 """
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,20 +10,21 @@ import torch
 from torch import Tensor
 
 from dtrain.losses.divergence import DIVERGENCES
+from dtrain.losses.options import is_number
 from dtrain.losses.pair_losses import LOSSES, Pairs, PreferenceLoss
 
-_NUMBER = (math.isfinite, "a finite number")
+_NUMBER = (is_number, "a finite number")
 
 # What an option may be, and that in words; one that is not named here is any finite number. Values that switch an
 # option off are good for every loss.
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "beta": (lambda v: 0 < v < math.inf, "a finite number above 0"),
-    "label_smoothing": (lambda v: 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
+    "beta": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
+    "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
     "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
     "f_alpha_divergence_coef": _NUMBER,
-    "discopop_tau": (lambda v: 0 < v < math.inf, "a finite number above 0"),
-    "simpo_gamma": (lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
-    "bco_shift": (lambda v: v == "batch" if isinstance(v, str) else math.isfinite(v), "a finite number or batch"),
+    "discopop_tau": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
+    "simpo_gamma": (lambda v: is_number(v) and v >= 0, "a finite number, at least 0"),
+    "bco_shift": (lambda v: v == "batch" or is_number(v), "a finite number or batch"),
 }
 _OFF = {"label_smoothing": 0.0, "f_divergence": "reverse_kl"}
 

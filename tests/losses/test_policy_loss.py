@@ -550,6 +550,55 @@ def test_what_a_recipe_may_say():
     )  # without beta nothing reads it
 
 
+HOSTILE = (None, math.nan, math.inf, -math.inf, -1, 0, 0.0, 1e-300, 1e-12, 1e-10, 0.5, 1, 1.0, 2, 1e10, 1e12, 1e308)
+HOSTILE += (10**400, True, False, "", "1", "nan", "batch", [], [1], {}, "k1", "sequence", "token_truncate")
+
+
+def one_step(name, **options):
+    """Loss, gradients and metrics, as one tensor, of rows of which one is without a token and one without advantage."""
+    draw = torch.Generator().manual_seed(2)
+    logps = (-3 * torch.rand(4, 6, generator=draw)).requires_grad_()
+    others = [(logps.detach() + 0.2 * torch.randn(4, 6, generator=draw)).clamp(max=0) for _ in range(3)]
+    entropies = torch.rand(4, 6, generator=draw).requires_grad_()
+    mask = torch.arange(6) < torch.tensor([[6], [0], [3], [1]])
+    named = dict(zip(("ref_logps", "sampling_logps"), others[1:], strict=True)) | {"entropies": entropies}
+    loss, found = policy_loss(name, logps, others[0], torch.tensor([0.0, 1, 2, -3]), mask, **named, **options)
+    loss.backward()
+    grads = [one.grad.flatten() for one in (logps, entropies) if one.grad is not None]
+    return torch.cat([loss.detach()[None], *grads, torch.stack([*found.values()])])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_recipe_may_say_gives_finite_numbers_and_nothing_else_is_taken(name):
+    accepted = 0
+    for key in ({**SHARED, **LOSSES[name].options} | {"beta": 0, "clip": 0}).keys():
+        for value in HOSTILE:
+            given = {"clip": (0.2, 5.0), "beta": 0.1} | {key: (0.2, value) if key == "clip" else value}
+            clip, beta = given["clip"], given["beta"]
+            options = {key: value} if key in SHARED or key in LOSSES[name].options else {}
+            if config.problems(name, clip, beta, options):
+                if not (name == "cispo" and key == "clip") and not (beta in (0, 0.0) and key != "beta"):
+                    with pytest.raises(ValueError, match=key):
+                        one_step(name, **given)
+                continue
+            accepted += 1
+            assert torch.isfinite(one_step(name, **given)).all(), (key, value)
+    assert accepted > 40
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_truncation_without_bounds_is_the_weight_itself(level):
+    free = {"sampling_correction": f"{level}_truncate", "sampling_clip_max": None}
+    assert config.problems("dapo", (0.2, 0.2), 0.0, free) == []
+    assert torch.equal(one_step("dapo", **free), one_step("dapo", **free | {"sampling_clip_max": 1e10}))
+    lowest = {**free, "sampling_clip_min": 1.0}  # one bound alone
+    assert torch.equal(one_step("dapo", **lowest), one_step("dapo", **lowest | {"sampling_clip_max": 1e10}))
+    assert not torch.equal(one_step("dapo", **free), one_step("dapo", **lowest))
+    zeros, far = torch.zeros(1, 4), torch.full((1, 4), -50.0)
+    loss, metrics = policy_loss("dapo", zeros, zeros, torch.zeros(1), torch.ones(1, 4), sampling_logps=far, **free)
+    assert loss == 0 and metrics["correction"].isfinite()  # exp(200), of which 0 is left where the advantage is 0
+
+
 def test_rows_and_documents_are_one_face():
     mask = torch.tensor([[True, True, False], [True, False, False]])
     values = torch.arange(12.0).view(2, 2, 3)

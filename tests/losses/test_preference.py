@@ -381,6 +381,32 @@ def test_the_recipes_table_is_the_losses_own():
     assert config_problems("sigmoid", {"f_divergence": "js_divergence"}, has_reference=False)
 
 
+HOSTILE = (None, math.nan, math.inf, -math.inf, -1, 0, 0.0, 1e-300, 1e-12, 1e-10, 0.25, 0.5, 1, 1.0, 2, 1e10, 1e12)
+HOSTILE += (1e308, 10**400, True, False, "", "1", "nan", "batch", [], [1], {}, *config.DIVERGENCES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_recipe_may_say_gives_finite_numbers_and_nothing_else_is_taken(name):
+    draw = torch.Generator().manual_seed(3)
+    logps = [-torch.rand(5, generator=draw) for _ in range(4)]
+    lengths = {"chosen_lengths": torch.tensor([1, 3, 7, 0, 9]), "rejected_lengths": torch.tensor([2, 1, 0, 8, 9])}
+    accepted = 0
+    for key in ("beta", "label_smoothing", "f_divergence", *sorted(config.KWARGS)):
+        for value in HOSTILE:
+            fixed = {"f_divergence": "alpha_divergence"} if key == "f_alpha_divergence_coef" else {}
+            given = {"beta": 0.1} | ({"label_smoothing": 0.1} if name == "exo_pair" else {}) | fixed | {key: value}
+            if config_problems(name, given):
+                with pytest.raises(ValueError):
+                    preference_loss(name, *logps, **lengths, **given)
+                continue
+            accepted += 1
+            if key == "f_alpha_divergence_coef" and abs(value) > 2:
+                continue  # t to the power of that is beyond any dtype
+            found = preference_weights(name, *logps, **lengths, **given)
+            assert all(torch.isfinite(one).all() for one in found), (key, value)
+    assert accepted > 5
+
+
 def dense_weights(chosen, rejected, alpha):
     """Lengths of a pair's completions -> the weights of their tokens, as lists."""
     shared = min(chosen, rejected)
