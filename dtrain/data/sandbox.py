@@ -29,7 +29,9 @@ SECONDS = 20.0
 BITS = 20_000  # of a whole number
 # What takes more time than its text is long, or fills a text up to any width; no chat template has a use for it.
 FILTERS_LEFT_OUT = ("urlize", "striptags", "wordwrap", "pprint", "center", "batch", "slice")
-METHODS_LEFT_OUT = frozenset("striptags center ljust rjust zfill expandtabs encode translate maketrans to_bytes".split())
+METHODS_LEFT_OUT = frozenset(
+    "striptags center ljust rjust zfill expandtabs encode translate maketrans to_bytes".split()
+)
 # Filters and tests that look at the outside of what they are given and build nothing; and those that build its like.
 FREE = frozenset(
     """length count first last default d attr items map select reject selectattr rejectattr safe boolean callable

@@ -123,7 +123,7 @@ def _start_and_wait(recipe: Recipe, job: Path) -> dict[int, int]:
         "from dtrain.launch import work; work(sys.argv[1])"
     )
     try:
-        elastic_launch(config, sys.executable)("-c", start, str(job))
+        elastic_launch(config, sys.executable)("-P", "-c", start, str(job))
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
