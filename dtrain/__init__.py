@@ -16,9 +16,18 @@ last line, which stands beside:
     batch                    the batch contract
     addresses, orphans       where sockets listen; children that end with their parent
     config, errors           the recipe; what a user can mend
+    json_files               JSON that others may have written
 """
 
 import importlib
+import os
+import sys
+
+# `python -m dtrain` puts the working directory first, and a file there, yaml.py say, would be taken for a library.
+# Until the package is found, "-m" is all that stands in argv[0].
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and not __file__.startswith(sys.path[0] + os.sep):
+    sys.path.append(sys.path.pop(0))
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -63,9 +63,7 @@ def read_text(path: Path, most: int = SMALL) -> str:
         with path.open("rb") as stream:
             text = stream.read(most + 1)
         if len(text) > most:
-            raise UserError(
-                f"{path} is larger than {most >> 20} MiB, more than any such file has; is it the right one?"
-            )
+            raise UserError(f"{path} is larger than {most >> 20} MiB, more than such a file has; is it the right one?")
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); convert it to UTF-8") from None

@@ -17,7 +17,7 @@ from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
-from dtrain.rollout.rewards.find import find
+from dtrain.rollout.rewards.find import find_file
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -68,9 +68,13 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
     if recipe.data.val is not None:
         problems += _data(recipe.data.val, "data.val")
     problems += _checkpoint(recipe)
-    if recipe.method == "grpo":
-        problems += _paths(recipe)
+    problems += [text for text, is_problem in _code(recipe) if is_problem]
     return problems
+
+
+def named_code(recipe: Recipe) -> list[str]:
+    """What a run of `recipe` imports because the recipe names it, a line each: the key, its import path, its file."""
+    return [text for text, is_problem in _code(recipe) if not is_problem]
 
 
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
@@ -211,18 +215,24 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
     return []
 
 
-def _paths(recipe: Recipe) -> list[str]:
-    """Import paths of rewards and environments lead somewhere; nothing of theirs is run."""
-    named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
-    named.append(("grpo.environment", recipe.grpo.environment, "environment"))
-    problems = []
+def _code(recipe: Recipe) -> list[tuple[str, bool]]:
+    """For each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is run."""
+    stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
+    named = [("optimizer.name", recipe.optimizer.name, "optimizer")]
+    named += [(f"scheduler[{i}].name", one.name, "scheduler") for i, one in enumerate(stages)]
+    named += [] if stages else [("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler")]
+    named.append(("parallel.custom_plan", recipe.parallel.custom_plan, "plan"))
+    if recipe.method == "grpo":
+        named += [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+        named.append(("grpo.environment", recipe.grpo.environment, "environment"))
+    found = []
     for key, path, what in named:
-        if path and set(".:") & set(path):
+        if isinstance(path, str) and set(".:") & set(path):
             try:
-                find(path, what)
+                found.append((f"{key}: {path}, from {find_file(path, what)[2]}", False))
             except UserError as error:
-                problems.append(f"{key}: {error}")
-    return problems
+                found.append((f"{key}: {error}", True))
+    return found
 
 
 def _data(source: DataSource, key: str) -> list[str]:

@@ -297,11 +297,10 @@ class CheckpointStore:
                 raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
             if content["step"] != step:
                 raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
-            content["files"][TABLE], content["files"][STATE]
-            sound = [
-                Path(name).name == name and record.keys() >= {"bytes"} for name, record in content["files"].items()
-            ]
-            if type(content["world_size"]) is not int or content["world_size"] < 1 or not all(sound):
+            files, ranks = content["files"], content["world_size"]
+            files[TABLE], files[STATE]
+            sound = [Path(name).name == name and "bytes" in record.keys() for name, record in files.items()]
+            if type(ranks) is not int or ranks < 1 or not all(sound):
                 raise Damaged(f"{path}: damaged, or not written by dtrain")
         except (KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{path}: damaged, or not written by dtrain") from error

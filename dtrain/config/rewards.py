@@ -1,7 +1,7 @@
 """The rewards that come with dtrain, for a recipe's `grpo.rewards`: names, options, ranges. No torch.
 
 The functions are in `dtrain.rollout.rewards`, a file each; a test holds their keywords and this table equal. Any other
-name has to be an import path, `module.function` or `module:function`, found from the working directory too.
+name has to be an import path, `module.function` or `module:function`, found in the working directory too.
 """
 
 import difflib

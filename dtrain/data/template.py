@@ -1,7 +1,8 @@
 """Chat templates: which one a model's conversations are written with, and what it writes.
 
-A template is jinja2, run in a sandbox of bounded time and memory (`sandbox`) and with the extras that the field's templates count on (transformers'
-`apply_chat_template`): what `render` writes is what transformers writes. Torch is not imported.
+A template is jinja2, run in a sandbox of bounded time and memory (`sandbox`) and with the extras that the field's
+templates count on (transformers' `apply_chat_template`): what `render` writes is what transformers writes. Torch is not
+imported.
 
 The template is compiled with marks that are silent in `render`: at the start of each round of a loop over messages,
 after such a loop, and around `{% generation %}` blocks. `marked` lets them speak, so that one more rendering tells

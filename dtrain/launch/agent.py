@@ -104,7 +104,7 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
 def _attempt(recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]) -> Exception | None:
     """Start all ranks and see to their end; what went wrong."""
     nproc = recipe.launch.nproc
-    command = [sys.executable, "-c", START, str(job)]
+    command = [sys.executable, "-P", "-c", START, str(job)]
     with ExitStack() as stack:
         workers = []
         for rank in range(nproc):

@@ -19,7 +19,8 @@ from dtrain.config import Recipe
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.rank import Place, Train, run_in_place, told_to_all
-from dtrain.preflight import not_here, preflight, with_local_model
+from dtrain.preflight import named_code, not_here, preflight, with_local_model
+from dtrain.rollout.child import search_path
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:
@@ -37,6 +38,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
     except UserError:
         with told_to_all(place or find_place(os.environ, 1)):
             raise
+    _admit_code(recipe, place is None or place.rank == 0)
     if place is None and recipe.launch.nproc == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.nproc > 1:
@@ -58,6 +60,15 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
     if problems:
         raise RecipeError(problems)
     return recipe
+
+
+def _admit_code(recipe: Recipe, tells: bool) -> None:
+    """A recipe may come from anyone: what it makes a run import is said before that happens."""
+    lines = named_code(recipe)
+    if lines:
+        sys.path[:] = search_path()
+    if lines and tells:
+        print("the recipe names code, which this run imports:", *lines, sep="\n  ", file=sys.stderr)
 
 
 def _note_tasks(environ: Mapping[str, str]) -> None:

@@ -154,9 +154,8 @@ class Fields:
         """Every field not asked for is a problem, unless it is harmless, private to transformers or switched off."""
         for key, value in self._values.items():
             if key not in self._asked and key not in HARMLESS and value:
-                self.problem(
-                    f"{shown(key)[1:-1]} {shown(value)}: not a field that dtrain knows; it may change the numbers"
-                )
+                name = shown(key)[1:-1]
+                self.problem(f"{name} {shown(value)}: not a field that dtrain knows; it may change the numbers")
 
     def _or_default(self, key: str, default: Any, optional: bool) -> Any:
         value = self.get(key)

@@ -39,7 +39,8 @@ class PlannedPeak(AbstractContextManager):
 
 def _planned(recipe: Recipe, world_size: int) -> str:
     try:
-        return f"planned peak {gib(make_plan(recipe, world_size, next(iter(GPUS.values()))).step.peak)}"
+        plan = make_plan(recipe, world_size, next(iter(GPUS.values())))
+        return "; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed])
     except UserError as error:  # what a plan does not follow, offloading say
         return _no_plan(error)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain import models
 from dtrain.config import Sizes, sizes
-from dtrain.config.schema import Recipe
+from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.apply import find_plan
@@ -29,6 +29,7 @@ class Plan:
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters: of the whole model. tokens: of an optimizer step over all ranks, every row full.
     flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors on a device.
+    assumed: in place of the code that the recipe names.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class Plan:
     total_parameters: int
     tokens: int
     flops_per_token: float
+    assumed: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -61,7 +63,30 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     found = problems(recipe, world_size)
     if found:
         raise RecipeError(found)
-    return planned(recipe, read_config(recipe.model.path), sizes(recipe, world_size), hardware, budget)
+    recipe, assumed = without_code(recipe)
+    plan = planned(recipe, read_config(recipe.model.path), sizes(recipe, world_size), hardware, budget)
+    return replace(plan, assumed=tuple(assumed))
+
+
+def without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """`recipe` with what dtrain knows in place of what it names by import path, and what that is, in words.
+
+    Only a run imports what a recipe names: a plan may be of a stranger's. torch's own optimizers are here anyhow.
+    """
+    optimizer, parallel, assumed = recipe.optimizer, recipe.parallel, []
+    if optimizer.name not in OPTIMIZERS and not _is_torchs(optimizer.name):
+        assumed.append(f"optimizer.name={optimizer.name} is not imported: its state is taken to be as large as AdamW's")
+        optimizer = replace(optimizer, name="adamw", kwargs={})
+    if isinstance(parallel.custom_plan, str):
+        assumed.append(f"parallel.custom_plan={parallel.custom_plan} is not imported: the model's own plan stands in")
+        parallel = replace(parallel, custom_plan=None)
+    # What a schedule does to the rate changes nothing here.
+    return replace(recipe, optimizer=optimizer, parallel=parallel, scheduler=Scheduler("constant")), assumed
+
+
+def _is_torchs(name: str) -> bool:
+    cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
+    return isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
 
 
 def planned(recipe: Recipe, config: ModelConfig, world: Sizes, hardware: Hardware, budget: int | None = None) -> Plan:

@@ -53,6 +53,8 @@ def text(plan: Plan, step_time: float | None = None) -> str:
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
     if plan.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
+    if plan.assumed:
+        sections.insert(1, "\n".join(plan.assumed))
     return "\n\n".join(sections)
 
 
@@ -159,6 +161,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "gpu": plan.hardware.name if plan.device == "cuda" else None,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "sizes": asdict(plan.sizes),
+        "assumed": list(plan.assumed),
         "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
         "memory": {

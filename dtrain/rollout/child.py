@@ -30,13 +30,14 @@ def start_line(module: str) -> list[str]:
     """The command of a worker of this process that runs `main(parent)` of `module`."""
     code = "import json, sys; parent, sys.path[:] = json.loads(sys.argv[1]); "
     code += f"from {module} import main; main(parent)"
-    return [sys.executable, "-c", code, json.dumps([os.getpid(), search_path()])]
+    return [sys.executable, "-P", "-c", code, json.dumps([os.getpid(), search_path()])]
 
 
 def search_path() -> list[str]:
-    """sys.path with the working directory in front, where it is not on it yet."""
+    """sys.path with the working directory behind it, where it is not on it yet: a file there may have the name of a
+    library, and does not take its place."""
     here = str(Path.cwd())
-    return list(sys.path) if here in sys.path or "" in sys.path else [here, *sys.path]
+    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]
 
 
 def message(content: bytes) -> bytes:

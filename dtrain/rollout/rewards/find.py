@@ -1,7 +1,8 @@
-"""Where a reward's function is: of dtrain's own by name, else by import path, looked up without running anything."""
+"""Where code is that a recipe names: rewards of dtrain's own by name, all else by import path. Nothing is run."""
 
 import ast
 import difflib
+import importlib.util
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
@@ -29,10 +30,15 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
     """(module, function) of a reward's name or import path, `module.function` or `module:function`; of another kind of
     function, as the messages call it, by import path alone.
 
-    Modules are looked for from the working directory first, then where Python looks. Nothing is imported: a module's
-    source is read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is
-    not there, a file that is not Python, and a module without that name.
+    Modules are looked for where Python looks, then in the working directory. Nothing is imported: a module's source is
+    read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is not there,
+    a file that is not Python, and a module without that name.
     """
+    return find_file(name, kind)[:2]
+
+
+def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
+    """As `find`, and the file that the module will come from."""
     known = BUILT_IN if kind == "reward" else {}
     path = known.get(name, name)
     module, _, function = path.rpartition(":" if ":" in path else ".")
@@ -46,7 +52,7 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
         near = difflib.get_close_matches(function, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
-    return module, function
+    return module, function, spec.origin or "Python itself"
 
 
 def _spec(whose: str, module: str) -> ModuleSpec:
@@ -56,6 +62,8 @@ def _spec(whose: str, module: str) -> ModuleSpec:
         spec = PathFinder.find_spec(".".join(parts[:count]), places)
         if spec is None and count == 1 and module in sys.builtin_module_names:
             spec = ModuleSpec(module, None)
+        if spec is None and count == 1:  # of a package whose installer put a finder of its own in place
+            spec = _top_level(parts[0])
         if spec is None:
             raise UserError(
                 f"{whose}: there is no module {'.'.join(parts[:count])}, neither in {Path.cwd()} nor among the "
@@ -63,6 +71,13 @@ def _spec(whose: str, module: str) -> ModuleSpec:
             )
         places = list(spec.submodule_search_locations or [])
     return spec
+
+
+def _top_level(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # a module that was loaded by other means, __main__ say
+        return None
 
 
 def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
