@@ -107,6 +107,7 @@ class Trainer:
         background = keep.async_save and keep.every is not None
         saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
         self.saver = stack.enter_context(saver)
+        stack.callback(setattr, runtime.stop, "is_saving", True)  # what closes the run may take as long
         self._measured: dict[str, float] = {}  # of the step that is done
         self._cursor = self.start.cursor  # behind it
         begun = self.start.state or {}

@@ -78,6 +78,15 @@ def spins(recipe, runtime):
             time.sleep(0.01)
 
 
+def gives_up(recipe, runtime):
+    """As a collective that waits for a rank whose main thread hangs, and has waited for long enough."""
+    _mark(recipe, runtime)
+    while runtime.rank == 1:
+        time.sleep(0.1)
+    time.sleep(recipe.launch.lost_after + 1)
+    raise RuntimeError("timed out")
+
+
 def saves_slowly(recipe, runtime):
     """For longer than a main thread may stand still: bytes come, then the disk syncs."""
     _mark(recipe, runtime)

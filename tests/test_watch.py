@@ -4,12 +4,13 @@ And the private directory that launcher and ranks share.
 """
 
 import os
+import re
 import signal
 import time
 
 import pytest
 
-from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, Beat, Standstill
+from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Beat, Standstill, Worker
 from tests.test_launch import Launched, wait_until_gone
 
 LOST = 3  # seconds
@@ -91,6 +92,13 @@ def test_a_hung_main_thread_that_was_told_to_stop_is_named_with_its_place(tmp_pa
     wait_until_gone(pids)
 
 
+def test_a_rank_that_gave_up_waiting_says_which_one_hung(tmp_path):
+    status, _, err = launched(tmp_path, "gives_up").end()
+    assert status == 1
+    said = r"rank 0 failed: RuntimeError: timed out.*; rank 1 \(process \d+\) has stood at .*launched.py:\d+ for"
+    assert re.search(said, err)
+
+
 @pytest.mark.parametrize(("training", "nproc"), [("saves_slowly", 1), ("saves_slowly", 2), ("steps_slowly", 2)])
 def test_what_gets_on_slowly_is_not_cut(tmp_path, training, nproc):
     run = launched(tmp_path, training, nproc)
@@ -134,3 +142,21 @@ def test_progress_is_counted_from_the_last_beat_that_shows_some():
     assert Standstill(1.0).is_over is False
     still.look(Beat(2, is_saving=True))
     assert still.is_over
+
+
+def test_a_start_takes_its_time_unless_it_is_stopped():
+    """Imports from a cold file server, a driver that wakes up: no beat, and no harm."""
+    worker = Worker(0, ["sleep", "60"], os.environ, lost_after=4 * LOOK_SECONDS)
+    try:
+        for _ in range(40):
+            worker.look()
+        assert worker.silent > worker.standstill.lost_after and worker.lost is None
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED)
+        assert "it is stopped" in worker.lost
+        os.kill(worker.process.pid, signal.SIGCONT)
+        worker.silent = START_SECONDS
+        assert "no sign of life for 600 s" in worker.lost
+    finally:
+        worker.end()
+    assert worker.status == -signal.SIGKILL and worker.lost is None

@@ -37,7 +37,7 @@ TOLD_SECONDS = 60.0  # of silence after which a rank is lost, where no recipe co
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
-END_SECONDS = 3.0  # for the main thread to unwind after a second signal
+END_SECONDS = 5.0  # for the main thread to unwind after a second signal
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 

@@ -59,7 +59,7 @@ class Place:
     @property
     def is_inside(self) -> bool:
         """Whether all ranks are known to be on this host: SLURM does not always say."""
-        return self.world_size == self.local_world_size and self.started_by != "slurm"
+        return self.world_size == 1 or (self.world_size == self.local_world_size and self.started_by != "slurm")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
 LOOK_SECONDS = 0.25  # between two beats, and two looks
-START_SECONDS = 600.0  # for the first beat: the imports may come from a cold file server
+START_SECONDS = 600.0  # of silence until a main thread gets something done: imports and drivers hold the interpreter
 SAVE_SECONDS = 600.0  # that a save may go without a byte written: a disk syncs what it was given before
 LAST_SECONDS = 5.0  # for a killed process to be gone
 OWN_IO = Path("/proc/self/io")
@@ -90,7 +90,7 @@ class Worker:
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], lost_after: float):
         self.rank, self.standstill = rank, Standstill(lost_after)
-        self.silent, self._patience = 0.0, max(START_SECONDS, lost_after)
+        self.silent = 0.0
         self._beats, into = os.pipe()
         os.set_blocking(self._beats, False)
         os.set_blocking(into, False)
@@ -115,16 +115,20 @@ class Worker:
             lines = os.read(self._beats, 1 << 16).split(b"\n")  # as much as a pipe holds
             if len(lines) > 1:
                 beat = Beat(*json.loads(lines[-2]))
-                self.silent, self._patience = 0.0, self.standstill.lost_after
+                self.silent = 0.0
         self.standstill.look(beat)
 
     @property
     def lost(self) -> str | None:
         """How this process is lost, in words."""
-        if self.status is not None or self.silent < self._patience:
+        still = self.standstill
+        if self.status is not None or self.silent < still.lost_after:
             return None
-        how = "it is stopped, " if _is_stopped(self.process.pid) else ""
-        return f"{self.name} is lost: {how}no sign of life for {self._patience:g} s (launch.lost_after)"
+        is_stopped = _is_stopped(self.process.pid)
+        if not is_stopped and not still.last.progress and self.silent < START_SECONDS:
+            return None
+        how = "it is stopped, " if is_stopped else ""
+        return f"{self.name} is lost: {how}no sign of life for {self.silent:.0f} s (launch.lost_after)"
 
     @property
     def stood(self) -> str | None:
