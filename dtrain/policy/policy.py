@@ -82,7 +82,8 @@ class Policy(Memory, WeightsOut):
 
         gbs: rows of one optimizer step over all dp ranks, as many of each (default: the whole batch is one step); mbs:
         rows of a micro-batch (default: the recipe's), or another way to make them (`batching`). Ranks with fewer rows
-        take part with micro-batches of padding, in which each stream has its pad value, 0 for the caller's.
+        take part with micro-batches of padding, in which each stream has its pad value, 0 for the caller's. A row that
+        sample_mask leaves out is no row of its step: `loss_fn` does not see it, nor is it a sequence that counts.
         loss_fn(source, micro_batch, global_seqs, global_tokens) -> (loss, metrics): the sum of its losses over all
         micro-batches and dp and cp ranks is the step's loss, so it divides by the global counts itself; its metrics are
         scalars that are summed likewise.
@@ -99,14 +100,15 @@ class Policy(Memory, WeightsOut):
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
             raise ValueError(f"gbs={gbs} must be a multiple of the {self.mesh.dp_size} data-parallel ranks")
-        batch, by_row, most_rows = self._take(batch)
+        batch, by_row, most_rows, counted = self._take(batch)
         batching = self._batching(mbs)
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
-            rows = {name: tensor[start : start + per_step] for name, tensor in batch.items()}
+            of_step = slice(start, start + per_step)
+            rows = {name: tensor[of_step][counted[of_step]] for name, tensor in batch.items()}
             batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start), by_row)
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
@@ -297,7 +299,7 @@ class Policy(Memory, WeightsOut):
         """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU.
         Streams beside the rows' own are not read; every_token: nor are labels, but `next_tokens` in their place."""
         names = COMPLETED - {"labels", "token_mask", "sample_mask"} if every_token else COMPLETED
-        batch, _, most_rows = self._take({name: value for name, value in batch.items() if name in names})
+        batch, _, most_rows, _ = self._take({name: value for name, value in batch.items() if name in names})
         if every_token:
             batch["labels"] = next_tokens(batch)
         batching = self._batching(micro_batch_size)

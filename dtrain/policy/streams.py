@@ -42,11 +42,12 @@ class Taken(NamedTuple):
     """A batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
 
     by_row: the streams with a value for each row; the others are per token, with their pad value on padding. most_rows:
-    of all dp ranks."""
+    of all dp ranks. counted [n]: the rows that sample_mask leaves in."""
 
     batch: Batch
     by_row: frozenset[str]
     most_rows: int
+    counted: Tensor
 
 
 def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: int) -> Taken:
@@ -89,7 +90,8 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
             pad = STREAMS[name].pad if name in STREAMS else 0
             stream = stream.masked_fill(padding.view(*padding.shape, *[1] * (stream.dim() - 2)), pad)
         full[name] = stream
-    return Taken(full, by_row, most_rows)
+    counted = batch.get("sample_mask", torch.ones(rows)).cpu().bool()
+    return Taken(full, by_row, most_rows, counted)
 
 
 def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:

@@ -106,6 +106,39 @@ def test_a_row_s_vector_as_long_as_the_rows_of_one_rank_stays_a_row_s_vector(tmp
         assert found[0] == pytest.approx(expected[0], rel=1e-11)
 
 
+def by_sequence(source, batch, global_seqs, global_tokens):
+    """A loss to which a document without a trained token would add log 2."""
+    sums = source.by_document(source.logprobs().logprobs) * batch["reward"][: source.documents]
+    losses = torch.nn.functional.softplus(sums)
+    return source.shared(losses.sum() / global_seqs), {"sequences": source.shared(torch.ones_like(losses).sum())}
+
+
+def with_masked_rows(rank, recipe, world_size, kept, drops, gbs):
+    policy, mesh = build(rank, recipe, world_size)
+    policy.init_optimizer(20)
+    batch = collate(rows(ROWS)) | {"reward": torch.arange(1.0, ROWS + 1), "sample_mask": torch.tensor(kept).float()}
+    if drops:
+        chosen = batch.pop("sample_mask").bool()
+        batch = {name: tensor[chosen] for name, tensor in batch.items()}
+    part = slice(mesh.dp_rank * 4, mesh.dp_rank * 4 + 4) if world_size > 1 else slice(None)
+    result = policy.train({name: tensor[part] for name, tensor in batch.items()}, by_sequence, gbs=gbs)
+    sequences = result["sums"]["sequences"].tolist()
+    return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist(), sequences
+
+
+@pytest.mark.parametrize("kept", [[1, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 0, 1]])
+def test_rows_that_sample_mask_leaves_out_are_no_sequences(tmp_path, kept):
+    recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=0")
+    losses, norm, tokens, sums = run_world(with_masked_rows, 1, recipe, 1, kept, True, None)[0]
+    assert sums == [sum(kept)] and tokens[0][1] == sum(kept)
+    for world_size in (1, 2):
+        for found in run_world(with_masked_rows, world_size, recipe, world_size, kept, False, None):
+            assert found[:2] == (pytest.approx(losses, rel=1e-12), pytest.approx(norm, rel=1e-12))
+            assert found[2] == tokens
+    steps = run_world(with_masked_rows, 1, recipe, 1, kept, False, 4)[0]
+    assert [step[1] for step in steps[2]] == [sum(kept[:4]), sum(kept[4:])]  # a step's rows are those of the batch
+
+
 def what_is_wrong(count):
     """Changes of the second rank's batch of `count` rows, and what every rank is told."""
     ids, ones = torch.zeros(count, 4, dtype=torch.int64), torch.ones(count, 4)
