@@ -228,6 +228,15 @@ def test_a_request_behind_a_refused_one_is_not_taken(open_server):
         assert answer.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in answer and b"owned_by" not in answer
 
 
+@pytest.mark.parametrize("part", [b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n", post(b"{", length=9)])
+def test_a_request_that_breaks_off_is_told_so(open_server, part):
+    with socket.create_connection((urlsplit(open_server).hostname, urlsplit(open_server).port), 10) as sock:
+        sock.sendall(part)
+        sock.shutdown(socket.SHUT_WR)
+        answer = sock.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"Connection: close" in answer
+
+
 def test_head_has_no_body_and_pipelined_requests_are_answered_in_order(open_server):
     with socket.create_connection((urlsplit(open_server).hostname, urlsplit(open_server).port), 10) as sock:
         sock.sendall(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

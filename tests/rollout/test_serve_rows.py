@@ -8,6 +8,7 @@ import torch
 
 from dtrain import models
 from dtrain.errors import UserError
+from dtrain.rollout import engine as engine_module
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 from dtrain.rollout.serve.fields import ApiError
@@ -67,9 +68,11 @@ def poisoned(root, request):
     return net, sound
 
 
-def test_a_poisoned_row_fails_alone(poisoned):
+@pytest.mark.parametrize("look_every", [1, 16])
+def test_a_poisoned_row_fails_alone(poisoned, look_every, monkeypatch):
     """Its neighbours draw the tokens of a batch with sound weights, as do rows that get its place in the cache later;
     padding with a poisoned token harms no one."""
+    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": look_every})
     net, sound = poisoned
     sampling = SamplingParams(max_new_tokens=40, temperature=0.0)
     lengths = (16, 10, 13, 7, 1, 2)  # those that come later leave some of the poisoned prompt's place unwritten
