@@ -70,6 +70,8 @@ class Directory:
         for name in MODELS:
             shutil.copytree(models, self.path / name)
         write_data(self.path)
+        (self.path / "key.txt").write_text("secret\n")
+        (self.path / "runs").mkdir(exist_ok=True)
         arithmetic = self.path / "build" / "arithmetic"
         shutil.copytree(models, arithmetic / "model")
         for name, source in {"train": "chat", "val": "more", "heldout": "more", "pairs": "pairs"}.items():

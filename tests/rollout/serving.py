@@ -1,14 +1,17 @@
-"""A real `dtrain serve` process for tests, the tiny model that it serves, and plain HTTP to talk to it."""
+"""`dtrain serve` for tests, as a process or in threads, the tiny model that it serves, and HTTP to talk to it."""
 
 import http.client
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,10 +19,21 @@ import torch
 
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.data.prompts import PromptEncoder, PromptOptions
+from dtrain.data.template import choose_template
+from dtrain.data.tokenizer import Tokenizer
 from dtrain.orphans import end_with
+from dtrain.rollout.engine import Engine
+from dtrain.rollout.serve.protocol import Parser
+from dtrain.rollout.serve.routes import Service
+from dtrain.rollout.serve.server import Server
+from dtrain.rollout.serve.updates import Updates
+from dtrain.rollout.serve.worker import Worker
 from tests.tiny import write_model
 
 KEY = {"Authorization": "Bearer secret"}
+PROMPT = [5, 6, 7]
+GREEDY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 0, "return_token_ids": True}
 TEMPLATE = "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
 
 
@@ -130,3 +144,63 @@ def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
     lines = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
     connection.close()
     return [json.loads(line) for line in lines[:-1]], lines[-1]
+
+
+@contextmanager
+def serving(directory, key=None, control=None, limits=None, engine=Engine):
+    """A server in threads of this process; its address, and the worker."""
+    net = models.from_pretrained(directory, torch.float64)
+    tokenizer = Tokenizer.from_directory(directory)
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens)
+    encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
+    worker = Worker(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
+    parser, updates = Parser(encoder, "tiny", 128), Updates(net, worker, control)
+    service = Service(parser, worker, updates, key, {"localhost", "127.0.0.1"})
+    server = Server(("127.0.0.1", 0), service, limits)
+    worker.start()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", worker
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        worker.end(0.0)
+
+
+def raw(url, data, seconds=10.0):
+    """(status, the answer's JSON) to bytes as they are; both None where the server hung up without a word."""
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), seconds) as sock:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may hang up before all is sent
+            sock.sendall(data)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while not (found := re.match(rb"HTTP/1.1 (\d+) (?s:.*?)\r\n\r\n((?s:.*))", answer)) or (
+                (size := re.search(rb"Content-Length: (\d+)", answer)) and len(found[2]) < int(size[1])
+            ):
+                part = sock.recv(1 << 16)
+                if not part:
+                    break
+                answer += part
+    if not answer:
+        return None, None
+    return int(found[1]), json.loads(found[2]) if found[2] else None
+
+
+def post(body, *headers, path="/v1/completions", kind="application/json", length=None):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    length = len(body) if length is None else length
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: {kind}", f"Content-Length: {length}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def assert_well(url, model, *headers):
+    """A good request gets the tokens of whole forwards."""
+    status, answer = raw(url, post(GREEDY, "Connection: close", *headers))
+    assert status == 200 and answer["choices"][0]["token_ids"] == naive_ids(model)
+
+
+@cache
+def naive_ids(model):
+    return naive(model, PROMPT, 6)[0]

@@ -60,17 +60,18 @@ class Connection:
         self._buffer = bytearray()
         self._head: Head | None = None  # of the request that is under way, once it was understood
         self._unread = True  # whether bytes that nobody has taken may still come
-        self._until = time.monotonic() + limits.head_seconds  # for a request's first byte
+        self._patience = limits.head_seconds  # for a request's first byte
 
     def begins(self) -> bool:
         """Wait for the next request's first byte; False where none comes."""
         if not self.is_open:
             return False
         self._head, self._unread = None, False
+        until, self._patience = time.monotonic() + self._patience, self._limits.idle_seconds
         try:
             while not self._buffer.strip(b"\r\n"):  # some end a body with them
                 del self._buffer[:]
-                self._receive(self._until, AT_ONCE)
+                self._receive(until, AT_ONCE)
         except (TimeoutError, ConnectionError):
             return False
         self.is_answered, self._unread = False, True
@@ -85,10 +86,7 @@ class Connection:
                 raise ApiError(400, "lines must end with CR LF")
             if len(self._buffer) >= self._limits.head:
                 raise ApiError(431 if b"\r\n" in self._buffer else 414, f"the head may have {self._limits.head} bytes")
-            try:
-                self._receive(until, self._limits.head)
-            except TimeoutError as error:
-                raise ApiError(408, f"the head did not come within {self._limits.head_seconds:g} s") from error
+            self._await(until, self._limits.head)
         self._head = _parsed(self._buffer[:end].decode("latin-1"))
         del self._buffer[: end + 4]
         self._unread = self._head.length > 0
@@ -99,11 +97,8 @@ class Connection:
         length, until = self._head.length, time.monotonic() + self._limits.body_seconds
         if length and "expect" in self._head.headers:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        try:
-            while len(self._buffer) < length:
-                self._receive(until, min(AT_ONCE, length - len(self._buffer)))
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not come within {self._limits.body_seconds:g} s") from error
+        while len(self._buffer) < length:
+            self._await(until, min(AT_ONCE, length - len(self._buffer)))
         raw, self._buffer = self._buffer, self._buffer[length:]
         del raw[length:]
         self._unread = False
@@ -121,7 +116,6 @@ class Connection:
         self.is_answered = True
         asked = "close" if self._head is None else self._head.headers.get("connection", "")
         self.is_open = not (self._unread or "close" in asked.lower())
-        self._until = time.monotonic() + self._limits.idle_seconds
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Server: dtrain", headers, *_EXTRA.get(status, [])]
         self._send("\r\n".join([*lines, "Connection: close"] if not self.is_open else lines).encode() + b"\r\n\r\n")
 
@@ -147,6 +141,15 @@ class Connection:
     def _send(self, data: bytes) -> None:
         self._sock.settimeout(self._limits.send_seconds)
         self._sock.sendall(data)
+
+    def _await(self, until: float, most: int) -> None:
+        """More bytes of a request that has begun. Raises ApiError."""
+        try:
+            self._receive(until, most)
+        except TimeoutError as error:
+            raise ApiError(408, "the request did not come in time") from error
+        except ConnectionError as error:
+            raise ApiError(400, "the request breaks off") from error
 
     def _receive(self, until: float, most: int) -> None:
         """More bytes. Raises TimeoutError, and ConnectionError where the client has hung up."""

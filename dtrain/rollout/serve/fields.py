@@ -17,7 +17,7 @@ MOST_ITEMS = 1 << 20  # of one body, commas and brackets: a few bytes of text ma
 DEEPEST = 32  # lists and objects within one another
 MOST_DIGITS = 64  # of a number, in a row
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # to the end where it is not closed
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MOST_DIGITS + 1))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 _WORDS |= {str: "a text", list: "a list", dict: "an object"}
@@ -52,9 +52,10 @@ def read_object(raw: bytes | bytearray) -> dict[str, Any]:
 
 def check_json(raw: bytes | bytearray, name: str) -> None:
     """Raises ApiError for JSON, sound or not, that is too much to parse."""
-    bare = _STRING.sub(b"", raw)
-    if sum(map(bare.count, (b",", b"[", b"]", b"{", b"}"))) > MOST_ITEMS:
-        raise ApiError(400, f"{name} has more than {MOST_ITEMS} values")
+    is_too_much = raw.count(b'"') > MOST_ITEMS
+    bare = b"" if is_too_much else _STRING.sub(b"", raw)
+    if is_too_much or sum(map(bare.count, (b",", b"[", b"]", b"{", b"}"))) > MOST_ITEMS:
+        raise ApiError(400, f"{name} has more than {MOST_ITEMS} values or quotes")
     steps = (1 if bracket in b"[{" else -1 for bracket in bare.translate(None, _NO_BRACKETS))
     if max(accumulate(steps), default=0) > DEEPEST:
         raise ApiError(400, f"{name} has lists or objects more than {DEEPEST} deep")

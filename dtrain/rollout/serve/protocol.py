@@ -22,8 +22,9 @@ SEED_LIMIT = 2**63
 
 def _prompts(value: Any, name: str) -> list[str | list[int]]:
     several = value if isinstance(value, list) and not is_ids(value) else [value]
-    if not several or not all(isinstance(one, str) or is_ids(one) for one in several):
-        raise ApiError(400, "prompt must be a text, token ids, or a list of either, none empty", name)
+    if len(several) > MOST_REQUESTS or not several or not all(isinstance(one, str) or is_ids(one) for one in several):
+        what = f"a text, token ids, or a list of either, none empty, {MOST_REQUESTS} at most"
+        raise ApiError(400, f"prompt must be {what}", name)
     return several
 
 
@@ -37,7 +38,7 @@ def _stops(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _content(value: Any, name: str) -> Any:
-    return value if isinstance(value, str) else Field(list, of=Field(dict, of=PART)).read(value, name)
+    return value if isinstance(value, str) else Field(list, most=4096, of=Field(dict, of=PART)).read(value, name)
 
 
 def _arguments(value: Any, name: str) -> Any:
@@ -101,15 +102,15 @@ MESSAGE: Table = {
     "role": TEXT,
     "content": Field(use=_content),
     "name": TEXT,
-    "tool_calls": Field(list, of=Field(dict, of=CALL)),
+    "tool_calls": Field(list, most=4096, of=Field(dict, of=CALL)),
     "tool_call_id": TEXT,
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Field(str)),
     **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), EMPTY),  # of an answer that comes back
 }
 CHAT: Table = {
     **SAMPLING,
-    "messages": Field(list, of=Field(dict, of=MESSAGE)),
-    "tools": Field(list, of=Field(dict)),
+    "messages": Field(list, most=4096, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, most=4096, of=Field(dict)),
     "max_tokens": Field(int),
     "max_completion_tokens": Field(int),
     "logprobs": FLAG,

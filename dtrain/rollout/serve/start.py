@@ -47,8 +47,6 @@ def serve_directory(
     key = read_key(api_key_file)
     if control is not None and key is None:
         raise UserError("--control lets clients change the model: give --api-key-file FILE too, a file with their key")
-    if control is not None and not control.is_dir():
-        raise UserError(f"--control {control}: there is no such directory; new weights are read below it")
     address = _address(host, port, key)
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
