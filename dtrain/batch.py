@@ -114,9 +114,10 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
 
     input_ids [n, S] alone is required. seq_ids (0, 1, .. in each row, −1 on the padding at its end): from input_lengths
     [n] or attention_mask [n, S], else no padding. labels: every token after a document's first; none on padding, where
-    ids are 0. position_ids may be [1, S]. token_mask [n, S] says which tokens are trained (the token itself, not the
-    place before it), sample_mask [n] which rows. Other streams pass as they are. Raises ValueError for a tensor of
-    another shape, and for padding that is not on the right.
+    ids are 0. position_ids rise within a document and go on over the padding; they may be [1, S]. token_mask [n, S]
+    says which tokens are trained (the token itself, not the place before it), sample_mask [n] which rows. Other streams
+    pass as they are. Raises ValueError for a tensor of another shape, padding that is not on the right, and positions
+    that do not rise.
     """
     known = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in batch.items()}
     _check_shapes(known)
@@ -141,18 +142,22 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
         begins = torch.ones_like(seq_ids, dtype=torch.bool)
         begins[:, 1:] = seq_ids[:, 1:] != seq_ids[:, :-1]
         known["position_ids"] = places - torch.where(begins, places, 0).cummax(1).values
-    known["position_ids"] = known["position_ids"].expand(ids.shape)
+    positions, padding = known["position_ids"].expand(ids.shape), seq_ids == PADDING_DOCUMENT
+    if bool(((positions.diff() <= 0) & (step == 0) & (after >= 0)).any()):
+        raise ValueError("position_ids must rise within a document: a token sees what is at its place or before")
+    going_on = positions.masked_fill(padding, -1).cummax(1).values + 1 + places - (~padding).sum(1, keepdim=True)
+    known["position_ids"] = torch.where(padding, going_on, positions)
     if "labels" not in known:
         known["labels"] = next_tokens(known)
     token_mask, sample_mask = known.pop("token_mask", None), known.pop("sample_mask", None)
-    untrained = seq_ids == PADDING_DOCUMENT
+    untrained = padding
     if token_mask is not None:
         untrained = untrained | ~token_mask.bool().roll(-1, 1)
         untrained[:, -1:] = True
     if sample_mask is not None:
         untrained = untrained | ~sample_mask.bool()[:, None]
     known["labels"] = known["labels"].masked_fill(untrained, IGNORE)
-    known["input_ids"] = ids.masked_fill(seq_ids == PADDING_DOCUMENT, 0)
+    known["input_ids"] = ids.masked_fill(padding, 0)
     return known | {name: known[name].long() for name in ROW_STREAMS}
 
 

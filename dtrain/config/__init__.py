@@ -4,6 +4,7 @@ schema                              every key, its type, its default and what it
 load                                YAML, shipped recipes and overrides to a `Recipe`, and back
 check, rollouts                     what must hold between keys and in a world; of `grpo`
 preference, policy_losses, rewards  what the losses and rewards can do, by name
+numbers                             which numbers an option of theirs may be
 words                               other tools' words for our keys
 """
 

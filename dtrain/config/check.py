@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.config.load import keys
+from dtrain.config.numbers import is_number
 from dtrain.config.preference import problems as preference_problems
 from dtrain.config.rollouts import RANGES as ROLLOUT_RANGES
 from dtrain.config.rollouts import problems as rollout_problems
@@ -45,10 +46,10 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
     ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
     ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
-    ("distill.top_k", lambda v: v >= 1, "at least 1, or null for the whole vocabulary"),
-    ("distill.temperature", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
+    ("distill.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary"),
+    ("distill.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
     ("distill.mixed_kl_weight", lambda v: 0 <= v <= 1, "from 0 to 1"),
-    ("dpo.sft_weight", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("dpo.sft_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
     ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),
     ("dpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
     ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),

@@ -5,6 +5,7 @@ looked at, and all that is wrong is said at once.
 """
 
 import difflib
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -271,7 +272,7 @@ def _converted(value: Any, kinds: list) -> Any:
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return int(value)
     if isinstance(value, int) and float in kinds:
-        return float(value)
+        return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
     if isinstance(value, int | float | Path) and str in kinds and not numeric:
         return str(value)
     inner = next((get_args(kind) for kind in kinds if get_origin(kind) is list), None)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from dtrain.config.numbers import is_number
 from dtrain.config.policy_losses import problems as loss_problems
 from dtrain.config.rewards import problems as reward_problems
 from dtrain.config.schema import Recipe
@@ -25,8 +26,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("grpo.unshard", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("grpo.max_mismatch", lambda v: v > 0, "more than 0, or null for no check"),
     ("grpo.show", lambda v: v >= 0, "at least 0"),
-    ("grpo.sampling.temperature", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
-    ("grpo.sampling.top_k", lambda v: v >= 1, "at least 1, or null for all"),
+    ("grpo.sampling.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
+    ("grpo.sampling.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all"),
     ("grpo.sampling.top_p", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     ("grpo.sampling.max_new_tokens", lambda v: v >= 1, "at least 1"),
     ("grpo.sampling.stop", lambda v: all(v), "texts that are not empty"),

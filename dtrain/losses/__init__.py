@@ -10,6 +10,7 @@ from those to a loss. Knows no recipe. README.md has every loss with its formula
     context, distillation                 for users, under context parallel; student and teacher
     divergence, length, pair_losses       of pairs: scores, weights of tokens, the formulas
     preference                            of pairs, for users: losses by name
+    options                               which numbers a loss's option may be
     advantages                            rewards to advantages
     sequences, policy_kl                  sums over sequences; the divergence from a reference
     policy_losses, policy_correction      the formulas; weights for another sampler

@@ -172,7 +172,7 @@ class Scorer:
         """`loss_fn`'s loss and metrics on one host micro-batch, the graph ready for backward.
 
         batch: whole rows; under context parallel the loss sees this rank's part of every stream. The global counts are
-        scalars on the device. Rows of one document each take the plain causal kernel.
+        scalars on the device. Rows of one document each, with positions from 0, take the plain causal kernel.
         """
         return self._at_head(batch, lambda source, local: loss_fn(source, local, global_seqs, global_tokens))
 
@@ -214,7 +214,8 @@ class Scorer:
     def _at_head(self, batch: Batch, fn: Callable[[LogprobSource, Batch], Any]) -> Any:
         """`fn(source, this rank's part of the batch on the device)`, inside the root's forward."""
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
-        by_position = is_packed or self.mesh.cp.size() > 1
+        counted = torch.arange(batch["position_ids"].shape[1])
+        by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
         count = documents(batch)
         by_row = {name: batch[name] for name in getattr(batch, "by_row", ())}
         whole = {name: tensor for name, tensor in batch.items() if name not in by_row}

@@ -8,6 +8,7 @@ import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
+from dtrain.methods.sft import Sft
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -139,6 +140,32 @@ def test_rows_that_sample_mask_leaves_out_are_no_sequences(tmp_path, kept):
     assert [step[1] for step in steps[2]] == [sum(kept[:4]), sum(kept[4:])]  # a step's rows are those of the batch
 
 
+def with_positions(rank, recipe, world_size, gap, fill):
+    """Loss and norm by each making, the positions jumping by `gap` after the second token, `fill` on the padding."""
+    policy, _ = build(rank, recipe, world_size)
+    policy.init_optimizer(20)
+    batch = collate(rows(ROWS))
+    positions = torch.arange(batch["input_ids"].shape[1])
+    positions = positions + gap * (positions > 1)
+    batch["position_ids"] = torch.where(batch["seq_ids"] >= 0, positions, fill)
+    results = [policy.train(batch, Sft(None).loss, mbs=making) for making in MAKINGS]
+    return [(result["global_loss"].item(), result["grad_norm"]) for result in results]
+
+
+def test_positions_are_the_caller_s_on_every_mesh_whatever_stands_on_padding(tmp_path):
+    def on(shape, gap, fill, ranks=1):
+        recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=0", *shape)
+        return [pair for found in run_world(with_positions, ranks, recipe, ranks, gap, fill) for pair in found]
+
+    expected, jumping = on((), 0, 0)[0], on((), 9, 0)[0]
+    assert jumping[0] != pytest.approx(expected[0], rel=1e-3)
+    for fill in (0, 1, 10_000):
+        for one in (*on(("parallel.cp=2",), 0, fill, 2), *on((), 0, fill)):
+            assert one == pytest.approx(expected, rel=1e-11)
+        for one in (*on(("parallel.cp=2",), 9, fill, 2), *on((), 9, fill)):
+            assert one == pytest.approx(jumping, rel=1e-11)
+
+
 def what_is_wrong(count):
     """Changes of the second rank's batch of `count` rows, and what every rank is told."""
     ids, ones = torch.zeros(count, 4, dtype=torch.int64), torch.ones(count, 4)
@@ -157,6 +184,7 @@ def what_is_wrong(count):
         ({"labels": ids - 1}, "labels are from -1 to -1"),
         ({"labels": ids[:, 1:]}, r"labels must be a tensor \[2, 4\] beside input_ids \[2, 4\], not \[2, 3\]"),
         ({"seq_ids": ids + 1}, "seq_ids must count a row's documents from 0"),
+        ({"position_ids": ids}, "position_ids must rise within a document"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]] * count)}, "padding must be on the right"),
         ({"sample_mask": ones}, r"sample_mask must be a tensor \[2\]"),
         ({"input_ids": ids[0]}, r"input_ids must be a tensor \[n, S\]"),
