@@ -71,6 +71,7 @@ class Trainer:
         if runtime.is_main:
             stack.callback(self.run.release)
         self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)
+        self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
         model_config = read_config(recipe.model.path)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.config import Recipe, load, to_yaml
+from dtrain.config import Recipe, hidden, load, to_yaml
 from dtrain.errors import Stopped, UserError
 from dtrain.launch.rank import (
     STOPPING,
@@ -69,7 +69,7 @@ def run_workers(recipe: Recipe, threads: int | None, train: Train | None = None)
         job = Path(name)
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
-        _write(job / "recipe.yaml", to_yaml(recipe))
+        _write(job / "recipe.yaml", to_yaml(recipe, plain=True))  # in a directory of this user alone
         _write(job / "job.json", json.dumps(setup))
         asked: list[int] = []
         # Workers that do not get to save are ended the way a second Ctrl-C ends them.
@@ -184,7 +184,7 @@ def work(directory: str, place: Place) -> None:
 
     stop = StopFlag()
     threading.Thread(target=_listen, args=(job, setup["launcher"], stop), daemon=True).start()
-    status, kind, text, signum = 0, "", "", 0
+    status, kind, text, signum, recipe = 0, "", "", 0, None
     try:
         recipe = load(job / "recipe.yaml")
         if place.rank > 0:
@@ -208,6 +208,7 @@ def work(directory: str, place: Place) -> None:
     except BaseException:  # the last stop of this process: told by the launcher, in whose hands it is not lost
         status, kind, text = 1, "crash", traceback.format_exc()
     if kind:
+        text = hidden(text, recipe) if recipe else text
         report = Report(place.rank, attempt, kind, text, time.time(), signum)
         _write(job / f"report-{attempt}-{place.rank}.json", json.dumps(asdict(report)))
         if place.rank > 0:
