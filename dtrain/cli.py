@@ -218,21 +218,25 @@ def _validate(arguments: argparse.Namespace) -> int:
     problems = preflight(recipe, world_size)
     if problems:
         raise RecipeError(problems)
-    print(f"ok: {recipe.run.name}, {recipe.method} on {world_size} process{'es' * (world_size != 1)}")
-    print(config.sizes(recipe, world_size))
+    told = f"ok: {recipe.run.name}, {recipe.method} on {world_size} process{'es' * (world_size != 1)}"
+    for line in [told, str(config.sizes(recipe, world_size)), *config.notes(recipe)]:
+        print(config.hidden(line, recipe))
     return 0
 
 
 def _preview(arguments: argparse.Namespace) -> int:
+    from dtrain import config
     from dtrain.data.preview import preview
     from dtrain.preflight import load
 
     recipe = load(arguments.recipe, arguments.overrides)
-    preview(recipe, samples=arguments.samples, color=sys.stdout.isatty())
+    with config.hiding(recipe):
+        preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.hidden(text, recipe))
     return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from dtrain import config
     from dtrain.plan.command import Options, read_recipe, run
 
     options = Options(
@@ -247,7 +251,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         as_json=arguments.json,
     )
     recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
-    run(recipe, options, lambda text: print(text, flush=True))
+    with config.hiding(recipe):
+        run(recipe, options, lambda text: print(config.hidden(text, recipe), flush=True))
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import indexed_files
-from dtrain.config import Recipe, check, other_models, read
+from dtrain.config import Recipe, check, hidden, other_models, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
@@ -69,7 +69,7 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
         problems += _data(recipe.data.val, "data.val")
     problems += _checkpoint(recipe)
     problems += [text for text, is_problem in _code(recipe) if is_problem]
-    return problems
+    return [hidden(problem, recipe) for problem in problems]
 
 
 def named_code(recipe: Recipe) -> list[str]:
@@ -95,7 +95,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
         except UserError as error:
             found = [str(error)]
         problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
-    return problems
+    return [hidden(problem, recipe) for problem in problems]
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:

@@ -78,6 +78,7 @@ class Trainer:
         if runtime.is_main:
             stack.callback(self.run.release)
         self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)
+        self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
         self.tokenizer = data.Tokenizer.from_directory(recipe.model.path)

@@ -5,7 +5,9 @@ looked at, and all that is wrong is said at once.
 """
 
 import difflib
+import io
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -17,14 +19,16 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config import words
+from dtrain.config import secrets, words
+from dtrain.config.saved import PARTS, UNSET, flat, hidden, merge, texts, with_origins
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError, UserError
+from dtrain.json_files import check_shape, read_text
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
 
-_UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
+RECIPE_BYTES = 1 << 20
 _PATHS = (("model", "path"), ("run", "dir"), ("data", "cache_dir"), ("data", "chat_template"), ("checkpoint", "resume"))
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
@@ -48,9 +52,9 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         path = find(recipe)
         stem, given = path.stem, _read(path)
     else:
-        given = asdict(recipe) if isinstance(recipe, Recipe) else OmegaConf.to_container(OmegaConf.create(recipe))
+        given = texts(recipe) if isinstance(recipe, Recipe) else OmegaConf.to_container(OmegaConf.create(recipe))
     problems: list[str] = []
-    config = OmegaConf.create(_merge(asdict(Recipe()), given))
+    config = OmegaConf.create(merge(asdict(Recipe()), given))
     for override in overrides:
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
@@ -61,29 +65,13 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         value = getattr(getattr(loaded, section), key)
         if value and value.startswith("~"):
             setattr(getattr(loaded, section), key, str(Path(value).expanduser()))
-    return loaded, problems
-
-
-def to_yaml(recipe: Recipe) -> str:
-    """The whole recipe, defaults included; `load` of it gives an equal recipe."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
-
-
-def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """(key, value in `old_yaml`, value in `recipe`) of every key whose value differs; lists are compared whole.
-
-    A key that one side lacks counts with the schema's default, or None where the schema has no such key. UserError for
-    an `old_yaml` that is no recipe.
-    """
-    try:
-        saved = yaml.safe_load(old_yaml) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"the saved recipe is damaged: {error}") from error
-    if not isinstance(saved, dict):
-        raise UserError(f"the saved recipe is damaged: it is {type(saved).__name__}, no mapping")
-    old = _flat(_merge(asdict(Recipe()), saved))
-    new = _flat(asdict(recipe))
-    return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+    loaded = with_origins(
+        loaded, OmegaConf.to_container(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", [])
+    )
+    for path, value in secrets.leaves(values):
+        if isinstance(value, str) and secrets.HIDDEN in value:
+            problems.append(f"{secrets.dotted(path)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
+    return loaded, [hidden(problem, loaded) for problem in problems]
 
 
 def recipes_dir() -> Path:
@@ -133,27 +121,21 @@ def _keys(cls: type, prefix: str) -> list[str]:
 
 
 def _read(path: Path) -> dict:
+    text = read_text(path, RECIPE_BYTES)
     try:
-        config = OmegaConf.load(path)
+        check_shape(yaml.load(text, Loader=yaml.BaseLoader), PARTS)
+        config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except RecursionError:
+        raise UserError(f"{path} is not a recipe: it is nested too deep") from None
+    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read as a recipe: {error}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`")
     return OmegaConf.to_container(config)
-
-
-def _merge(base: dict, over: Mapping) -> dict:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
 
 
 def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
@@ -161,6 +143,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     if not equals or not key or key.startswith("-"):
         problems.append(f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5")
         return
+    shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
         value = OmegaConf.from_dotlist([f"value={text}"])._get_node("value")
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
@@ -168,9 +151,9 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
         quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""
-        problems.append(f"{override}: the value is not YAML ({problem}){quoted}")
+        problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
-        problems.append(f"{override}: {_first_line(error)}")
+        problems.append(f"{shown}: {_first_line(error)}")
 
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
@@ -180,12 +163,15 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
     for key in range(len(node)) if listed else node.keys():
         dotted = f"{prefix.rstrip('.')}[{key}]" if listed else f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
-            values[key] = _UNSET
+            values[key] = UNSET
             continue
         try:
             value = node[key]
-        except OmegaConfBaseException as error:
-            problems.append(f"{dotted}: {_first_line(error)}")
+        except (OmegaConfBaseException, RecursionError) as error:
+            said, absent = _first_line(error), re.search(r"Environment variable '(.+?)' not found", str(error))
+            if absent:
+                said = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
+            problems.append(f"{dotted}: {said}")
             continue
         values[key] = _resolve(value, f"{dotted}.", problems) if OmegaConf.is_config(value) else value
     return list(values.values()) if listed else values
@@ -212,7 +198,7 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
             # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
             if value is not None or (entry and NoneType not in kinds):
                 problems.append(_not_a_section(dotted, value, section, entry))
-        elif isinstance(value, str) and value == _UNSET:
+        elif isinstance(value, str) and value == UNSET:
             if _default(cls, key) is not None:
                 problems.append(f"{dotted} is left open (???): give it a value")
         else:
@@ -247,7 +233,7 @@ def _set(node: DictConfig, key: str, hint: Any, value: Any, dotted: str) -> list
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
-            node[key] = "none" if value is None and "none" in choices else _converted(value, kinds)
+            node[key] = "none" if value is None and "none" in choices else secrets.escaped(_converted(value, kinds))
     except (OmegaConfBaseException, FutureWarning):
         if choices:
             near = difflib.get_close_matches(words.VALUES.get(str(value), str(value).lower()), choices, n=1)
@@ -300,7 +286,7 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[
         return [f"{dotted}: {known}"]
     inner = [
         f"{key}: {known}"
-        for key in (_flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
+        for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
         if (known := words.answer(key))
     ]
     return [f"{dotted} is no key of a recipe{_near(word, prefix, siblings)}", *inner]
@@ -329,14 +315,6 @@ def _kinds(hint: Any) -> list:
 def _default(cls: type, key: str) -> Any:
     spec = next(spec for spec in fields(cls) if spec.name == key)
     return spec.default_factory() if spec.default is MISSING else spec.default
-
-
-def _flat(values: Mapping, prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        found |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
 
 
 def _shown(value: Any) -> str:

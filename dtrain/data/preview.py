@@ -1,7 +1,7 @@
 """`dtrain preview`: rows as the model sees them, and what the set is like once it is tokenised and packed."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,10 +23,17 @@ BUCKETS, BAR = 12, 40
 BLOCK = 1 << 16  # samples read at once
 
 
-def preview(recipe: Any, samples: int = 3, color: bool | None = None, out: TextIO | None = None) -> None:
+def preview(
+    recipe: Any,
+    samples: int = 3,
+    color: bool | None = None,
+    out: TextIO | None = None,
+    hide: Callable[[str], str] = str,
+) -> None:
     """Prints rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
 
     color   None: where `out` (standard output) is a terminal; without colour trained spans stand in [[ ]]
+    hide    what takes out of a line what is not for others
 
     Tokenises into the cache that a run of the recipe uses. Raises UserError as a run would.
     """
@@ -34,7 +41,7 @@ def preview(recipe: Any, samples: int = 3, color: bool | None = None, out: TextI
     color = out.isatty() if color is None else color
 
     def say(text: str = "") -> None:
-        print(text, file=out)
+        print(hide(text), file=out)
 
     tokenizer = Tokenizer.from_directory(recipe.model.path)
     cache_dir = Path(recipe.run.dir) / ".cache"

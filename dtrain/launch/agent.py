@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.config import Recipe, load, to_yaml
+from dtrain.config import Recipe, hidden, load, to_yaml
 from dtrain.errors import Stopped, UserError
 from dtrain.launch.job import job_directory
 from dtrain.launch.rank import (
@@ -75,7 +75,7 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
     with job_directory() as job:
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
-        _write(job / "recipe.yaml", to_yaml(recipe))
+        _write(job / "recipe.yaml", to_yaml(recipe, plain=True))  # in a directory of this user alone
         _write(job / "job.json", json.dumps(setup))
         asked: list[int] = []
 
@@ -203,7 +203,7 @@ def work(job: Path, beats: int, place: Place) -> None:
     pulse = (job, setup["launcher"], stop, lambda: heart.send(beats))
     threading.Thread(target=_listen, args=pulse, daemon=True).start()
     place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
-    status, kind, text, signum = 0, "", "", 0
+    status, kind, text, signum, recipe = 0, "", "", 0, None
     try:
         recipe = load(job / "recipe.yaml")
         if place.rank > 0:
@@ -223,6 +223,7 @@ def work(job: Path, beats: int, place: Place) -> None:
     except BaseException:  # the last stop of this process: told by the launcher, in whose hands it is not lost
         status, kind, text = 1, "crash", traceback.format_exc()
     if kind:
+        text = hidden(text, recipe) if recipe else text
         report = Report(place.rank, place.attempt, kind, text, time.time(), signum)
         _write(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
         if place.rank > 0:

@@ -31,10 +31,13 @@ def same_on_all(recipe: Recipe) -> None:
 
 
 def _same_recipe(recipe: Recipe, ranks: Ranks) -> None:
-    first = ranks.first(lambda: config.to_yaml(recipe))
+    first, salt, digests = ranks.first(lambda: (config.to_yaml(recipe), *_digests(recipe, secrets.token_hex())))
 
     def compare() -> None:
         differences = [d for d in config.diff(first, recipe) if not _is_free(d[0])]
+        ours = _digests(recipe, salt)[1]
+        unlike = [key for key in ours if ours[key] != digests.get(key) and not _is_free(key)]
+        differences += [(key, "a value that is not shown", "another") for key in unlike]
         if differences:
             lines = "".join(f"\n  {key}: {theirs} on rank 0, {ours} here" for key, theirs, ours in differences)
             raise UserError(
@@ -42,6 +45,12 @@ def _same_recipe(recipe: Recipe, ranks: Ranks) -> None:
             )
 
     ranks.every(compare)
+
+
+def _digests(recipe: Recipe, salt: str) -> tuple[str, dict[str, str]]:
+    """The salt, and a digest of each value that the recipe's YAML does not show."""
+    values = config.unsaid(recipe)
+    return salt, {key: hashlib.sha256(f"{salt}{value}".encode()).hexdigest() for key, value in values.items()}
 
 
 def _is_free(key: str) -> bool:

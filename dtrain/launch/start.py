@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
-from dtrain.config import Recipe
+from dtrain.config import Recipe, hiding, notes
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.rank import Place, Train, run_in_place, told_to_all
@@ -38,6 +38,11 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
     except UserError:
         with told_to_all(place or find_place(os.environ, 1)):
             raise
+    with hiding(recipe):
+        _start(recipe, place, train)
+
+
+def _start(recipe: Recipe, place: Place | None, train: Train | None) -> None:
     _admit_code(recipe, place is None or place.rank == 0)
     if place is None and recipe.launch.nproc == 1:
         _note_tasks(os.environ)
@@ -67,8 +72,9 @@ def _admit_code(recipe: Recipe, tells: bool) -> None:
     lines = named_code(recipe)
     if lines:
         sys.path[:] = search_path()
-    if lines and tells:
-        print("the recipe names code, which this run imports:", *lines, sep="\n  ", file=sys.stderr)
+        lines = ["the recipe names code, which this run imports:", *(f"  {line}" for line in lines)]
+    for line in [*lines, *notes(recipe)] if tells else []:
+        print(line, file=sys.stderr)
 
 
 def _note_tasks(environ: Mapping[str, str]) -> None:

@@ -50,6 +50,7 @@ class Metrics:
         self._progress = progress
         self._every = every
         self.choices = choices
+        self.hide: Callable[[str], str] = str  # what is said, without what is not for others
 
     def resume_at(self, step: int) -> None:
         """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
@@ -92,7 +93,7 @@ class Metrics:
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
         if self._progress is not None:
-            self._progress.say(text)
+            self._progress.say(self.hide(text))
 
     def close(self) -> None:
         """Flush and close every sink and the bar. Twice does no harm."""

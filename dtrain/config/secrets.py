@@ -1,0 +1,140 @@
+"""What of a recipe is for its run alone: values that the environment gives, and plain text under names like TOKEN.
+
+A value from the environment is known by its text, `${oc.env:NAME}`: that is what is saved, and what a resume compares.
+Plain text under such a name, a password in a URL and the like are hidden in whatever is saved or printed.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+HIDDEN = "<hidden by dtrain>"
+Path = tuple[str | int, ...]
+
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_ALWAYS = re.compile(r"(.*(secret|password|passwd|passphrase|credential)s?|pwd|authorization|bearer|api_?key)")
+_MAY_BE = ("token", "key", "auth", "pass")
+# First words that make such a name a harmless one: special tokens, columns, a dictionary's keys; and last words.
+_HARMLESS = frozenset(
+    """bos eos pad unk sep cls mask stop image video audio end start begin special think im eot eom tool role system
+    user assistant turn step per by max min num new next last first add sort group primary foreign cache column data
+    answer row dict json map label text prompt public lookup index field question required""".split()
+)
+_LABELS = frozenset("column field file path dir name env var url type mode scheme method length len count id".split())
+_PURE = ("oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values", "oc.deprecated")
+_IN_TEXT = (
+    re.compile(r"(\b[a-z][\w+.-]*://)(?![^\s/?#]*\$\{)[^\s/?#]*(@)", re.IGNORECASE),
+    re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*\d)[\w.~+/=-]{8,}()"),
+    re.compile(r"()\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}()"),
+)
+_SETTING = re.compile(r"((?:^|[?&]|(?<=\s))-{0,2}([\w.-]+)=)(?!\$\{)([^&\s]+)")
+_HEADER = re.compile(r"^(([\w-]+):\s+)(?!\$\{)(\S.*)$")
+_FALLBACK = re.compile(r"(oc\.env:\s*(\w+)\s*,\s*)([^${}]+)")
+
+
+def is_secret_name(name: str, alone: bool = True) -> bool:
+    """Whether what goes by `name` is a secret. alone: also by the bare word, such as `key`, which names columns too."""
+    words = [word.lower() for word in _PART.findall(name)]
+    if not words or words[-1] in _LABELS:
+        return False
+    if any(map(_ALWAYS.fullmatch, [*words, "_".join(words[-2:])])):
+        return True
+    if len(words) == 1:
+        return alone and words[0] in _MAY_BE or words[0] in ("token", "auth") or words[0].endswith(("token", "apikey"))
+    kinds = [at for at, word in enumerate(words) if word in _MAY_BE]
+    last = words[-1] in _MAY_BE or words[-2:] == ["auth", "header"]
+    return bool(kinds) and last and words[-2] not in _HARMLESS
+
+
+def reads_outside(text: str) -> bool:
+    """Whether an interpolation asks the environment, or a resolver that is none of OmegaConf's own."""
+    return "oc.env" in text or any(name not in _PURE for name in re.findall(r"\$\{\s*([\w.]+)\s*:", text))
+
+
+def variables(text: str) -> list[str]:
+    return re.findall(r"oc\.env:\s*(\w+)", text)
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value that is no container, with its place."""
+    if isinstance(value, Mapping | list):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in entries:
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def at(value: Any, path: Path) -> Any:
+    """What is at a place; None where there is none."""
+    for part in path:
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            return None
+    return value
+
+
+def put(value: Any, path: Path, new: Any) -> None:
+    at(value, path[:-1])[path[-1]] = new
+
+
+def escaped(value: Any) -> Any:
+    """`value` with texts that only look like an interpolation written so that OmegaConf takes them as they are."""
+    if isinstance(value, Mapping):
+        return {key: escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [escaped(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def dotted(path: Path) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def is_secret(tree: Any, path: Path, value: Any) -> bool:
+    """Whether the leaf `value` of `tree` is a secret by the names on its way, or by the name beside it in a list of two
+    or in a table of name and value."""
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and "${" in value):
+        return False
+    names = [part for part in path if isinstance(part, str)]
+    beside = at(tree, path[:-1])
+    if isinstance(beside, list) and len(beside) == 2 and path[-1] == 1:
+        names.append(beside[0])
+    elif isinstance(beside, Mapping) and path[-1] == "value":
+        names.append(beside.get("name"))
+    found = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
+    if not isinstance(value, str):  # a number of tokens, a column's number
+        return any(_ALWAYS.fullmatch("_".join(word.lower() for word in _PART.findall(name))) for name in found)
+    return bool(found) and not re.fullmatch(r"<.*>|\[.*\]|", value)
+
+
+def _looks_drawn(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])\S{8,}", value))
+
+
+def masked(text: str, secrets: Sequence[str] = ()) -> str:
+    """`text` without `secrets`, and without what reads as one wherever it stands."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    for pattern in _IN_TEXT:
+        text = pattern.sub(rf"\1{HIDDEN}\2", text)
+    for pattern in (_SETTING, _HEADER):
+        text = pattern.sub(lambda found: found[1] + (HIDDEN if is_secret_name(found[2], False) else found[3]), text)
+    return text
+
+
+def hide(tree: Any, secrets: Sequence[str] = ()) -> None:
+    """Mask every secret of `tree` in place."""
+    for path, value in list(leaves(tree)):
+        if is_secret(tree, path, value):
+            put(tree, path, HIDDEN)
+        elif isinstance(value, str):
+            name = next((part for part in reversed(path) if isinstance(part, str)), "")
+            text = _FALLBACK.sub(
+                lambda found, name=name: (
+                    found[1] + f"'{HIDDEN}'" if is_secret_name(found[2]) or is_secret_name(name) else found[0]
+                ),
+                value,
+            )
+            put(tree, path, masked(text, secrets))

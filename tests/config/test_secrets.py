@@ -1,0 +1,188 @@
+"""Secrets of a recipe: what the environment gave stays a text in what is saved, plain ones are hidden, all still run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dtrain import config
+from dtrain.config.secrets import HIDDEN, hide, is_secret_name, masked
+from dtrain.errors import RecipeError
+from tests.tiny import tiny_recipe
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "hunter2-from-the-environment"
+PLAIN = "swordfish-in-plain-text"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("JUDGE_LIST", "[1, 2]")
+    monkeypatch.setenv("PLACE", "/models")
+    monkeypatch.setenv("RATE", "0.25")
+    monkeypatch.delenv("NOWHERE", raising=False)
+
+
+REFERENCES = {
+    "${oc.env:HF_TOKEN}": TOKEN,
+    "Bearer ${oc.env:HF_TOKEN}": f"Bearer {TOKEN}",
+    "${oc.decode:${oc.env:JUDGE_LIST}}": [1, 2],
+    "${oc.env:NOWHERE,${oc.env:HF_TOKEN}}": TOKEN,
+    "${oc.select:data.template_kwargs.first}": TOKEN,
+    "${data.template_kwargs.first}": TOKEN,
+    "https://me:${oc.env:HF_TOKEN}@host/x": f"https://me:{TOKEN}@host/x",
+    "${oc.env:PLACE}/Qwen3": "/models/Qwen3",
+}
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
+    kwargs = {"first": "${oc.env:HF_TOKEN}", "x": text, "plain": "${train.micro_batch}"}
+    recipe = config.load({"data": {"template_kwargs": kwargs}})
+    assert recipe.data.template_kwargs == {"first": TOKEN, "x": REFERENCES[text], "plain": 4}
+    for saved in (config.to_yaml(recipe), config.to_yaml(recipe, plain=True)):
+        assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 4}
+        assert config.load(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
+    again = config.load(recipe, ["train.steps=7"])  # a recipe that is changed keeps its references
+    assert TOKEN not in config.to_yaml(again) and again.data.template_kwargs == recipe.data.template_kwargs
+    before = config.to_yaml(recipe)
+    monkeypatch.setenv("HF_TOKEN", "another-one")
+    assert config.diff(before, config.load(yaml.safe_load(before))) == []
+
+
+def test_numbers_and_names_from_the_environment_count_by_their_value(monkeypatch):
+    monkeypatch.setenv("KIND", "adam")
+    words = ["optimizer.lr=${oc.env:RATE}", "optimizer.name=${oc.env:KIND}", "train.dtype=${oc.env:TYPE,float32}"]
+    saved = config.to_yaml(config.load({}, words))
+    assert "oc.env" not in saved
+    monkeypatch.setenv("RATE", "0.5")
+    assert config.diff(saved, config.load({}, words)) == [("optimizer.lr", 0.25, 0.5)]
+
+
+def test_a_value_that_code_has_replaced_is_not_taken_back_for_its_text():
+    recipe = config.load({}, ["model.path=${oc.env:PLACE}/Qwen3"])
+    assert yaml.safe_load(config.to_yaml(recipe))["model"]["path"] == "${oc.env:PLACE}/Qwen3"
+    recipe.model.path = "/cache/Qwen3"
+    assert yaml.safe_load(config.to_yaml(recipe))["model"]["path"] == "/cache/Qwen3"
+
+
+def test_text_that_looks_like_an_interpolation_comes_back_as_it_was():
+    recipe = config.load({"grpo": {"system_prompt": r"write \${x} and \\\${oc.env:HF_TOKEN}"}})
+    assert config.load(yaml.safe_load(config.to_yaml(recipe))).grpo.system_prompt == recipe.grpo.system_prompt
+
+
+@pytest.mark.parametrize("text", ["${oc.env:NOWHERE}", "Bearer ${oc.env:NOWHERE}", "${oc.decode:${oc.env:NOWHERE}}"])
+def test_a_variable_that_is_missing_is_named_with_its_key(text):
+    with pytest.raises(RecipeError, match=r"grpo.system_prompt: the environment has no NOWHERE"):
+        config.load({"grpo": {"system_prompt": text}})
+
+
+def test_no_message_holds_a_value():
+    wrong = {
+        "train": {"steps": "${oc.env:HF_TOKEN}"},
+        "optimizer": {"name": "${oc.env:HF_TOKEN}", "kwargs": {"api_key": PLAIN}, "betas": PLAIN},
+        "model": "${oc.env:HF_TOKEN}",
+        "grpo": {"kwargs": "${oc.decode:'[1,${oc.env:HF_TOKEN}'}"},
+    }
+    with pytest.raises(RecipeError) as caught:
+        config.load(wrong, [f"optimizer.kwargs.password=[{PLAIN}", f"grpo.nothing.token={PLAIN}"])
+    assert TOKEN not in str(caught.value) and PLAIN not in str(caught.value) and "train.steps=" in str(caught.value)
+
+
+SECRET = """HF_TOKEN hf_token token api_key OPENAI_API_KEY apiKey X-Api-Key wandb_key judge_key password db_password
+    dbpassword client_secret Authorization auth basic_auth authToken AWS_SECRET_ACCESS_KEY private_key passphrase
+    credentials db_pass hftoken accessToken Proxy-Authorization""".split()
+HARMLESS = """tokenizer tokens max_new_tokens keep_last monkey key key_column sort_key answer_key required_keys token_level
+    eos_token bos_token pad_token add_bos_token stop_token num_token author keyboard secretary password_file
+    api_key_file token_type token_id pass_reward bypass column""".split()
+
+
+def test_names_of_secrets_and_names_that_only_look_so():
+    assert [name for name in SECRET if not is_secret_name(name, alone=False)] == []
+    assert [name for name in HARMLESS if is_secret_name(name, alone=False)] == []
+    assert [key for key in config.keys() if any(is_secret_name(part, alone=False) for part in key.split("."))] == []
+    assert all(map(is_secret_name, ("KEY", "TOKEN", "AUTH")))
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_plain_text_is_hidden_and_still_runs(name):
+    given = {"optimizer": {"kwargs": {name: PLAIN, "deep": [{"headers": {name: PLAIN}}]}}}
+    recipe = config.load(given)
+    assert recipe.optimizer.kwargs[name] == PLAIN
+    saved = config.to_yaml(recipe)
+    assert PLAIN not in saved and HIDDEN in saved and config.diff(saved, recipe) == []
+    assert config.load(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
+    assert len(config.notes(recipe)) == 2 and PLAIN not in "".join(config.notes(recipe))
+    assert PLAIN not in config.hidden(f"refused: {PLAIN}!", recipe)
+    with pytest.raises(RecipeError, match=r"optimizer.kwargs.*was hidden when this was saved"):
+        config.load(yaml.safe_load(saved))
+
+
+def test_what_reads_as_a_secret_is_hidden_under_any_name():
+    for text in (
+        f"https://me:{PLAIN}@host/x",
+        f"http://{PLAIN}@host",
+        f"https://host/x?api_key={PLAIN}&n=3",
+        f"Bearer {PLAIN}4",
+        f"Authorization: {PLAIN}",
+        f"HF_TOKEN={PLAIN} python x.py --password={PLAIN}",
+        f"hf_{PLAIN}",
+        f"sk-{PLAIN}",
+    ):
+        assert PLAIN not in masked(text), text
+    tree = {"a": [["Authorization", PLAIN], {"name": "HF_TOKEN", "value": PLAIN}], "b": {"key": "sk9-aB3xQ7"}}
+    hide(tree)
+    assert PLAIN not in str(tree) and tree["b"]["key"] == HIDDEN
+    for text in ("http://host/a@b", "max_tokens=5", "The answer is: 5", "Basic arithmetic", "a/b?key=1&steps=2"):
+        assert masked(text) == text
+    kept = {"key": "answer", "eos_token": "</s>", "token": "<|end|>", "tokens": 5, "max_token": 4, "password": None}
+    assert config.load(config.load({"grpo": {"kwargs": kept}})).grpo.kwargs == kept
+    assert HIDDEN not in config.to_yaml(config.load({"grpo": {"kwargs": kept}}))
+    fallback = config.load({"grpo": {"kwargs": {"api_key": f"${{oc.env:NOWHERE,{PLAIN}}}"}}})
+    assert fallback.grpo.kwargs["api_key"] == PLAIN and PLAIN not in config.to_yaml(fallback)
+
+
+def test_hosts_whose_values_differ_under_one_text_are_told_so(monkeypatch):
+    recipe = config.load({}, ["grpo.system_prompt=${oc.env:HF_TOKEN}", f"optimizer.kwargs.api_key={PLAIN}"])
+    assert config.unsaid(recipe) == {"grpo.system_prompt": TOKEN, "optimizer.kwargs.api_key": PLAIN}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc):
+    plain = tiny_recipe(tmp_path, "train.steps=2", "checkpoint.every=1", f"launch.nproc={nproc}", "launch.device=cpu")
+    path = tmp_path / "mine.yaml"
+    path.write_text(config.to_yaml(config.load(plain, ["run.name=run", "metrics.tensorboard=true"])))
+    words = [
+        "data.template_kwargs.token=${oc.env:HF_TOKEN}",
+        f"data.template_kwargs.api_key={PLAIN}",
+        "grpo.system_prompt=Bearer ${oc.env:HF_TOKEN}",
+    ]
+
+    def dtrain(*arguments, **more):
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+        done = subprocess.run(
+            [sys.executable, "-m", "dtrain", *arguments], env=environ, capture_output=True, text=True, cwd=tmp_path
+        )
+        assert TOKEN not in done.stdout + done.stderr and PLAIN not in done.stdout + done.stderr
+        return done
+
+    done = dtrain("run", str(path), *words)
+    assert done.returncode == 0, done.stderr
+    assert "note: data.template_kwargs.api_key is a secret in plain text" in done.stderr
+    files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert [file for file in files if TOKEN.encode() in file.read_bytes() or PLAIN.encode() in file.read_bytes()] == []
+    saved = yaml.safe_load((tmp_path / "runs" / "run" / "config.yaml").read_text())
+    assert saved["data"]["template_kwargs"] == {"token": "${oc.env:HF_TOKEN}", "api_key": HIDDEN}
+    state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / "step-2" / "state.json").read_text())
+    assert yaml.safe_load(state["recipe"])["grpo"]["system_prompt"] == "Bearer ${oc.env:HF_TOKEN}"
+    if nproc == 1:
+        done = dtrain("run", str(path), *words, "train.steps=3", HF_TOKEN="another-one")
+        assert done.returncode == 0 and "changed since then: train.steps: 2 -> 3" in done.stderr, done.stderr
+        assert "template_kwargs" not in done.stderr.split("resumed from")[1]
+        done = dtrain("run", str(path), *words, "grpo.system_prompt=other", "data.template_kwargs.token=no")
+        assert done.returncode == 1 and "data.template_kwargs.token: ${oc.env:HF_TOKEN} ->" in done.stderr
