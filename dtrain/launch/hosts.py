@@ -4,6 +4,7 @@ A command is typed, a file is copied and a directory is mounted on each host by 
 ranks would train different runs together, or save a checkpoint in parts that never come together.
 """
 
+import hashlib
 import secrets
 import time
 from pathlib import Path
