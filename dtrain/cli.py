@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("--device", default="auto", help="auto, cpu or cuda")
     serve = add("serve", _serve, "answer completions over HTTP, as OpenAI's API has them")
     serve.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
-    serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine only)")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen, with a key (default: this machine only)")
     serve.add_argument("--port", type=_at_least(0), default=8000, help="default: 8000; 0 takes a free one")
     serve.add_argument("--name", help="what clients call the model (default: DIR as it is typed)")
     serve.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")

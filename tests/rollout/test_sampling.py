@@ -144,3 +144,16 @@ def test_numbers_depend_on_seed_prompt_sample_and_position():
     assert random_key(Request([1, 2], SamplingParams(9, 0.3))) == random_key(Request([4], one))
     numbers = sampling.uniform(torch.arange(100_000), 5)
     assert 0 < numbers.min() and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.005
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-38, 1e-50, 1e-320, 5e-324])
+def test_temperatures_near_0_take_the_likeliest_and_leave_the_neighbours_bits(dtype, temperature):
+    logits = (1e4 * logits_of(len(SETTINGS) + 2, 97)).to(dtype)
+    cold = [SamplingParams(9, temperature), SamplingParams(9, temperature, top_k=7, top_p=0.5, min_p=0.1)]
+    keys = [random_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
+    at = torch.zeros(len(SETTINGS) + 2, dtype=torch.int64)
+    tokens, logprobs = Sampler([*SETTINGS, *cold], [*keys, 1, 2], CPU).draw(logits, at)
+    assert tokens[-2:].tolist() == logits[-2:].argmax(-1).tolist() and logprobs[-2:].tolist() == [0.0, 0.0]
+    alone = Sampler(SETTINGS, keys, CPU).draw(logits[:-2], at[:-2])
+    assert tokens[:-2].equal(alone[0]) and logprobs[:-2].equal(alone[1])
