@@ -108,7 +108,9 @@ class Policy(Memory, WeightsOut):
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             of_step = slice(start, start + per_step)
-            rows = {name: tensor[of_step][counted[of_step]] for name, tensor in batch.items()}
+            rows = {name: tensor[of_step] for name, tensor in batch.items()}
+            if counted is not None:
+                rows = {name: tensor[counted[of_step]] for name, tensor in rows.items()}
             batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start), by_row)
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)

@@ -42,12 +42,13 @@ class Taken(NamedTuple):
     """A batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
 
     by_row: the streams with a value for each row; the others are per token, with their pad value on padding. most_rows:
-    of all dp ranks. counted [n]: the rows that sample_mask leaves in."""
+    of all dp ranks. counted [n]: the rows that sample_mask leaves
+    in, None for all."""
 
     batch: Batch
     by_row: frozenset[str]
     most_rows: int
-    counted: Tensor
+    counted: Tensor | None
 
 
 def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: int) -> Taken:
@@ -90,7 +91,7 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
             pad = STREAMS[name].pad if name in STREAMS else 0
             stream = stream.masked_fill(padding.view(*padding.shape, *[1] * (stream.dim() - 2)), pad)
         full[name] = stream
-    counted = batch.get("sample_mask", torch.ones(rows)).cpu().bool()
+    counted = batch["sample_mask"].cpu().bool() if "sample_mask" in batch else None
     return Taken(full, by_row, most_rows, counted)
 
 
