@@ -42,8 +42,7 @@ class Taken(NamedTuple):
     """A batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
 
     by_row: the streams with a value for each row; the others are per token, with their pad value on padding. most_rows:
-    of all dp ranks. counted [n]: the rows that sample_mask leaves
-    in, None for all."""
+    of all dp ranks. counted [n]: the rows that sample_mask leaves in, None for all."""
 
     batch: Batch
     by_row: frozenset[str]
@@ -106,8 +105,9 @@ def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
     for name, value in batch.items():
         if name in ROW_STREAMS:
             continue
-        if not isinstance(value, Tensor):
-            raise ValueError(f"stream {name} is a {type(value).__name__}; streams are tensors [n, S, ..] or [n, ..]")
+        if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided:
+            kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"stream {name} is a {kind}; streams are dense tensors [n, S, ..] or [n, ..]")
         if name in OWN:
             raise ValueError(f"stream {name}: the name is taken, give it another")
         if value.shape[:1] != ids.shape[:1]:

@@ -172,6 +172,7 @@ def what_is_wrong(count):
     return [
         ({"note": ["a"] * count}, "stream note is a list"),
         ({"note": "a"}, "stream note is a str"),
+        ({"extra": ones.to_sparse()}, "stream extra is a torch.sparse_coo"),
         ({"extra": torch.tensor(1.0)}, r"stream extra is \[\] beside input_ids \[2, 4\]"),
         ({"extra": torch.ones(count + 1, 4)}, r"stream extra is \[3, 4\] beside"),
         ({"weight": None}, "stream weight is a NoneType"),
