@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,7 +159,8 @@ class Trainer:
         clock = time.perf_counter()
         while (batch := self._next(batches, step, saved)) is not None:
             fetched = time.perf_counter()
-            result = self._step(batch)
+            rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
+            result = self.policy.train(rows, loss, mbs=self.method.micro_rows)
             step += 1
             self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
@@ -210,11 +210,6 @@ class Trainer:
         fields = self.method.validate(self.policy, self.val_rows)
         self._measured |= fields
         self.metrics.val_row(step, **fields)
-
-    def _step(self, batch: data.GlobalBatch) -> dict[str, Any]:
-        """One optimizer step."""
-        rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
-        return self.policy.train(rows, loss, mbs=self.method.micro_rows)
 
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not

@@ -171,7 +171,16 @@ def make_cp_batch_and_ctx(
     return get_train_context(False, False, cp_context), batch
 
 
-def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | int | bool = 0, dim: int = 1) -> Tensor:
+def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, beside: Collection[str] = ()) -> dict[str, Tensor]:
+    """This cp rank's part of a batch, as new tensors: every stream [B, S, ..], but those of `beside`, as `shard_tokens`
+    cuts it, with its pad value of `batch.STREAMS`, else 0. No collective."""
+    pads = {name: STREAMS[name].pad if name in STREAMS else 0 for name in batch}
+    return {
+        name: stream if name in beside else shard_tokens(stream, cp_mesh, pads[name]) for name, stream in batch.items()
+    }
+
+
+def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None = 0, dim: int = 1) -> Tensor:
     """This cp rank's part of a per-token tensor [.., S, ..] of the caller's (advantages, old log-probabilities), as the
     batch's streams are cut: padded with `pad` on the right to a multiple of 2·cp, head-tail. No collective."""
     if cp_mesh is None or cp_mesh.size() <= 1:

@@ -54,8 +54,8 @@ class PlannedPolicy(Policy):
         super().init_optimizer(total_steps)
         self._updater.optimizer = _ShardsOptimizer(self)
 
-    def _backward(self, batches, loss_fn, count):
-        result = super()._backward(batches, loss_fn, count)
+    def _backward(self, batches, loss_fn, divisors):
+        result = super()._backward(batches, loss_fn, divisors)
         grads = [local_tensor(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         self.gradient_bytes = sum(grad.numel() * grad.element_size() for grad in grads)
         self.watch.storages.rename("temporaries", "gradients")
@@ -119,7 +119,7 @@ class _WatchedScorer(Scorer):
         self.passes = 0
         self.host = self.micro_rows = 0  # bytes at the last pass: of the host's tensors, and its own rows
 
-    def _at_head(self, batch, fn):
+    def at_head(self, batch, fn, *more):
         watch, storages, number = self.watch, self.watch.storages, self.passes
         self.kernel.take(batch)
         self.host, self.micro_rows = watch.host.total(), sum(one.numel() * one.element_size() for one in batch.values())
@@ -128,14 +128,14 @@ class _WatchedScorer(Scorer):
         watch.current, watch.is_forward = number, True
         storages.mark(("begin", number, None))
 
-        def at_head(source, local):
+        def within(source, local, *more):
             storages.rename("temporaries", "activations")
             storages.mark(("head", number, None))
-            result = fn(source, local)
+            result = fn(source, local, *more)
             storages.rename("temporaries", "loss")
             return result
 
-        result = super()._at_head(batch, at_head)
+        result = super().at_head(batch, within, *more)
         watch.is_forward = False
         storages.mark(("backward", number, None))
         return result

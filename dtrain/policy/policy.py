@@ -1,6 +1,6 @@
 """Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
 
-The path of a batch: host rows of this dp rank → `batching.assemble` → counts over all ranks → `score.Scorer.loss`
+The path of a batch: host rows of this dp rank → `batching.assemble` → counts over all ranks → `score.Scorer.at_head`
 per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
 """
 
@@ -26,7 +26,7 @@ from dtrain.config.schema import Recipe
 from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
 from dtrain.optim import build_optimizer, build_scheduler
-from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, MicroBatch, assemble, row_lengths, scatter
@@ -35,7 +35,7 @@ from dtrain.policy.memory import Memory
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
-from dtrain.policy.step import LossScale, Updater, backward
+from dtrain.policy.step import LossScale, Updater
 from dtrain.policy.streams import Taken, take
 from dtrain.policy.weights import WeightsOut
 
@@ -114,11 +114,13 @@ class Policy(Memory, WeightsOut):
             batches, _ = self._micro_batches(rows, batching, min(per_step, most_rows - start), by_row)
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
+            # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
+            divisors = [n.clamp(min=1).to(self.device) for n in (count[1], count[0])]  # sequences, tokens
             if eval_mode:
-                loss, measured = self._evaluate(batches, loss_fn, count)
+                loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
                 lr = self.scheduler.get_last_lr()[0]
-                loss, measured = self._backward(batches, loss_fn, count)
+                loss, measured = self._backward(batches, loss_fn, divisors)
                 norm = self._updater.update()
                 self.scheduler.step()
             metrics += measured
@@ -331,16 +333,29 @@ class Policy(Memory, WeightsOut):
         """The largest of the dp ranks' values."""
         return int(self._summed(torch.tensor([value]), self.mesh.dp, dist.ReduceOp.MAX))
 
-    def _backward(self, batches, loss_fn, count):
-        # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
-        seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
+    def _backward(
+        self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, into `.grad`; reduced once,
+        at the last, or with `parallel.reduce_each` over the shards at every one.
+
+        Returns this rank's loss (a detached scalar, unscaled) and the metrics of each micro-batch.
+        """
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        return backward(self.scorer, batches, loss_fn, seqs, tokens, scale, self.recipe.parallel.reduce_each)
+        total, metrics = torch.zeros((), device=self.device), []
+        for index, batch in enumerate(batches):
+            sync_gradients(self.model, index == len(batches) - 1, self.recipe.parallel.reduce_each)
+            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors)
+            (loss * scale if scale != 1.0 else loss).backward()
+            total = total + loss.detach()
+            metrics.append(measured)
+        return total, metrics
 
     @torch.no_grad()
-    def _evaluate(self, batches, loss_fn, count):
-        seqs, tokens = (n.clamp(min=1).to(self.device) for n in (count[1], count[0]))
-        results = [self.scorer.loss(batch, loss_fn, seqs, tokens) for batch in batches]
+    def _evaluate(
+        self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        results = [self.scorer.at_head(batch, loss_fn, *divisors) for batch in batches]
         give_weights_back(self.model)
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 

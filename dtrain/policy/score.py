@@ -23,7 +23,7 @@ from dtrain.losses import (
 )
 from dtrain.losses.sequences import Documents
 from dtrain.parallel.collectives import leave_region
-from dtrain.parallel.context import gather_tokens, make_cp_batch_and_ctx
+from dtrain.parallel.context import cut_streams, gather_tokens
 from dtrain.parallel.mesh import Mesh
 
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -166,15 +166,30 @@ class Scorer:
         self.model, self.mesh, self.device = model, mesh, device
         self._head = Head.of(model, mesh)
 
-    def loss(
-        self, batch: Batch, loss_fn: Loss, global_seqs: Tensor, global_tokens: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`loss_fn`'s loss and metrics on one host micro-batch, the graph ready for backward.
+    def at_head(self, batch: Batch, fn: Callable[..., Any], *more: Any) -> Any:
+        """`fn(source, local, *more)` inside the root's forward of one host micro-batch, the graph ready for backward: a
+        `Loss` with the global counts, scalars on the device, gives its loss and metrics.
 
-        batch: whole rows; under context parallel the loss sees this rank's part of every stream. The global counts are
-        scalars on the device. Rows of one document each, with positions from 0, take the plain causal kernel.
+        batch: whole rows; local: this rank's part of every stream, on the device. Rows of one document each, with
+        positions from 0, take the plain causal kernel.
         """
-        return self._at_head(batch, lambda source, local: loss_fn(source, local, global_seqs, global_tokens))
+        is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
+        counted = torch.arange(batch["position_ids"].shape[1])
+        by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
+        count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
+        if self.mesh.cp.size() > 1:
+            whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
+        local = _to_device(whole, self.device)
+        inputs = {
+            "input_ids": local["input_ids"],
+            "position_ids": local["position_ids"] if by_position else None,
+            "seq_ids": local["seq_ids"] if is_packed else None,
+        }
+
+        def within(hidden: Tensor, head_weight: Tensor) -> Any:
+            return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local, *more)
+
+        return self.model.with_head(within, **inputs)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, sampling: TrainingSamplingParams | None = None) -> Tensor:
@@ -190,9 +205,9 @@ class Scorer:
 
     def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor]) -> Tensor:
         """`fn`'s values [B, S/cp] as [B, S] on every rank."""
-        length, cp = batch["input_ids"].shape[1], self.mesh.cp  # context parallel cuts the batch's own tensors
-        local = self._at_head(batch, lambda source, _: fn(source))
-        return local if cp.size() == 1 else gather_tokens(local, cp, length)
+        local = self.at_head(batch, lambda source, _: fn(source))
+        cp = self.mesh.cp
+        return local if cp.size() == 1 else gather_tokens(local, cp, batch["input_ids"].shape[1])
 
     @torch.no_grad()
     def topk_logits(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
@@ -208,31 +223,8 @@ class Scorer:
             ]
 
         cp, length = self.mesh.cp, batch["input_ids"].shape[1]
-        values, ids = (gather_tokens(one, cp, length) for one in self._at_head(batch, at_head))
+        values, ids = (gather_tokens(one, cp, length) for one in self.at_head(batch, at_head))
         return values, ids
-
-    def _at_head(self, batch: Batch, fn: Callable[[LogprobSource, Batch], Any]) -> Any:
-        """`fn(source, this rank's part of the batch on the device)`, inside the root's forward."""
-        is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
-        counted = torch.arange(batch["position_ids"].shape[1])
-        by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
-        count = documents(batch)
-        by_row = {name: batch[name] for name in getattr(batch, "by_row", ())}
-        whole = {name: tensor for name, tensor in batch.items() if name not in by_row}
-        context, whole = make_cp_batch_and_ctx(self.mesh.device_mesh, whole | {"document_ids": document_ids(batch)})
-        with context():
-            local = _to_device(whole | by_row, self.device)
-
-            inputs = {
-                "input_ids": local["input_ids"],
-                "position_ids": local["position_ids"] if by_position else None,
-                "seq_ids": local["seq_ids"] if is_packed else None,
-            }
-
-            def at_head(hidden: Tensor, head_weight: Tensor) -> Any:
-                return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local)
-
-            return self.model.with_head(at_head, **inputs)
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

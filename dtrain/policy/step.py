@@ -1,16 +1,10 @@
-"""One optimizer step: backward over the micro-batches, the norm, clipping, the update, and float16's loss scale."""
+"""What follows a step's backward: the norm, clipping, the update; and float16's loss scale."""
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from dtrain.batch import Batch
 from dtrain.errors import UserError
-from dtrain.parallel.fsdp import sync_gradients
 from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale_grads_
-from dtrain.policy.score import Loss, Scorer
 
 
 class LossScale:
@@ -38,31 +32,6 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale, self.finite_steps = state["scale"], int(state["finite_steps"])
-
-
-def backward(
-    scorer: Scorer,
-    batches: Sequence[Batch],
-    loss_fn: Loss,
-    global_seqs: Tensor,
-    global_tokens: Tensor,
-    scale: float = 1.0,
-    reduce_each: bool = False,
-) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Gradients of the sum of `loss_fn` over the micro-batches, times `scale`, into `.grad`; reduced once, at the last,
-    or with `reduce_each` over the shards at every one.
-
-    Returns this rank's loss (a detached scalar, unscaled) and the metrics of each micro-batch.
-    """
-    total = torch.zeros((), device=scorer.device)
-    metrics = []
-    for index, batch in enumerate(batches):
-        sync_gradients(scorer.model, index == len(batches) - 1, reduce_each)
-        loss, measured = scorer.loss(batch, loss_fn, global_seqs, global_tokens)
-        (loss * scale if scale != 1.0 else loss).backward()
-        total = total + loss.detach()
-        metrics.append(measured)
-    return total, metrics
 
 
 class Updater:
