@@ -93,7 +93,7 @@ def saves_slowly(recipe, runtime):
     while not runtime.stop.signum:
         time.sleep(0.05)
     with runtime.stop.saving():
-        for pause in [0.5] * 8 + [4.0]:
+        for pause in [0.5] * 12 + [6.0]:
             time.sleep(pause)
             Path(recipe.run.dir, f"saved-{runtime.rank}").write_text("x" * 100)
     raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
@@ -104,7 +104,7 @@ def steps_slowly(recipe, runtime):
     _mark(recipe, runtime)
     while not runtime.stop.signum:
         time.sleep(0.05)
-    for _ in range(5 if runtime.rank == 0 else 0):
+    for _ in range(7 if runtime.rank == 0 else 0):
         time.sleep(1.0)
         runtime.stop.tick()
     if runtime.world_size > 1:
