@@ -22,7 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-ROUNDS = 2_000_000
+ROUNDS = 4_000_000
+CALL = 10  # rounds: what a call, a filter or a test takes of the time
 BUILT = 1 << 28  # characters, and ENTRY for each entry of a list
 ENTRY = 8
 SECONDS = 20.0
@@ -143,8 +144,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
-        if isinstance(__obj, Macro | FunctionType) and not hasattr(__obj, "__wrapped__"):  # the template's own, or ours
+        if isinstance(__obj, FunctionType) and not hasattr(__obj, "__wrapped__"):  # ours
             return __self._sized(super().call(__context, __obj, *args, **kwargs))
+        __self.budget.spend(CALL)
+        if isinstance(__obj, Macro):  # what it is given it looks at by itself
+            return super().call(__context, __obj, *args, **kwargs)
         args, kwargs = __self._given(args, kwargs)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
@@ -170,6 +174,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
+            self.budget.spend(CALL)
             if name not in SHALLOW:
                 args, kwargs = self._given(args, kwargs)
             if name not in ASKED:

@@ -1,4 +1,4 @@
-"""Secrets of a recipe: what the environment gave stays a text in what is saved, plain ones are hidden, all still run."""
+"""Secrets of a recipe: what the environment gave is saved as its text, plain ones are hidden, and all still run."""
 
 import json
 import os
@@ -97,8 +97,8 @@ def test_no_message_holds_a_value():
 SECRET = """HF_TOKEN hf_token token api_key OPENAI_API_KEY apiKey X-Api-Key wandb_key judge_key password db_password
     dbpassword client_secret Authorization auth basic_auth authToken AWS_SECRET_ACCESS_KEY private_key passphrase
     credentials db_pass hftoken accessToken Proxy-Authorization""".split()
-HARMLESS = """tokenizer tokens max_new_tokens keep_last monkey key key_column sort_key answer_key required_keys token_level
-    eos_token bos_token pad_token add_bos_token stop_token num_token author keyboard secretary password_file
+HARMLESS = """tokenizer tokens max_new_tokens keep_last monkey key key_column sort_key answer_key required_keys
+    token_level eos_token bos_token pad_token add_bos_token stop_token num_token author keyboard secretary password_file
     api_key_file token_type token_id pass_reward bypass column""".split()
 
 

@@ -131,7 +131,10 @@ def test_what_follows_a_json_array_is_not_passed_over(tmp_path, rest):
         read(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000])
+@pytest.mark.parametrize("value", [
+    "9" * 5000, "9" * 10**6, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "[" * 500 + "]" * 500, '1, "n": 2',
+])  # fmt: skip
 def test_json_that_python_cannot_read_names_its_line(tmp_path, value):
     for text, line in ((f'{{"n": 1}}\n{{"n": {value}}}', 2), (f'[{{"n": {value}}}]', 1)):
         (tmp_path / "a.json").write_text(text)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import resource
 import subprocess
 import sys
 
@@ -164,6 +165,76 @@ def test_refused_by_name(base, changes, message):
     with pytest.raises(UserError) as error:
         parse_config({**base, **changes})
     assert message in str(error.value)
+
+
+NUMBERS = {
+    "rms_norm_eps": LLAMA_2_7B,
+    "rope_theta": LLAMA_2_7B,
+    "initializer_range": LLAMA_2_7B,
+    "final_logit_softcapping": GEMMA3_1B,
+    "query_pre_attn_scalar": GEMMA3_1B,
+    "rope_local_base_freq": GEMMA3_1B,
+    "partial_rotary_factor": LLAMA_2_7B,
+}
+WHOLE = {
+    "vocab_size": 10**12,
+    "hidden_size": 10**9,
+    "intermediate_size": 10**10,
+    "num_hidden_layers": 10**9,
+    "num_attention_heads": 10**6,
+    "head_dim": 10**6,
+    "max_position_embeddings": 10**15,
+    "sliding_window": 2**63,
+    "pad_token_id": 2**40,
+    "eos_token_id": 2**70,
+    "bos_token_id": -(2**40),
+}
+NO_NUMBERS = [float("nan"), float("inf"), float("-inf"), -1.0, 1e300, 10**400, "1e-6", True, [1e-6], {}]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_a_range(key):
+    for value in [*NO_NUMBERS, 0][: -1 if key == "initializer_range" else None]:
+        with pytest.raises(UserError, match=key):
+            parse_config({**NUMBERS[key], key: value})
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [
+        (LLAMA_3_2_1B, "factor"),
+        (LLAMA_3_2_1B, "low_freq_factor"),
+        (LLAMA_3_2_1B, "high_freq_factor"),
+        (LLAMA_3_2_1B, "original_max_position_embeddings"),
+        (QWEN_2_5_7B_YARN, "factor"),
+        (QWEN_2_5_7B_YARN, "attention_factor"),
+        (QWEN_2_5_7B_YARN, "beta_fast"),
+        (QWEN_2_5_7B_YARN, "mscale"),
+    ],
+)
+def test_every_number_of_a_rope_has_a_range(base, key):
+    for value in NO_NUMBERS:
+        with pytest.raises(UserError, match=key):
+            parse_config({**base, "rope_scaling": {**base["rope_scaling"], key: value}})
+
+
+@pytest.mark.parametrize("key", WHOLE)
+def test_sizes_beyond_any_model_are_refused_before_anything_is_built(key):
+    base = {**MISTRAL_7B_V01, "head_dim": 128}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for value in (WHOLE[key], 10**4000, 0.5, *([] if "token" in key else [0, -1])):
+        with pytest.raises(UserError, match=key) as error:
+            parse_config({**base, key: value})
+        assert len(str(error.value)) < 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+def test_a_model_that_no_memory_holds_is_told_its_size():
+    large = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2000, "head_dim": 128}
+    with pytest.raises(UserError, match=r"sizes of [\d,]+ parameters, [\d,]+ TiB in bfloat16"):
+        parse_config({**LLAMA_2_7B, **large})
+    assert parse_config(LLAMA_2_7B).parameters == pytest.approx(6.74e9, rel=1e-3)
+    assert parse_config(GEMMA3_1B).parameters == pytest.approx(1.0e9, rel=1e-2)
 
 
 def test_all_problems_at_once():
