@@ -31,6 +31,7 @@ from dtrain.methods import Method
 from dtrain.policy import Policy
 
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
+NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
 # A key that says where something lies, and the digest that tells what lies there.
 PLACES = {
     "model.path": "model.config",
@@ -96,9 +97,6 @@ def find_start(
     return replace(start, began=began, weights=weights)
 
 
-NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
-
-
 def _find_step(
     recipe: Recipe, run: RunDirectory, store: CheckpointStore, ranks: Ranks, say: Callable[[str], None]
 ) -> Start:
@@ -146,7 +144,7 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
         "model.tokenizer": tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
-    ranks.same(digest(found), "tokenizer or chat template are not the same on every host")
+    ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weights:
         found["model.weights"] = digest(others)
     for key, other in config.other_models(recipe):
