@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
-from yaml import YAMLError
 
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, layout_of, write_entries
@@ -17,7 +17,9 @@ from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
+from dtrain.json_files import check_shape, read_text
 
+_RECIPE_PARTS = 100_000  # entries, with what aliases repeat
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -117,9 +119,14 @@ def _model_path(run: Path) -> tuple[Path | None, bool]:
     """model.path of the run's recipe, and whether the model started from scratch."""
     if not (run / "config.yaml").is_file():
         return None, False
+    text = read_text(run / "config.yaml")
     try:
-        recipe = OmegaConf.load(run / "config.yaml")
-        path = OmegaConf.select(recipe, "model.path")
-        return Path(path) if path else None, OmegaConf.select(recipe, "model.init") == "scratch"
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
-        raise UserError(f"{run / 'config.yaml'}: {error}") from error
+        check_shape(yaml.load(text, Loader=yaml.BaseLoader), _RECIPE_PARTS)
+        recipe = OmegaConf.create(text)
+        init = OmegaConf.select(recipe, "model.init", throw_on_resolution_failure=False)
+        path = OmegaConf.select(
+            recipe, "model.path", throw_on_resolution_failure=False
+        )  # of an environment that is gone
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{run / 'config.yaml'}: {str(error) or 'it is nested too deep'}") from error
+    return Path(path) if path and isinstance(path, str) else None, init == "scratch"

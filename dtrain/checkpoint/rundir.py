@@ -2,7 +2,7 @@
 
     runs/<name>/
       lock             held by the run that writes here; gone with its process
-      config.yaml      the resolved recipe
+      config.yaml      the resolved recipe, without its secrets
       began.json       the checkpoints that the run began from, if it did (see `origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    one JSON object a line

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Sized
 from functools import wraps
-from string import Formatter
 from types import FunctionType
 from typing import Any
 
@@ -39,7 +38,8 @@ FREE = frozenset(
     defined undefined none string mapping number integer float sequence iterable sameas true false""".split()
 )
 SHALLOW = ("list", "reverse")
-_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
+# A field as wide as a text, or as another argument says.
+_WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{5}|\*)|:[^{}]*(\d{5}|\{)")
 ASKED = ("replace", "join", "format", "indent", "tojson")  # filters that give much out of little
 _PLAIN = frozenset([str, int, float, bool, type(None)])
 
@@ -206,8 +206,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             separator = max(map(len, [*texts, value if isinstance(value, str) else ""]))
             self.budget.would_build(separator * max(map(_size, [value, *given])))
         elif name in ("format", "format_map"):
-            self.budget.would_build(_widths(str(value)) + str(value).count("{") * self.budget.weigh(given))
-            self.budget.would_build(str(value).count("%") * self.budget.weigh(given))
+            fields = str(value).count("{") + str(value).count("%")
+            self.budget.would_build(
+                BUILT + 1 if _WIDE.search(str(value)) else fields * (10**4 + self.budget.weigh(given))
+            )
         elif name == "indent":
             self.budget.would_build(len(str(value).splitlines()) * widest)
         elif name == "tojson" and given:
@@ -241,15 +243,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str) else ENTRY * len(value) if isinstance(value, list | tuple) else ENTRY
-
-
-def _widths(text: str) -> int:
-    """How wide the fields of a format are, `%9d` and `{:9}`, together."""
-    specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)] if "{" in text else []
-    if "{" in "".join(specs) or any("*" in found for found in _PERCENT.findall(text)):
-        raise TooMuch("it formats to a width that is itself computed")
-    numbers = [*re.findall(r"\d+", " ".join(specs)), *(one for found in _PERCENT.findall(text) for one in found)]
-    return sum(int(one[:18]) for one in numbers if one)
 
 
 class Counting(NodeTransformer):
