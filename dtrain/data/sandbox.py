@@ -52,7 +52,7 @@ class Budget:
     """What is left to a rendering."""
 
     def __init__(self):
-        self.rounds, self.built, self.until = ROUNDS, BUILT, time.monotonic() + SECONDS
+        self.rounds, self.built, self.until = ROUNDS, BUILT, time.thread_time() + SECONDS
 
     def spend(self, rounds: int, built: int = 0) -> None:
         self.rounds -= rounds
@@ -61,7 +61,7 @@ class Budget:
             raise TooMuch(f"it takes more than {ROUNDS:,} rounds of loops and calls")
         if self.built < 0:
             raise TooMuch(f"it builds more than {BUILT >> 20} MiB of text and lists")
-        if time.monotonic() > self.until:
+        if time.thread_time() > self.until:
             raise TooMuch(f"it takes longer than {SECONDS:.0f} s")
 
     def would_build(self, size: int) -> None:
