@@ -11,7 +11,7 @@ words                               other tools' words for our keys
 
 from dtrain.config.check import Sizes, check, other_models, sizes
 from dtrain.config.load import find, keys, load, read, recipes_dir, shipped
-from dtrain.config.saved import diff, hidden, hiding, notes, to_yaml, unsaid
+from dtrain.config.saved import diff, hidden, hiding, notes, origins, to_yaml, unsaid, with_origins_of
 from dtrain.config.schema import Recipe
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "keys",
     "load",
     "notes",
+    "origins",
     "other_models",
     "read",
     "recipes_dir",
@@ -32,4 +33,5 @@ __all__ = [
     "sizes",
     "to_yaml",
     "unsaid",
+    "with_origins_of",
 ]

@@ -6,7 +6,7 @@ What the environment gave is its text there, `${oc.env:NAME}`, and secrets in pl
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
@@ -23,13 +23,24 @@ SHORTEST = 4  # characters of a secret that is looked for in a text
 _NAMES = re.compile(r"((optimizer|scheduler(\[\d+\])?)\.name|grpo\.(environment|rewards\[\d+\]\.fn))")
 
 
-@dataclass
+@dataclass(eq=False)
 class Loaded(Recipe):
     """A recipe as it was read, with the place, the text and the value of all that the environment gave, and with the
-    values that are nobody else's affair."""
+    values that are nobody else's affair. It equals any recipe of the same values."""
 
-    references: list[tuple[secrets.Path, str, Any]] = field(default_factory=list, compare=False, repr=False)
-    secrets: list[str] = field(default_factory=list, compare=False, repr=False)
+    references: list[tuple[secrets.Path, str, Any]] = field(default_factory=list, repr=False)
+    secrets: list[str] = field(default_factory=list, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and values_of(self) == values_of(other)
+
+    __hash__ = None
+
+
+def values_of(recipe: Recipe) -> dict[str, Any]:
+    """The tree of a recipe's own keys."""
+    tree = asdict(recipe)
+    return {one.name: tree[one.name] for one in fields(Recipe)}
 
 
 def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dict], dict]) -> Loaded:
@@ -45,6 +56,7 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
     silent = resolve(raw) if names else values
     given = {name: OmegaConf.create({"value": f"${{oc.env:{name},null}}"}).value for name in sum(names.values(), [])}
     found = {str(value) for name, value in given.items() if value and secrets.is_secret_name(name)}
+    found = {one for one in found if len(one) >= SHORTEST}
     loaded, tree = Loaded(**vars(recipe)), asdict(recipe)
     for path, text in written:
         if path not in names and secrets.at(silent, path) == secrets.at(values, path):
@@ -55,8 +67,9 @@ def with_origins(recipe: Recipe, raw: dict, values: dict, resolve: Callable[[dic
         elif not (_is_free(path, value) or any(one in str(value) for one in found)):
             continue
         loaded.references.append((path, text, value))
-    plain = {str(value) for path, value in secrets.leaves(values) if secrets.is_secret(values, path, value)}
-    loaded.secrets += sorted((one for one in found | plain if len(one) >= SHORTEST), key=len, reverse=True)
+    hidden = (value for path, value in secrets.leaves(values) if secrets.is_secret(values, path, value))
+    found |= {str(value) for value in hidden if not secrets.is_word(str(value))}  # which may stand in any text
+    loaded.secrets += sorted((one for one in found if len(one) >= SHORTEST), key=len, reverse=True)
     return loaded
 
 
@@ -66,14 +79,15 @@ def _is_free(path: secrets.Path, value: Any) -> bool:
     for part in path:
         kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
     is_choice = any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
-    return isinstance(value, str | list | dict) and not is_choice and not _NAMES.fullmatch(secrets.dotted(path))
+    is_text = all(isinstance(one, str) for _, one in secrets.leaves(value))
+    return is_text and not is_choice and not _NAMES.fullmatch(secrets.dotted(path))
 
 
 def texts(recipe: Recipe, hide: bool = False) -> dict:
     """The tree of a recipe, with the text of what the environment gave, unless another value has taken its place.
     hide: without secrets in plain text."""
-    tree = asdict(recipe)
-    references, known = tree.pop("references", []), tree.pop("secrets", [])
+    tree, known = values_of(recipe), getattr(recipe, "secrets", ())
+    references = getattr(recipe, "references", ())
     kept = [(path, text) for path, text, value in references if secrets.at(tree, path) == value]
     tree = secrets.escaped(tree)
     for path, text in kept:
@@ -85,8 +99,20 @@ def texts(recipe: Recipe, hide: bool = False) -> dict:
 
 def to_yaml(recipe: Recipe, plain: bool = False) -> str:
     """The whole recipe, defaults included; `load` of it gives an equal recipe, except for secrets in plain text, which
-    are hidden unless `plain`."""
-    return OmegaConf.to_yaml(OmegaConf.create(texts(recipe, hide=not plain)))
+    are hidden. plain: every value as it is, for processes of the same run, which `with_origins_of` tells the rest."""
+    tree = secrets.escaped(values_of(recipe)) if plain else texts(recipe, hide=True)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def origins(recipe: Recipe) -> dict[str, list]:
+    """What a `Loaded` recipe knows beside its values, as JSON."""
+    return {name: list(getattr(recipe, name, ())) for name in ("references", "secrets")}
+
+
+def with_origins_of(recipe: Loaded, found: Mapping[str, list]) -> Loaded:
+    """`recipe` with the `origins` of the one that it was written from."""
+    references = [(tuple(path), text, value) for path, text, value in found["references"]]
+    return replace(recipe, references=references, secrets=found["secrets"])
 
 
 def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
@@ -102,15 +128,17 @@ def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         raise UserError(f"the saved recipe is damaged: {error}") from error
     if not isinstance(saved, dict):
         raise UserError(f"the saved recipe is damaged: it is {type(saved).__name__}, no mapping")
+    plain, own = flat(merge(asdict(Recipe()), saved)), flat(values_of(recipe))
     secrets.hide(saved, getattr(recipe, "secrets", ()))
-    old = flat(merge(asdict(Recipe()), saved))
-    new = flat(texts(recipe, hide=True))
-    return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+    old, new = flat(merge(asdict(Recipe()), saved)), flat(texts(recipe, hide=True))
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    # A value that was saved before its text was, is the same.
+    return [(key, old.get(key), new.get(key)) for key in differing if key not in own or plain.get(key) != own[key]]
 
 
 def unsaid(recipe: Recipe) -> dict[str, Any]:
     """Key and value of what `to_yaml` says by a text, or hides."""
-    own, shown = flat(asdict(recipe)), flat(texts(recipe, hide=True))
+    own, shown = flat(values_of(recipe)), flat(texts(recipe, hide=True))
     return {key: value for key, value in own.items() if key in shown and shown[key] != value}
 
 

@@ -25,7 +25,8 @@ _PURE = ("oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values"
 _IN_TEXT = (
     re.compile(r"(\b[a-z][\w+.-]*://)(?![^\s/?#]*\$\{)[^\s/?#]*(@)", re.IGNORECASE),
     re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*\d)[\w.~+/=-]{8,}()"),
-    re.compile(r"()\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}()"),
+    re.compile(r"()\b(?:hf_|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}()"),
+    re.compile(r"()\b(?:sk-|github_pat_|glpat-|xox[abp]-)[\w-]{12,}()"),
 )
 _SETTING = re.compile(r"((?:^|[?&]|(?<=\s))-{0,2}([\w.-]+)=)(?!\$\{)([^&\s]+)")
 _HEADER = re.compile(r"^(([\w-]+):\s+)(?!\$\{)(\S.*)$")
@@ -106,7 +107,19 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
     found = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
     if not isinstance(value, str):  # a number of tokens, a column's number
         return any(_ALWAYS.fullmatch("_".join(word.lower() for word in _PART.findall(name))) for name in found)
+    if isinstance(value, str) and is_word(value):  # the name of a column, under a name such as target_key
+        found = [name for name in found if not _is_column_key(name)]
     return bool(found) and not re.fullmatch(r"<.*>|\[.*\]|", value)
+
+
+def is_word(value: str) -> bool:
+    """Whether it may be a word of any text, or a name."""
+    return bool(re.fullmatch(r"[A-Za-z_]{1,24}", value))
+
+
+def _is_column_key(name: str) -> bool:
+    words = [word.lower() for word in _PART.findall(name)]
+    return words[-1] == "key" and not any(map(_ALWAYS.fullmatch, [*words, "_".join(words[-2:])]))
 
 
 def _looks_drawn(value: Any) -> bool:

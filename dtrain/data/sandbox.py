@@ -38,8 +38,9 @@ FREE = frozenset(
     defined undefined none string mapping number integer float sequence iterable sameas true false""".split()
 )
 SHALLOW = ("list", "reverse")
-# A field as wide as a text, or as another argument says.
-_WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{5}|\*)|:[^{}]*(\d{5}|\{)")
+# A field as wide as a text, or as another argument says: of `%`, and of `format`.
+_WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d{5}|\*|\d*\.(\d{5}|\*))")
+_WIDE_BRACES = re.compile(r"\{[^{}:]*:[^{}]*(\d{5}|\{)")
 ASKED = ("replace", "join", "format", "indent", "tojson")  # filters that give much out of little
 _PLAIN = frozenset([str, int, float, bool, type(None)])
 
@@ -165,7 +166,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise TooMuch("it computes with numbers of thousands of digits")
         elif operator == "%" and isinstance(left, str):
             self.budget.weigh([right])
-            self._ask("format", left, [right])
+            self._ask("%", left, [right])
         else:
             factor = max([one for one in (left, right) if isinstance(one, int)], default=1) if operator == "*" else 1
             self.budget.would_build((_size(left) + _size(right)) * factor)
@@ -180,7 +181,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if name not in ASKED:
                 return self._sized(function(*args, **kwargs))
             values = [one for one in args if not isinstance(one, Context | nodes.EvalContext | jinja2.Environment)]
-            self._ask(name, values[0] if values else None, [*values[1:], *kwargs.values()])
+            asked = "%" if name == "format" else name  # the filter of that name is Python's `%`
+            self._ask(asked, values[0] if values else None, [*values[1:], *kwargs.values()])
             return self._sized(function(*args, **kwargs))
 
         return counted
@@ -205,11 +207,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name == "join":
             separator = max(map(len, [*texts, value if isinstance(value, str) else ""]))
             self.budget.would_build(separator * max(map(_size, [value, *given])))
-        elif name in ("format", "format_map"):
-            fields = str(value).count("{") + str(value).count("%")
-            self.budget.would_build(
-                BUILT + 1 if _WIDE.search(str(value)) else fields * (10**4 + self.budget.weigh(given))
-            )
+        elif name in ("%", "format", "format_map"):
+            sign, wide = ("%", _WIDE_PERCENT) if name == "%" else ("{", _WIDE_BRACES)
+            text = str(value).replace("%%", "")
+            fields = text.count(sign) * (10**4 + self.budget.weigh(given))
+            self.budget.would_build(BUILT + 1 if wide.search(text) else fields)
         elif name == "indent":
             self.budget.would_build(len(str(value).splitlines()) * widest)
         elif name == "tojson" and given:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.config import Recipe, hidden, load, to_yaml
+from dtrain.config import Recipe, hidden, load, origins, to_yaml, with_origins_of
 from dtrain.errors import Stopped, UserError
 from dtrain.launch.job import job_directory
 from dtrain.launch.rank import (
@@ -75,6 +75,7 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
     with job_directory() as job:
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
+        setup["origins"] = origins(recipe)
         _write(job / "recipe.yaml", to_yaml(recipe, plain=True))  # in a directory of this user alone
         _write(job / "job.json", json.dumps(setup))
         asked: list[int] = []
@@ -86,9 +87,9 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
 
         with on_signals(ask):
             for attempt in range(recipe.launch.max_restarts + 1):
-                failure = _attempt(recipe, job, attempt, environ, asked)
+                failure, is_asked = _attempt(recipe, job, attempt, environ, asked)
                 reports = _reports(job, attempt)
-                is_hopeless = asked or any(report.kind in ("user", "stopped") for report in reports)
+                is_hopeless = is_asked or any(report.kind in ("user", "stopped") for report in reports)
                 if failure is None or is_hopeless or attempt == recipe.launch.max_restarts:
                     break
                 why = (reports[0].text if reports else str(failure)).strip().splitlines()[-1]
@@ -101,8 +102,10 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
         raise Stopped(asked[0] if asked else stopped[0].signum, stopped[0].text)
 
 
-def _attempt(recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]) -> Exception | None:
-    """Start all ranks and see to their end; what went wrong."""
+def _attempt(
+    recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]
+) -> tuple[Exception | None, bool]:
+    """Start all ranks and see to their end: what went wrong, and whether the run was asked to stop, by whomever."""
     nproc = recipe.launch.nproc
     command = [sys.executable, "-P", "-c", START, str(job)]
     with ExitStack() as stack:
@@ -114,13 +117,18 @@ def _attempt(recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str]
             workers.append(Worker(rank, command, given, recipe.launch.lost_after))
             stack.callback(workers[-1].end)
         if lost := _watch(workers, asked):
-            return WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}")
+            return WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}"), _is_asked(workers, asked)
         exits = {worker.rank: worker.status for worker in workers if worker.status is not None}
         stood = "".join(f"; {worker.stood}" for worker in workers if worker.stood)
     reports = _reports(job, attempt)
     if any(exits.values()) and not (asked and any(report.kind == "stopped" for report in reports)):
-        return _reason(recipe, reports, exits, stood)
-    return None
+        return _reason(recipe, reports, exits, stood), bool(asked)
+    return None, bool(asked)
+
+
+def _is_asked(workers: list[Worker], asked: list[int]) -> bool:
+    """Whether this process or a worker was asked to stop; a batch system may signal the workers alone."""
+    return bool(asked) or any(worker.standstill.last.signum for worker in workers)
 
 
 def _watch(workers: list[Worker], asked: list[int]) -> str | None:
@@ -132,7 +140,7 @@ def _watch(workers: list[Worker], asked: list[int]) -> str | None:
             worker.look()
         if lost := [worker.lost for worker in workers if worker.lost]:
             return "; ".join(lost) + "; the run cannot go on without"
-        if not is_asked and (asked or any(worker.standstill.last.signum for worker in workers)):
+        if not is_asked and _is_asked(workers, asked):
             is_asked = True
             for worker in workers:
                 worker.standstill.seconds = 0.0
@@ -205,7 +213,7 @@ def work(job: Path, beats: int, place: Place) -> None:
     place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
     status, kind, text, signum, recipe = 0, "", "", 0, None
     try:
-        recipe = load(job / "recipe.yaml")
+        recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
         if place.rank > 0:
             write_to_log(recipe, place.rank)
         if (job / "stop").exists():

@@ -111,7 +111,7 @@ class Worker:
         """To be called every LOOK_SECONDS."""
         self.silent += LOOK_SECONDS
         beat = self.standstill.last
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, ValueError, TypeError):  # nothing came, or a beat that was cut
             lines = os.read(self._beats, 1 << 16).split(b"\n")  # as much as a pipe holds
             if len(lines) > 1:
                 beat = Beat(*json.loads(lines[-2]))

@@ -22,7 +22,6 @@ PLAIN = "swordfish-in-plain-text"
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("JUDGE_LIST", "[1, 2]")
     monkeypatch.setenv("PLACE", "/models")
     monkeypatch.setenv("RATE", "0.25")
     monkeypatch.delenv("NOWHERE", raising=False)
@@ -31,7 +30,6 @@ def environment(monkeypatch):
 REFERENCES = {
     "${oc.env:HF_TOKEN}": TOKEN,
     "Bearer ${oc.env:HF_TOKEN}": f"Bearer {TOKEN}",
-    "${oc.decode:${oc.env:JUDGE_LIST}}": [1, 2],
     "${oc.env:NOWHERE,${oc.env:HF_TOKEN}}": TOKEN,
     "${oc.select:data.template_kwargs.first}": TOKEN,
     "${data.template_kwargs.first}": TOKEN,
@@ -45,9 +43,14 @@ def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
     kwargs = {"first": "${oc.env:HF_TOKEN}", "x": text, "plain": "${train.micro_batch}"}
     recipe = config.load({"data": {"template_kwargs": kwargs}})
     assert recipe.data.template_kwargs == {"first": TOKEN, "x": REFERENCES[text], "plain": 4}
-    for saved in (config.to_yaml(recipe), config.to_yaml(recipe, plain=True)):
-        assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 4}
-        assert config.load(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
+    saved = config.to_yaml(recipe)
+    assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 4}
+    assert config.load(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
+    handed = config.load(yaml.safe_load(config.to_yaml(recipe, plain=True)))  # as a worker gets it
+    taken = config.with_origins_of(handed, json.loads(json.dumps(config.origins(recipe))))
+    assert taken == recipe and config.to_yaml(taken) == saved
+    resolved = yaml.safe_dump({"run": {"name": "sft"}, "data": {"template_kwargs": recipe.data.template_kwargs}})
+    assert config.diff(resolved, recipe) == []  # as an earlier dtrain saved it
     again = config.load(recipe, ["train.steps=7"])  # a recipe that is changed keeps its references
     assert TOKEN not in config.to_yaml(again) and again.data.template_kwargs == recipe.data.template_kwargs
     before = config.to_yaml(recipe)
@@ -131,10 +134,10 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
         f"Bearer {PLAIN}4",
         f"Authorization: {PLAIN}",
         f"HF_TOKEN={PLAIN} python x.py --password={PLAIN}",
-        f"hf_{PLAIN}",
+        "hf_" + "aB3" * 11,
         f"sk-{PLAIN}",
     ):
-        assert PLAIN not in masked(text), text
+        assert PLAIN not in masked(text) and "aB3" not in masked(text), text
     tree = {"a": [["Authorization", PLAIN], {"name": "HF_TOKEN", "value": PLAIN}], "b": {"key": "sk9-aB3xQ7"}}
     hide(tree)
     assert PLAIN not in str(tree) and tree["b"]["key"] == HIDDEN
@@ -186,3 +189,20 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
         assert "template_kwargs" not in done.stderr.split("resumed from")[1]
         done = dtrain("run", str(path), *words, "grpo.system_prompt=other", "data.template_kwargs.token=no")
         assert done.returncode == 1 and "data.template_kwargs.token: ${oc.env:HF_TOKEN} ->" in done.stderr
+
+
+def test_names_and_paths_that_only_look_like_secrets_stay(monkeypatch):
+    rewards = [{"fn": "math_exact", "kwargs": {"target_key": "answer", "ground_truth_key": "gold"}}]
+    words = ["model.path=/models/hf_llama3_8b_instruct", "data.train.path=/d/answer.jsonl"]
+    recipe = config.load({"method": "grpo", "grpo": {"rewards": rewards}}, words)
+    saved = config.to_yaml(recipe)
+    assert HIDDEN not in saved and config.load(yaml.safe_load(saved)) == recipe == config.load(recipe)
+    assert config.hidden("the answer is gold", recipe) == "the answer is gold"
+
+
+def test_what_decides_numbers_counts_by_its_value(monkeypatch):
+    words = ["method=grpo", "grpo.clip=${oc.decode:${oc.env:CLIP}}"]
+    monkeypatch.setenv("CLIP", "[0.1, 0.1]")
+    saved = config.to_yaml(config.load({}, words))
+    monkeypatch.setenv("CLIP", "[0.5, 0.5]")
+    assert [key for key, _, _ in config.diff(saved, config.load({}, words))] == ["grpo.clip"]

@@ -105,7 +105,8 @@ MESSAGE: Table = {
     "tool_calls": Field(list, most=4096, of=Field(dict, of=CALL)),
     "tool_call_id": TEXT,
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Field(str)),
-    **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), EMPTY),  # of an answer that comes back
+    "refusal": Field(among=("", [])),
+    **dict.fromkeys(("audio", "function_call", "annotations"), EMPTY),  # of an answer that comes back
 }
 CHAT: Table = {
     **SAMPLING,
@@ -118,6 +119,7 @@ CHAT: Table = {
     "modalities": Field(among=(["text"],)),
     "chat_template_kwargs": Field(among=({},)),
     "add_generation_prompt": YES,
+    "add_special_tokens": NO,
     "continue_final_message": NO,
     **dict.fromkeys(("tool_choice", "function_call"), Field(among=("auto", "none"))),
     **dict.fromkeys(("functions", "documents"), EMPTY),
