@@ -199,3 +199,17 @@ def test_what_counts_changes_nothing_of_what_is_written():
     )
     expected = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     assert ChatTemplate(source, "here", {}).render([ASK, ASK]) == expected.render(messages=[ASK, ASK])
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("{{ 'Today: {}, {}: {}'.format(1, 2, 3) }}", "Today: 1, 2: 3"),
+        ("{{ '{\"f\": {\"name\": \"%s\"}}' % 'x' }}", '{"f": {"name": "x"}}'),
+        ("{{ '{\"year\": 1000000000, \"name\": \"%s\"}' | format('x') }}", '{"year": 1000000000, "name": "x"}'),
+        ("{{ 'in %d%% 300000000' % 3 }}", "in 3% 300000000"),
+        ("{{ '%05.1f|{:>6}'.format('a') % 2 }}", "002.0|     a"),
+    ],
+)
+def test_ordinary_formats_are_no_work(text, written):
+    assert ChatTemplate(text, "here", {}).render([ASK]) == written
