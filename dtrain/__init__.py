@@ -15,6 +15,7 @@ last line, which stands beside:
     attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
     batch                    the batch contract
     addresses, orphans       where sockets listen; children that end with their parent
+    randomness               random numbers by logical position
     config, errors           the recipe; what a user can mend
     json_files               JSON that others may have written
 """
