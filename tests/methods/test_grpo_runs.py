@@ -257,7 +257,7 @@ def test_a_run_that_began_at_another_ones_checkpoint_says_where_it_goes_on(tmp_p
     two = tiny_grpo(tmp_path, *shape, name="two")
     stopped_while_drawing(0, two, 1, 2, (0,), f"{begin}; the same command goes on there")
     here = tmp_path / "runs/two/checkpoints/step-4"
-    stopped_while_drawing(0, two, 1, 4, (0,), f"{here}; checkpoint.resume=auto goes on there")
+    stopped_while_drawing(0, two, 1, 4, (0,), f"{here}; the same command goes on there")
     assert here.is_dir()
 
 
