@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import dtrain
+from tests.depends import imported, tree_of
 
 PACKAGE = Path(dtrain.__file__).parent
 
@@ -53,23 +54,11 @@ TORCH_FREE = """
 
 @cache
 def trees() -> dict[Path, ast.Module]:
-    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {path.relative_to(PACKAGE): tree_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def room_of(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Every dotted name that is imported anywhere in `tree`, `import_module` of a literal included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            yield from (word.value for word in node.args if isinstance(word, ast.Constant))
 
 
 def rooms_used() -> Iterator[tuple[str, str, str]]:
