@@ -144,6 +144,13 @@ def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
+def test_a_run_in_this_process_leaves_its_environment_as_it_was(tmp_path):
+    before, during = dict(os.environ), []
+    launch(tiny_recipe(tmp_path), lambda recipe, runtime: during.append(dict(os.environ)))
+    assert "GLOO_SOCKET_IFNAME" in during[0] and "GLOO_SOCKET_IFNAME" not in before
+    assert dict(os.environ) == before
+
+
 def test_a_recipe_with_problems_starts_nothing(tmp_path):
     def never(recipe, runtime):
         raise AssertionError

@@ -150,13 +150,13 @@ def test_a_start_takes_its_time_unless_it_is_stopped():
     try:
         for _ in range(40):
             worker.look()
-        assert worker.silent > worker.standstill.lost_after and worker.lost is None
+        assert worker.silent > worker.standstill.lost_after and worker.lost() is None
         os.kill(worker.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED)
-        assert "it is stopped" in worker.lost
+        assert "it is stopped" in worker.lost()
         os.kill(worker.process.pid, signal.SIGCONT)
         worker.silent = START_SECONDS
-        assert "no sign of life for 600 s" in worker.lost
+        assert "no sign of life for 600 s" in worker.lost()
     finally:
         worker.end()
-    assert worker.status == -signal.SIGKILL and worker.lost is None
+    assert worker.status == -signal.SIGKILL and worker.lost() is None

@@ -126,7 +126,7 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}:{line}: this line is not UTF-8 text ({problem}); convert it to UTF-8") from problem
         except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
-            raise UserError(f"{file}:{line}: this line is no JSON that a row may be: {problem}; mend it") from problem
+            raise UserError(f"{file}:{line}: Python cannot read this line: {problem}; mend it") from problem
     if not isinstance(row, dict):
         raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.kind_of(row)}")
     return row

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
 SETTLE_SECONDS = 1.0  # for the others to say why they end too
+ALIKE_SECONDS = 3 * LOOK_SECONDS  # between the last beats of ranks that were lost at the same time
 HEARD = {signal.SIGTERM, signal.SIGUSR1}  # by a worker's listening thread
 ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
 # The worker finds dtrain, and whatever else its launcher could import, wherever it was started.
@@ -138,7 +139,8 @@ def _watch(workers: list[Worker], asked: list[int]) -> str | None:
         time.sleep(LOOK_SECONDS)
         for worker in workers:
             worker.look()
-        if lost := [worker.lost for worker in workers if worker.lost]:
+        if any(worker.lost() for worker in workers):
+            lost = [how for worker in workers if (how := worker.lost(ALIKE_SECONDS))]
             return "; ".join(lost) + "; the run cannot go on without"
         if not is_asked and _is_asked(workers, asked):
             is_asked = True

@@ -58,13 +58,19 @@ def join(place: Place, device: "torch.device", met: Met | None) -> None:
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device_id)
 
 
-def stay_inside(place: Place, *, nccl: bool) -> None:
-    """Have the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone, unless the user has
-    named another. For ranks that are all on this host: nobody outside has any business there."""
-    if name := loopback():
-        place.environ.setdefault(GLOO, name)
-        if nccl:
-            place.environ.setdefault(NCCL, f"={name}")
+@contextmanager
+def inside(place: Place, *, nccl: bool) -> Iterator[None]:
+    """While the block runs, the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone,
+    unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
+    name = loopback()
+    named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
+    given = {key: value for key, value in named.items() if key not in place.environ}
+    place.environ.update(given)
+    try:
+        yield
+    finally:  # a process may run another recipe, or start processes that reach other hosts
+        for key in given:
+            place.environ.pop(key, None)
 
 
 @contextmanager
@@ -132,9 +138,9 @@ def _receive(
 ) -> tuple[pulse.Hub, str, "dist.Store"]:
     """Rank 0: the hub, once all have come, the token of this start, and the store where the ranks meet."""
     store = open_store(place, voices)
-    inside = "127.0.0.1" if place.is_inside else None
-    listener, token = listen(inside or address_to_listen_at(*place.master), 0), secrets.token_hex(16)
-    addresses = (inside,) if inside else (place.master[0], *contact.addresses(place.master))
+    own = "127.0.0.1" if place.is_inside else None
+    listener, token = listen(own or address_to_listen_at(*place.master), 0), secrets.token_hex(16)
+    addresses = (own,) if own else (place.master[0], *contact.addresses(place.master))
     hub = pulse.Hub(me, place.world_size, patience, lost, listener, token)
     hub.start()
     answers = Answers(store, json.dumps([me.host, addresses, listener.getsockname()[1], token, patience]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.meeting import join, stay_inside, watched
+from dtrain.launch.meeting import inside, join, watched
 from dtrain.launch.rendezvous import Place, Voices, within
 from dtrain.launch.workers import LOOK_SECONDS, Heart, Standstill
 from dtrain.orphans import descendants, kill
@@ -80,7 +80,7 @@ def run_rank(
             stack.enter_context(memory_errors(recipe, place, device))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         if place.is_inside:
-            stay_inside(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train))
+            stack.enter_context(inside(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
         if place.world_size > 1:
             join(place, device, met)
         if met is not None:

@@ -118,11 +118,10 @@ class Worker:
                 self.silent = 0.0
         self.standstill.look(beat)
 
-    @property
-    def lost(self) -> str | None:
-        """How this process is lost, in words."""
+    def lost(self, early: float = 0.0) -> str | None:
+        """How this process is lost, or will be within `early` seconds if it stays silent, in words."""
         still = self.standstill
-        if self.status is not None or self.silent < still.lost_after:
+        if self.status is not None or self.silent < still.lost_after - early:
             return None
         is_stopped = _is_stopped(self.process.pid)
         if not is_stopped and not still.last.progress and self.silent < START_SECONDS:
