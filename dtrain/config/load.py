@@ -10,7 +10,8 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config import secrets, words
-from dtrain.config.saved import PARTS, UNSET, flat, hidden, merge, texts, with_origins
+from dtrain.config.saved import PARTS, UNSET, Loaded, flat, hidden, merge, texts, with_origins
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError, UserError
 from dtrain.json_files import check_shape, read_text
@@ -52,7 +53,8 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         path = find(recipe)
         stem, given = path.stem, _read(path)
     else:
-        given = texts(recipe) if isinstance(recipe, Recipe) else OmegaConf.to_container(OmegaConf.create(recipe))
+        tree = asdict(recipe) if isinstance(recipe, Recipe) else recipe
+        given = texts(recipe) if isinstance(recipe, Loaded) else OmegaConf.to_container(OmegaConf.create(tree))
     problems: list[str] = []
     config = OmegaConf.create(merge(asdict(Recipe()), given))
     for override in overrides:
@@ -172,6 +174,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
             if absent:
                 said = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
             problems.append(f"{dotted}: {said}")
+            values |= {key: None} if listed else {}  # what follows it keeps its place
             continue
         values[key] = _resolve(value, f"{dotted}.", problems) if OmegaConf.is_config(value) else value
     return list(values.values()) if listed else values
@@ -179,9 +182,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
 
 def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> Any:
     """An instance of the dataclass `cls`; what does not fit is reported, and stays at its default."""
-    hints = get_type_hints(cls)
-    leaves = OmegaConf.structured(cls)
-    sections = {}
+    hints, made = get_type_hints(cls), cls()
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         if key not in hints:
@@ -191,21 +192,18 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         section = next((kind for kind in kinds if is_dataclass(kind)), None)
         entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
         if section and isinstance(value, Mapping):
-            sections[key] = _section(section, value, f"{dotted}.", problems)
+            setattr(made, key, _section(section, value, f"{dotted}.", problems))
         elif is_dataclass(entry) and isinstance(value, list):
-            sections[key] = _entries(entry, value, dotted, problems)
+            setattr(made, key, _entries(entry, value, dotted, problems))
         elif section or is_dataclass(entry):
             # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
             if value is not None or (entry and NoneType not in kinds):
                 problems.append(_not_a_section(dotted, value, section, entry))
         elif isinstance(value, str) and value == UNSET:
-            if _default(cls, key) is not None:
+            if getattr(made, key) is not None:
                 problems.append(f"{dotted} is left open (???): give it a value")
-        else:
-            problems += _set(leaves, key, hints[key], value, dotted)
-    made = OmegaConf.to_object(leaves)
-    for key, value in sections.items():
-        setattr(made, key, value)
+        elif value is not getattr(made, key):
+            problems += _set(made, key, hints[key], value, dotted)
     return made
 
 
@@ -226,14 +224,16 @@ def _not_a_section(dotted: str, value: Any, section: type | None, entry: type | 
     return f"{dotted}={_shown(value)}: {dotted} is {wanted}"
 
 
-def _set(node: DictConfig, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
+def _set(section: Any, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
     """Put a leaf's value into its section, converted to its type; the problem, where it does not fit."""
     kinds = _kinds(hint)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
+            node = OmegaConf.structured(_holder(type(section), key))
             node[key] = "none" if value is None and "none" in choices else secrets.escaped(_converted(value, kinds))
+            setattr(section, key, getattr(OmegaConf.to_object(node), key))
     except (OmegaConfBaseException, FutureWarning):
         if choices:
             near = difflib.get_close_matches(words.VALUES.get(str(value), str(value).lower()), choices, n=1)
@@ -241,6 +241,12 @@ def _set(node: DictConfig, key: str, hint: Any, value: Any, dotted: str) -> list
             return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
         return [f"{dotted}={_shown(value)} must be {_needed(kinds)}"]
     return []
+
+
+@cache
+def _holder(cls: type, key: str) -> type:
+    """A section of that key alone: a whole one costs OmegaConf far more time."""
+    return make_dataclass(cls.__name__, [(key, get_type_hints(cls)[key])])
 
 
 def _converted(value: Any, kinds: list) -> Any:
@@ -310,11 +316,6 @@ def _near(word: str, prefix: str, siblings: list[str]) -> str:
 def _kinds(hint: Any) -> list:
     """The alternatives of a type: its union's members, or itself."""
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-
-
-def _default(cls: type, key: str) -> Any:
-    spec = next(spec for spec in fields(cls) if spec.name == key)
-    return spec.default_factory() if spec.default is MISSING else spec.default
 
 
 def _shown(value: Any) -> str:

@@ -103,8 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._thread = threading.local()  # several may render at once
         del self.globals["lipsum"]
         self.filters |= filters
-        for name in FILTERS_LEFT_OUT:
-            del self.filters[name]
+        self.filters |= {name: _left_out(name) for name in FILTERS_LEFT_OUT}
         for table in (self.filters, self.tests):
             table |= {name: self._counted(name, function) for name, function in table.items() if name not in FREE}
         own = {"loop": self._loop, "weighed": self._weighed, "sized": self._sized, "joined": self._joined}
@@ -243,6 +242,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._sized((markup_join if context.autoescape else str_join)(pieces))
 
 
+def _left_out(name: str) -> Callable[..., Any]:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise jinja2.TemplateRuntimeError(f"dtrain gives a template no filter {name}: its work has no bound")
+
+    return refused
+
+
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str) else ENTRY * len(value) if isinstance(value, list | tuple) else ENTRY
 
@@ -258,9 +264,9 @@ class Counting(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        self.generic_visit(node)
         sides = [node, *node.ops]
-        is_short = any(_is_shallow(side.expr) for side in sides)
+        is_short = any(_is_shallow(side.expr) for side in sides)  # before its lists are seen through the counters
+        self.generic_visit(node)
         if not is_short or any(side.op in ("in", "notin") for side in node.ops):
             for side in sides:
                 side.expr = _through("seen" if is_short else "weighed", side.expr)

@@ -112,6 +112,24 @@ def test_a_scheduler_in_stages_and_weighted_sources():
     assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe
 
 
+def test_a_recipe_made_in_python_may_refer_to_others_and_a_loaded_one_means_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNS", "here/${run.name}")
+    made = schema.Recipe(run=schema.Run(name="a", dir="x-${run.name}"), model=schema.Model(path="${oc.env:RUNS}"))
+    loaded = config.load(made)
+    assert loaded.run.dir == "x-a" and loaded.model.path == "here/${run.name}"
+    assert config.load(loaded).model.path == "here/${run.name}"
+
+
+def test_a_list_keeps_its_places_where_the_environment_is_silent(monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    monkeypatch.setenv("HERE", "second.jsonl")
+    recipe = config.load({"data": {"train": {"path": ["${oc.env:HERE}", "b.jsonl", "${oc.env:HERE}"]}}})
+    assert recipe.data.train.path == ["second.jsonl", "b.jsonl", "second.jsonl"]
+    assert "b.jsonl" in config.to_yaml(recipe) and "second" not in config.to_yaml(recipe)
+    with pytest.raises(RecipeError, match="the environment has no NOWHERE"):
+        config.load({"data": {"train": {"path": ["${oc.env:NOWHERE}", "b.jsonl"]}}})
+
+
 def test_yaml_round_trip_and_diff():
     recipe = config.load({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7"])
     assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe

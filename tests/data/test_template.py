@@ -72,6 +72,8 @@ def test_sandbox():
     template = ChatTemplate("{{ messages.append(1) }}", "here", {})
     with pytest.raises(UserError):
         template.render([ASK])
+    with pytest.raises(UserError, match="dtrain gives a template no filter center"):
+        ChatTemplate("{{ 'a' | center(9) }}", "here", {}).render([ASK])
 
 
 def test_errors_name_template_line_and_message():
