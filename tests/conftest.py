@@ -8,6 +8,7 @@ all      everything
 """
 
 import datetime
+import gc
 import sys
 import zlib
 
@@ -56,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported stays: a collection before each fork would look at it again, and take longer than it
 
 
 def _needs(item: pytest.Item) -> set[str]:
