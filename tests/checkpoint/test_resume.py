@@ -62,7 +62,8 @@ def test_auto_takes_the_checkpoint_before_a_damaged_one_and_says_so(saved, finis
     assert f"{store.path(10)} is damaged and is left out: {store.path(10) / name}" in said
     assert f"resumed from {store.path(9)}" in said
     assert trajectory(saved) == trajectory(finished)
-    assert all(torch.equal(value, weights(finished)[key]) for key, value in weights(saved).items())
+    expected = weights(finished)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(saved).items())
     assert {path.name for path in store.directory.iterdir()} == {
         "step-3", "step-6", "step-9", "step-10", "damaged-step-10",
     }  # fmt: skip
