@@ -201,7 +201,6 @@ def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> Non
 
 
 def contents(
-    recipe: Recipe,
     policy: Policy,
     method: Method,
     step: int,
@@ -209,12 +208,13 @@ def contents(
     known: Mapping[str, Any],
     measured: Mapping[str, float],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """What a save of the run after `step` holds, `cursor` being its next row, `measured` the step's metrics and `known`
-    what tells the run from others: tensors, the state that is the same on every rank, and this rank's own."""
+    """What a save after `step` holds: tensors, the state that is the same on every rank, and this rank's own.
+
+    cursor: the next row. known: the recipe, and what tells the run from others. measured: the step's metrics.
+    """
     state = {
         "step": step,
         "cursor": list(cursor),
-        "recipe": config.to_yaml(recipe),
         **known,
         "metrics": dict(measured),
         "policy": policy.state(),

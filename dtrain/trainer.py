@@ -14,7 +14,6 @@ The files that a batch passes through:
 import json
 import secrets
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -76,7 +75,8 @@ class Trainer:
             self.ranks.first(lambda: refuse_unwritable(self.run.export))
         if runtime.is_main:
             stack.callback(self.run.release)
-        self.metrics = metrics.build(recipe.metrics, self.run.path, config.to_yaml(recipe), runtime.is_main)
+        self._recipe_text = config.to_yaml(recipe)
+        self.metrics = metrics.build(recipe.metrics, self.run.path, self._recipe_text, runtime.is_main)
         self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
@@ -143,7 +143,7 @@ class Trainer:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
-            self.run.write_config(config.to_yaml(self.recipe))
+            self.run.write_config(self._recipe_text)
             self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start
@@ -157,14 +157,18 @@ class Trainer:
         if signum := self._agreed_signal():
             raise Stopped(signum, NOTHING_LOST)
         clock = time.perf_counter()
-        while (batch := self._next(batches, step, saved)) is not None:
-            fetched = time.perf_counter()
+        while True:
+            self._before_step(step, saved)
+            asked = time.perf_counter()
+            if (batch := next(batches, None)) is None:
+                break
+            data_time = time.perf_counter() - asked
             rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
             result = self.policy.train(rows, loss, mbs=self.method.micro_rows)
             step += 1
             self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
-            self._log(step, batch.epoch, result, clock, fetched)
+            self._log(step, batch.epoch, result, clock, data_time)
             last = step == self.total_steps
             if step - start.step > 1 or last:  # the optimizer's state is there from the first update on
                 self._tell_plan(PLAN_SECONDS if last else 0.0)
@@ -183,11 +187,11 @@ class Trainer:
             self._held["step"] = step  # which may not be saved
             self.export()
 
-    def _next(self, batches: Iterator[data.GlobalBatch], step: int, saved: int | None) -> data.GlobalBatch | None:
-        """The next batch. Where what makes it has failed, or was given up for a signal, the steps so far are saved
-        first."""
+    def _before_step(self, step: int, saved: int | None) -> None:
+        """Whatever the method needs for the next step. Where that fails, or is given up for a signal, the steps so far
+        are saved first."""
         try:
-            return next(batches, None)
+            self.method.before_step(data.Cursor(*self.start.cursor))
         except Unavailable as error:
             saved = self._save_last(step, saved)
             raise Unavailable(f"{error}\n{self._farewell(step, saved)}" if step else str(error)) from error
@@ -216,12 +220,13 @@ class Trainer:
         keep; with `async_save` in the background, unless it is to `wait`."""
         self._held = {"step": step, "save": f"{self._mark}-{secrets.token_hex(8)}"}
         known = {
+            "recipe": self._recipe_text,
             "data_fingerprint": self.rows.fingerprint,
             "identities": self.identities,
             "began": self.start.began,
             "save": self._held["save"],
         }
-        contents = resume.contents(self.recipe, self.policy, self.method, step, cursor, known, self._measured)
+        contents = resume.contents(self.policy, self.method, step, cursor, known, self._measured)
         with self.runtime.stop.saving():
             self.saver.save(step, *contents, wait=wait)
         if self.recipe.checkpoint.export == "every":
@@ -260,8 +265,8 @@ class Trainer:
         saved = self.start.state["method"] if self.start.state else {}
         return self.start.step + self.method.steps_left(self.rows, data.Cursor(*self.start.cursor), saved)
 
-    def _log(self, step: int, epoch: float, result: dict, began: float, fetched: float) -> None:
-        """Write the step's row. Times are those at which the step began, and had its batch."""
+    def _log(self, step: int, epoch: float, result: dict, began: float, data_time: float) -> None:
+        """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
         step_time = time.perf_counter() - began
         tokens = result["tokens"][0, 2].item()
         self._measured = {"loss": result["global_loss"][0].item()}
@@ -284,7 +289,7 @@ class Trainer:
             ),
             mem_gib=metrics.memory_gib(self.runtime.device),
             step_time=step_time,
-            data_time=fetched - began,
+            data_time=data_time,
         )
 
     def _as_the_method_sees_it(self) -> Run:

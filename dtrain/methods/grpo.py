@@ -7,6 +7,7 @@ order drawn from the seed. A step's completions are shared out over the data-par
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -35,6 +36,23 @@ from dtrain.randomness import key
 from dtrain.rollout.sharing import deal
 
 
+@dataclass
+class Position:
+    """Where in the rollouts a run is.
+
+    rollout: their number so far; done: updates of the last one; step: optimizer steps, which is the version of the
+    weights; cursor, epochs: of the data, where the next rollout's prompts begin, None before the first; checked:
+    whether engine and trainer were compared.
+    """
+
+    rollout: int = 0
+    done: int = 0
+    step: int = 0
+    cursor: Cursor | None = None
+    epochs: float = 0.0
+    checked: bool = False
+
+
 class Grpo(Method):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
 
@@ -49,7 +67,8 @@ class Grpo(Method):
         self.needs_start = section.beta > 0 and section.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
         self._buffer: Buffer | None = None
-        self._place = {"rollout": 0, "done": 0, "step": 0, "cursor": [0, 0], "epochs": 0.0, "checked": False}
+        self._position = Position()
+        self._is_over = False  # the data's epochs
         self._measured: dict[str, float] = {}
         self._began = 0.0
         self._is_idle = False
@@ -116,21 +135,21 @@ class Grpo(Method):
         begun = self._steps(saved["sequences"]) - saved["done"] if saved.get("sequences") else 0
         return begun + steps + self._steps(rest * section.group_size)
 
-    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
-        """The minibatches of a rollout that is begun, then of one rollout after the other. `samples` are completions of
-        the buffer, this dp rank's share of them."""
-        place = self._place
-        while True:
-            if self._buffer is None or place["done"] >= self._steps(len(self._buffer)):
-                begin = Cursor(*(place["cursor"] if place["rollout"] else cursor))
-                rollout = self._collector.collect(begin, place["step"])
-                if rollout is None:
-                    return
+    def before_step(self, cursor: Cursor) -> None:
+        """Draws a rollout where the updates of the last one are done."""
+        if not self._is_begun() and not self._is_over:
+            rollout = self._collector.collect(self._position.cursor or cursor, self._position.step)
+            self._is_over = rollout is None
+            if rollout is not None:
                 self._adopt(rollout)
+
+    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
+        """The minibatches of the rollouts. `samples` are completions of the buffer, this dp rank's share of them."""
+        while not self._is_over:
             chosen = self._minibatch()
             mine = deal(self._costs(chosen), policy.mesh.dp_size, self._most_rows(len(chosen)))
             samples = [chosen[index] for index in mine[policy.mesh.dp_rank]]
-            yield GlobalBatch([], samples, len(chosen), Cursor(*place["cursor"]), place["epochs"])
+            yield GlobalBatch([], samples, len(chosen), self._position.cursor, self._position.epochs)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         self._began = time.perf_counter()
@@ -172,8 +191,8 @@ class Grpo(Method):
         )
 
     def after_step(self, policy: Policy, step: int) -> None:
-        self._place["done"] += 1
-        self._place["step"] = step
+        self._position.done += 1
+        self._position.step = step
         every = self.recipe.grpo.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
             policy.reference.follow(self.recipe.grpo.sync_mix)
@@ -187,7 +206,7 @@ class Grpo(Method):
             name: found[name] for name in ("clip_low", "clip_high", "correction", "off_policy_frac") if name in found
         }
         measured = dict(self._measured)
-        if self._place["done"] > 1:
+        if self._position.done > 1:
             measured.pop("rollout_time", None)
         return measured | named | {"train_time": time.perf_counter() - self._began}
 
@@ -198,7 +217,7 @@ class Grpo(Method):
         size = self.recipe.grpo.prompts_per_step * self.recipe.grpo.group_size
         while taken := list(islice(placements, size)):
             asked = self._collector.asked(rows, taken, first)
-            drawn, rewards = self._collector.judge_greedily(asked, self._place["step"])
+            drawn, rewards = self._collector.judge_greedily(asked, self._position.step)
             first += len(taken)
             samples += drawn
             total += torch.where(rewards.isnan(), 0, rewards).sum().item()
@@ -208,7 +227,8 @@ class Grpo(Method):
 
     def state(self) -> dict[str, Any]:
         """Where in a rollout the run is. A rollout whose updates are over is not kept."""
-        place = self._place | {"has_reference": bool(self._reference)}
+        place = asdict(self._position) | {"has_reference": bool(self._reference)}
+        place["cursor"] = list(self._position.cursor or (0, 0))
         if not self._is_begun():
             return place
         buffer = self._buffer
@@ -223,7 +243,9 @@ class Grpo(Method):
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on."""
         self._check_goes_on(state)
-        self._place = {name: state[name] for name in self._place}
+        names = asdict(self._position)
+        self._position = Position(**{name: state[name] for name in names})
+        self._position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
         self._measured = dict(state.get("measured", {}))
         if "sequences" in state:
             self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"])
@@ -264,7 +286,7 @@ class Grpo(Method):
             )
 
     def _is_begun(self) -> bool:
-        return self._buffer is not None and self._place["done"] < self._steps(len(self._buffer))
+        return self._buffer is not None and self._position.done < self._steps(len(self._buffer))
 
     def _steps(self, sequences: int) -> int:
         """Optimizer steps that a rollout of so many completions makes."""
@@ -282,34 +304,34 @@ class Grpo(Method):
     def _minibatch(self) -> list[int]:
         """The completions of this step, over all ranks; those that do not count are left out."""
         total, size = len(self._buffer), self.recipe.train.global_batch
-        pass_number, part = divmod(self._place["done"], -(-total // size))
-        order = permute(
-            torch.arange(total), total, key("minibatch", self.recipe.run.seed, self._place["rollout"], pass_number)
-        )
+        pass_number, part = divmod(self._position.done, -(-total // size))
+        drawn = key("minibatch", self.recipe.run.seed, self._position.rollout, pass_number)
+        order = permute(torch.arange(total), total, drawn)
         chosen = order[part * size : (part + 1) * size].tolist()
         counted = self._buffer.counted.tolist()
         return sorted(index for index in chosen if counted[index])
 
     def _adopt(self, rollout: Rollout) -> None:
         """Take a rollout over: what its updates need of the weights as they are, the files, and the table."""
-        place = self._place
+        position = self._position
         self._buffer, self._measured = rollout.buffer, rollout.measured
-        place |= {"rollout": place["rollout"] + 1, "done": 0, "cursor": list(rollout.cursor), "epochs": rollout.epochs}
+        position.rollout, position.done = position.rollout + 1, 0
+        position.cursor, position.epochs = rollout.cursor, rollout.epochs
         is_one_step = self._steps(len(self._buffer)) == 1
-        checks = not place["checked"] and self.recipe.grpo.max_mismatch is not None
+        checks = not position.checked and self.recipe.grpo.max_mismatch is not None
         if checks or not is_one_step:
             self._score("old_logprobs")
         if checks:
             self._check_mismatch()
-            place["checked"] = True
+            position.checked = True
         if is_one_step:  # the update begins at the weights that it is measured by: the ratio is 1
             self._buffer.per_token.pop("old_logprobs", None)
         if self._policy.reference is not None:
             with self._policy.use_reference_model():
                 self._score("reference_logprobs")
-        self._run.metrics.samples(place["step"] + 1, rollout.rows)
-        self._table.show(place["step"] + 1, rollout)
-        self._tell_idle(place["step"] + 1)
+        self._run.metrics.samples(position.step + 1, rollout.rows)
+        self._table.show(position.step + 1, rollout)
+        self._tell_idle(position.step + 1)
 
     def _tell_idle(self, step: int) -> None:
         """Say of the first of several rollouts in a row that its updates have nothing to learn from."""

@@ -35,7 +35,7 @@ class Run:
 class Method:
     """The base of the methods: from rows to a batch, from a batch to a loss, from a loss's sums to what is logged.
 
-    A step goes batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
+    A step goes before_step → batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
 
     What a method keeps from step to step and a resumed run needs goes through three functions; one that keeps nothing
     leaves them as they are.
@@ -79,6 +79,10 @@ class Method:
         saved: what `state` gave at the start, empty for a fresh one."""
         left = max(0, rows.total_rows() - rows.rows_before(cursor))
         return -(-left // self.recipe.train.global_batch)
+
+    def before_step(self, cursor: Cursor) -> None:
+        """What the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective. May
+        raise Interrupted, on every rank, where the run is asked to stop, and Unavailable."""
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
         """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
