@@ -1,23 +1,29 @@
 """dtrain: fine-tune open-weight language models; one recipe, any mesh, the same numbers.
 
-`import dtrain` loads no torch: what needs it is loaded when it is first asked for. Imports run downwards, but for the
-last line, which stands beside:
+`import dtrain` loads no torch: what needs it is loaded when it is first asked for. The core, from top to bottom;
+imports run downwards, and config, errors and json_files stand beside:
 
-    cli                      the `dtrain` command
-    launch, environment      the start of a run, on one machine or many; versions for a bug report
-    plan                     what each rank would hold and send, without a GPU
+    cli, arguments           the `dtrain` command
+    launch                   the start of a run, on one machine or many
     preflight                what is wrong before anything starts
     trainer, resume          the loop; where it starts
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
-    models, rollout          the families; completions and rewards
+    models, rollout          the families; the engine in the training processes, and rewards
     checkpoint, data         what outlives a run; files to batches
     losses, metrics, optim   logits to numbers; what is written down; optimizers and schedules
     attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
-    batch                    the batch contract
+    batch, randomness        the batch contract; random numbers by logical position
     addresses, orphans       where sockets listen; children that end with their parent
-    randomness               random numbers by logical position
     config, errors           the recipe; what a user can mend
     json_files               JSON that others may have written
+
+The rooms beside the core, which loads them by name where a command or a recipe asks for them:
+
+    plan                     `dtrain plan`: what each rank would hold and send, without a GPU
+    remote                   completions from servers, and new weights to them
+    environments             completions in several turns
+    serve, evaluation        `dtrain serve`; `dtrain eval`
+    versions                 `dtrain env`: versions for a bug report
 """
 
 import importlib

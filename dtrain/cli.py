@@ -5,18 +5,26 @@ Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error 
 """
 
 import argparse
+import importlib
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from dtrain import __version__
+from dtrain.arguments import at_least, positive
 from dtrain.errors import RecipeError, Stopped, UserError
 
 RECIPE = "a recipe's file, or the name of a shipped one (`dtrain ls`)"
+ROOMS = {
+    "eval": ("dtrain.evaluation.command", "answer the prompts of data files and judge the answers"),
+    "serve": ("dtrain.serve.command", "answer completions over HTTP, as OpenAI's API has them"),
+    "env": ("dtrain.versions", "print versions and devices, for bug reports"),
+}
+"""Command -> the module that has its `add_arguments` and `run`, loaded where it is asked for, and its help."""
 OVERRIDES = "what to change in it, such as optimizer.lr=1e-5 or data.train.path=[a.jsonl,b.jsonl]"
 
 
@@ -59,10 +67,23 @@ def command() -> None:
     sys.exit(status)
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command. room: the module that knows its arguments, until that is asked for them."""
+
+    room: str | None = None
+
+    def parse_known_args(self, args=None, namespace=None):
+        if self.room is not None:
+            module, self.room = importlib.import_module(self.room), None
+            module.add_arguments(self)
+            self.set_defaults(command=module.run)
+        return super().parse_known_args(args, namespace)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
 
     def add(name: str, command, text: str, recipe: bool = False) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -75,22 +96,22 @@ def _parser() -> argparse.ArgumentParser:
     add("run", _run, "train what a recipe says", recipe=True)
     validate = add("validate", _validate, "show every error of a recipe at once, and start nothing", recipe=True)
     processes = "processes in all (default: launch.nproc)"
-    validate.add_argument("--world-size", type=_at_least(1), metavar="N", help=processes)
+    validate.add_argument("--world-size", type=at_least(1), metavar="N", help=processes)
     preview = add("preview", _preview, "show rows as the model sees them, lengths, packing, tokens", recipe=True)
     printed = "how many samples to print (default: 3)"
-    preview.add_argument("--samples", type=_at_least(0), default=3, metavar="N", help=printed)
+    preview.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=printed)
     plan = add("plan", _plan, "show what each rank would hold and send: no GPU and no weights needed", recipe=True)
-    plan.add_argument("--world-size", type=_at_least(1), metavar="N", help=processes)
+    plan.add_argument("--world-size", type=at_least(1), metavar="N", help=processes)
     plan.add_argument("--gpu", choices=("a100", "h100", "h200", "b200"), default="h100", help="default: h100")
     plan.add_argument("--search", action="store_true", help="list the ten best meshes and micro-batches for N ranks")
     budgeted = "for tensors on a GPU (default: 92%% of its memory)"
-    plan.add_argument("--memory", type=_positive, metavar="GIB", help=budgeted)
-    plan.add_argument("--step-time", type=_positive, metavar="S", help="say the MFU that steps of S seconds mean")
-    plan.add_argument("--gpus-per-node", type=_at_least(1), metavar="N", help="default: 8")
+    plan.add_argument("--memory", type=positive, metavar="GIB", help=budgeted)
+    plan.add_argument("--step-time", type=positive, metavar="S", help="say the MFU that steps of S seconds mean")
+    plan.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: 8")
     inside = "of a GPU to the others of its node, each way (default: the GPU's NVLink)"
-    plan.add_argument("--link-inside", type=_positive, metavar="GB/S", help=inside)
+    plan.add_argument("--link-inside", type=positive, metavar="GB/S", help=inside)
     between = "of a GPU's network card, each way (default: 50, a100: 25)"
-    plan.add_argument("--link-between", type=_positive, metavar="GB/S", help=between)
+    plan.add_argument("--link-between", type=positive, metavar="GB/S", help=between)
     plan.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, and nothing else")
     add("ls", _ls, "list the recipes that ship with dtrain")
     copy = add("cp", _cp, "copy a shipped recipe, to edit it")
@@ -115,79 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, help="default: 0")
     generate.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    judge = add("eval", _eval, "answer the prompts of data files and judge the answers")
-    judge.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
-    judge.add_argument(
-        "data", metavar="DATA", nargs="+", help="JSON lines (or CSV, parquet) of prompts, as GRPO's data"
-    )
-    judged = "a reward's name or import path, options as JSON after =; may be repeated (default: math_exact)"
-    judge.add_argument("--reward", action="append", metavar="FN[={...}]", help=judged)
-    judge.add_argument(
-        "--samples", type=_at_least(1), default=1, metavar="N", help="answers to each prompt (default: 1)"
-    )
-    judge.add_argument("--limit", type=_at_least(1), metavar="N", help="the first N prompts only")
-    judge.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
-    judge.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
-    judge.add_argument("--max-new-tokens", type=_at_least(1), default=512, metavar="N", help="default: 512")
-    judge.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    judge.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
-    judge.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
-    judge.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="draw from those P times as likely as the first"
-    )
-    judge.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends an answer")
-    judge.add_argument("--seed", type=int, default=0, help="default: 0")
-    passing = "the reward from which an answer passes, for pass@k (default: 1)"
-    judge.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help=passing)
-    timed = "seconds that a reward may take over 512 answers (default: 60)"
-    judge.add_argument("--reward-timeout", type=float, default=60.0, metavar="S", help=timed)
-    judge.add_argument("--out", type=Path, metavar="FILE", help="write each answer with its rewards as a JSON line")
-    judge.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
-    judge.add_argument("--max-rows", type=_at_least(1), metavar="N", help="answers decoded together")
-    judge.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
-    judge.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    serve = add("serve", _serve, "answer completions over HTTP, as OpenAI's API has them")
-    serve.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
-    serve.add_argument("--host", default="127.0.0.1", help="where to listen, with a key (default: this machine only)")
-    serve.add_argument("--port", type=_at_least(0), default=8000, help="default: 8000; 0 takes a free one")
-    serve.add_argument("--name", help="what clients call the model (default: DIR as it is typed)")
-    serve.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
-    serve.add_argument("--max-length", type=_at_least(1), metavar="N", help="tokens of prompt and completion together")
-    serve.add_argument("--max-rows", type=_at_least(1), metavar="N", help="completions decoded together")
-    serve.add_argument("--max-tokens", type=_at_least(1), metavar="N", help="positions of keys and values in memory")
-    serve.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with the key that clients must send")
-    controlled = "let clients with the key pause the server and give it weights, by broadcast or from below DIR"
-    serve.add_argument("--control", type=Path, metavar="DIR", help=controlled)
-    watched = "a directory whose newest whole step-N is read as it appears"
-    serve.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
-    graced = "seconds to finish what is under way when asked to end (default: 30)"
-    serve.add_argument("--grace", type=_at_least(0), default=30, metavar="S", help=graced)
-    serve.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
-    serve.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    add("env", _env, "print versions and devices, for bug reports")
+    for name, (module, text) in ROOMS.items():
+        add(name, None, text).room = module
     return parser
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    """An argument's type: a whole number from `least` on. argparse tells of others."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
-        return int(text)
-
-    return read
-
-
-def _positive(text: str) -> float:
-    """An argument's type: a finite number above 0. argparse tells of others."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return value
 
 
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
@@ -326,66 +277,4 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     for text in texts:
         print(text.replace("\n", "\\n") if is_piped else text, flush=True)
-    return 0
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    from dtrain.rollout.evaluate import evaluate, read_reward
-    from dtrain.rollout.request import SamplingParams
-
-    report = evaluate(
-        arguments.directory,
-        arguments.data,
-        [read_reward(text) for text in arguments.reward or ["math_exact"]],
-        sampling=SamplingParams(
-            arguments.max_new_tokens,
-            arguments.temperature,
-            arguments.top_k,
-            arguments.top_p,
-            arguments.min_p,
-            stop=tuple(arguments.stop),
-        ),
-        samples=arguments.samples,
-        seed=arguments.seed,
-        limit=arguments.limit,
-        system=arguments.system,
-        chat_template=arguments.chat_template,
-        pass_reward=arguments.pass_reward,
-        reward_timeout=arguments.reward_timeout,
-        out=arguments.out,
-        max_rows=arguments.max_rows,
-        dtype=arguments.dtype,
-        device=arguments.device,
-    )
-    print(report.as_json() if arguments.json else report.as_table())
-    return 0
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from dtrain.rollout.serve.start import serve_directory
-
-    serve_directory(
-        arguments.directory,
-        host=arguments.host,
-        port=arguments.port,
-        name=arguments.name,
-        chat_template=arguments.chat_template,
-        max_length=arguments.max_length,
-        max_rows=arguments.max_rows,
-        max_tokens=arguments.max_tokens,
-        api_key_file=arguments.api_key_file,
-        control=arguments.control,
-        watch=arguments.watch,
-        grace=arguments.grace,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        say=lambda line: print(line, flush=True),
-    )
-    return 0
-
-
-def _env(arguments: argparse.Namespace) -> int:
-    from dtrain.environment import describe
-
-    print(describe())
     return 0

@@ -23,7 +23,7 @@ from dtrain import config
 from dtrain.checkpoint.hub import is_id
 from dtrain.cli import _parser, main
 from tests.pages import ROOT, Command
-from tests.rollout.serving import make_model, wait_until
+from tests.serve.serving import make_model, wait_until
 from tests.world import fork
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")

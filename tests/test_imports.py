@@ -16,8 +16,10 @@ PACKAGE = Path(dtrain.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("launch", "environment"),
+    ("serve", "evaluation", "versions"),
+    ("launch",),
     ("plan",),
+    ("remote", "environments"),
     ("preflight",),
     ("trainer",),
     ("resume",),
@@ -26,8 +28,12 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention",),
     ("parallel",),
-    ("batch", "orphans", "randomness", "addresses"),
+    ("batch", "orphans", "randomness", "addresses", "arguments"),
 )
+# Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
+ROOMS = {"plan", "remote", "environments", "serve", "evaluation", "versions"}
+# Files of the core that import one all the same.
+KNOWN = {("cli.py", "plan"), ("launch/rank.py", "plan")}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
 # a cache of data knows its files by checkpoint's digests.
@@ -35,11 +41,12 @@ DOORS = {
     ("models", "checkpoint"),
     ("checkpoint", "models"),
     ("data", "checkpoint"),
+    ("serve", "remote"),
     ("rollout", "models"),
     ("rollout", "checkpoint"),
     ("rollout", "data"),
 }
-KNOW_THE_RECIPE = {"cli", "launch", "plan", "preflight", "trainer", "resume", "methods", "policy"}
+KNOW_THE_RECIPE = {"cli", "launch", "preflight", "trainer", "resume", "methods", "policy"} | ROOMS
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
@@ -47,8 +54,8 @@ TORCH_FREE = """
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
     dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
-    dtrain.rollout.rewards.worker dtrain.rollout.http dtrain.rollout.ahead dtrain.rollout.shared_directory
-    dtrain.rollout.serve.answers dtrain.rollout.environments.worker
+    dtrain.rollout.rewards.worker dtrain.remote.http dtrain.remote.ahead dtrain.remote.shared_directory
+    dtrain.serve.answers dtrain.environments.worker
 """.split()
 
 
@@ -79,8 +86,18 @@ def test_imports_run_downwards():
         f"{path} imports {used}"
         for path, room, used in rooms_used()
         if used in FLOOR and not (FLOOR.get(room, len(FLOORS)) < FLOOR[used] or (room, used) in DOORS)
+        if used not in ROOMS or room in ROOMS
     ]
     assert not wrong
+
+
+def test_the_core_imports_no_room_beside_it():
+    found = set()
+    for path, tree in trees().items():
+        statements = ast.Module([node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        used = {name.split(".")[1] for name in imported(statements) if name.startswith("dtrain.")} & ROOMS
+        found |= {(str(path), room) for room in used if room_of(path) not in ROOMS}
+    assert found == KNOWN
 
 
 def test_only_the_upper_rooms_know_the_recipe():

@@ -18,7 +18,7 @@ from dtrain.plan.report import as_json, text
 from dtrain.preflight import preflight
 from dtrain.rollout.rewards.find import find
 from tests.checkpoint.processes import ROOT
-from tests.rollout.serving import make_model
+from tests.serve.serving import make_model
 from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
 

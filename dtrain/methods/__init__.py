@@ -3,7 +3,7 @@
 method                               what every method can do
 sft, dpo, grpo, distill              how each differs
 objective, precompute                dpo: what is minimised; the reference's sums, once
-collect, engines, episodes           grpo: a rollout, what draws and judges it, several turns
+collect, engines                     grpo: a rollout; what draws and judges it
 rollout_buffer, table                grpo: a rollout as tensors; on the terminal
 """
 

@@ -14,10 +14,8 @@ from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
 from dtrain.losses.advantages import advantages, soft_overlong_penalty, zero_variance_groups
-from dtrain.methods.engines import Draws
-from dtrain.methods.episodes import Episodes
+from dtrain.methods.engines import Draws, Plays
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.rollout.environments.episodes import longest_of
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
@@ -82,7 +80,7 @@ class Collector:
         rows: Rows,
         tokenizer: Tokenizer,
         rewards: Rewards | None,
-        episodes: Episodes | None,
+        episodes: Plays | None,
         max_length: int,
         seed: int,
         ask_stop: AskStop,
@@ -174,7 +172,7 @@ class Collector:
                 done.logprobs,
                 done.finish,
                 done.version,
-                longest=longest_of(done),
+                longest=done.longest,
             )
             for request, done in zip(requests, completions, strict=True)
         ]

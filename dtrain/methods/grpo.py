@@ -19,14 +19,12 @@ from dtrain.batch import IGNORE, Batch
 from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, GlobalBatch, PromptOptions, Rows, Tokenizer
 from dtrain.data.order import permute
-from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy import top_entropy_threshold
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
 from dtrain.methods.collect import Collector, Rollout, lengths_of
-from dtrain.methods.engines import open_engine, open_environments, open_rewards
-from dtrain.methods.episodes import Episodes
+from dtrain.methods.engines import open_engine, open_episodes, open_rewards
 from dtrain.methods.method import Method, Run
 from dtrain.methods.rollout_buffer import Buffer
 from dtrain.methods.table import SampleTable
@@ -121,7 +119,7 @@ class Grpo(Method):
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=open_rewards(section, run),
-            episodes=self._episodes(tokenizer, run) if section.environment is not None else None,
+            episodes=open_episodes(self.recipe, tokenizer, run),
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,
             ask_stop=run.ask_stop,
@@ -371,16 +369,3 @@ class Grpo(Method):
                 f"more than grpo.max_mismatch={most}: training on them would be wrong. {fix}; or raise "
                 "grpo.max_mismatch"
             )
-
-    def _episodes(self, tokenizer: Tokenizer, run: Run) -> Episodes:
-        section, limits = self.recipe.grpo, self.recipe.data
-        template = choose_template(
-            tokenizer.directory, tokenizer.special_tokens, limits.chat_template, limits.template_kwargs
-        )
-        return Episodes(
-            open_environments(section, run),
-            tokenizer,
-            template,
-            max_turns=section.max_turns,
-            max_length=limits.max_length,
-        )

@@ -4,14 +4,10 @@ request                            what an engine is asked for and gives back
 engine, native                     continuous batching on one rank; on a mesh
 sampling, stopping, budget         the next token; when a completion ends; how many rows at once
 sharing                            which rank does what
-http, dialects, wire               completions from servers; how each is asked
-ahead                              the next rollout while training goes on
-publish, weights                   new weights to servers; their buckets
-shared_directory                   weights in a directory that trainer and servers share
-rewards, environments              what completions earn; what answers them
+rewards                            what completions earn
 process, child                     the user's code in a process of its own, from outside and inside
-serve                              `dtrain serve`
-generate, evaluate                 completions in one call; `dtrain eval`
+weights                            weights on their way to another engine, in buckets
+generate                           completions in one call
 """
 
 from typing import Any

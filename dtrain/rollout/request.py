@@ -1,5 +1,6 @@
 """What an engine is asked for and what it gives back: token ids in, token ids and log-probabilities out. No torch."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -55,6 +56,11 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
     version: int | None = None
+
+    @property
+    def longest(self) -> float:
+        """Its tokens; infinite where it was cut, for nobody knows how long it would have been."""
+        return math.inf if self.finish == "length" else len(self.ids)
 
 
 def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:

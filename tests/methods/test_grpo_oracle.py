@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain import models
-from tests.rollout.serving import make_model
+from tests.serve.serving import make_model
 from tests.test_trainer import metrics, run, weights
 from tests.tiny import tiny_grpo
 

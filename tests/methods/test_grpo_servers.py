@@ -8,7 +8,7 @@ import pytest
 
 from dtrain.errors import Unavailable
 from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
-from tests.rollout.serving import Process, ask, controlled, key_file, make_model, wait_until
+from tests.serve.serving import Process, ask, controlled, key_file, make_model, wait_until
 from tests.test_trainer import assert_same, run
 from tests.tiny import tiny_grpo
 

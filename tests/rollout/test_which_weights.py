@@ -10,9 +10,9 @@ import transformers as hf
 
 from dtrain.checkpoint.export import export
 from dtrain.checkpoint.model_files import held_by
+from dtrain.remote.shared_directory import MARKER, mark, step_directory
 from dtrain.rollout.generate import load
-from dtrain.rollout.serve.server import Follower
-from dtrain.rollout.shared_directory import MARKER, mark, step_directory
+from dtrain.serve.server import Follower
 from tests.checkpoint.processes import checkpoints
 from tests.test_trainer import run
 from tests.tiny import tiny_recipe

@@ -1,0 +1,17 @@
+"""Completions in several turns: an environment answers each, until it is done.
+
+An environment is made for each completion by a function that a recipe names (`grpo.environment`),
+
+    make(row, seed) -> Environment
+
+row: the data's row, its prompt and columns; seed: a number of its own for each completion. The prompt is the data's;
+then `step` is given each completion's text, and `observe` says what the model reads next (`episodes.Environment`).
+
+All on one rank only.
+
+    play                            the completions of a training run in a recipe's environments
+    episodes                        completions and what stands between them, around an engine
+    observations                    what is read next, as tokens
+    stepping, worker                `Environments` asks them, in a process of their own
+    calls, crew                     there: what is asked of one; threads, which are given up where they hang
+"""

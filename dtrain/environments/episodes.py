@@ -1,0 +1,179 @@
+"""Episodes of several turns around an engine. Token-exact: nothing that was sampled is ever encoded again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from dtrain.environments.observations import Observation, Observations
+from dtrain.randomness import key
+from dtrain.rollout.request import Completion, Request, SamplingParams
+
+
+class Environment(Protocol):
+    """done: whether the episode is over; read after each step."""
+
+    done: bool
+
+    def step(self, completion: str) -> float | None:
+        """Take a completion's text, without special tokens. Returns what it earns, None for no opinion."""
+
+    def observe(self) -> Observation:
+        """What the model reads before its next completion: a text, which becomes a user's message where the prompt is
+        a conversation, or messages."""
+
+
+class Engine(Protocol):
+    """On a mesh collective: every rank passes all requests and gets all completions."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+@dataclass
+class Episode:
+    """What followed a prompt: completions and what the environment put between them.
+
+    ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
+    earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn; longest: tokens of the
+    longest, infinite where one was cut. finish: stop, the environment was done; length, a completion was cut or the
+    sequence is full; turns, there were as many as may be; lost, the environment failed, and earned is None since nobody
+    knows the whole of it. version: the oldest weights that a token was drawn with, where the engine knows.
+    """
+
+    prompt: Sequence[int]
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    earned: float | None = None
+    turns: int = 0
+    longest: float = 0
+    finish: Literal["stop", "length", "turns", "lost"] = "turns"
+    version: int | None = None
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Tokens of the model, with their log-probabilities, or of the environment."""
+        self.ids += ids
+        self.sampled += [logprobs is not None] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What environment `number` is given: a completion's text, and whether nothing is read after it."""
+
+    number: int
+    text: str
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment gave for one completion: what it earned, whether that was all, the ids that are read next
+    (none after the last). is_lost: nothing of that is known, or there will be no more."""
+
+    earned: float | None = None
+    done: bool = False
+    ids: Sequence[int] = ()
+    is_lost: bool = False
+
+
+class Steps(Protocol):
+    """Environments numbered as the requests are: `stepping.Environments`."""
+
+    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[Reply]:
+        """A reply to each turn. encode: ids of what was observed, from its place in `turns`; raises UserError."""
+
+
+def run_episodes(
+    engine: Engine,
+    requests: Sequence[Request],
+    environments: Steps | None,
+    observations: Observations,
+    *,
+    max_turns: int,
+    max_length: int,
+    first: Callable[[Callable[[], Any]], Any] = lambda act: act(),
+) -> list[Episode]:
+    """Runs an episode for each of N requests, all turns of one round in one call of the engine; in their order.
+
+    requests: the first turns; their SamplingParams are each turn's, cut to what max_length leaves of the sequence,
+    prompt included. A later turn has the same prompt_index and sample_index and the seed `turn_seed(seed, turn)`, so
+    that its draws depend on these and its own positions alone. environments: N; on other ranks than the one on which
+    `first` runs what it is given they are not read and may be None. first: runs a function on one rank and gives its
+    result on every rank (`Ranks.first`); once for each round.
+
+    A completion that was cut (finish "length") is still stepped, so that what it earned is known, and ends its episode
+    as cut even where the environment is done. An observation that leaves no room for a completion is left out. An
+    environment that is lost ends its episode behind the completion that it was given. Raises UserError as
+    `environments` does, and ValueError for a prompt that leaves no room.
+    """
+    episodes = [Episode(request.prompt) for request in requests]
+    full = [len(request.prompt) for request in requests if len(request.prompt) >= max_length]
+    if full:
+        raise ValueError(f"a prompt of {max(full)} tokens leaves no room within max_length={max_length}")
+    live = list(range(len(requests)))
+    for turn in range(max_turns):
+        if not live:
+            break
+        drawn = engine.generate([_turn(requests[one], episodes[one], turn, max_length) for one in live])
+        for one, completion in zip(live, drawn, strict=True):
+            _take(episodes[one], completion)
+
+        is_last_round = turn + 1 == max_turns
+
+        def answer(
+            live: list[int] = live, drawn: list[Completion] = drawn, is_last_round: bool = is_last_round
+        ) -> list[Reply]:
+            turns = [
+                Turn(one, observations.text_of(completion), is_last_round or completion.finish == "length")
+                for one, completion in zip(live, drawn, strict=True)
+            ]
+            return environments.step(turns, lambda place, seen: observations.encode(seen, drawn[place]))
+
+        going_on = []
+        for one, completion, reply in zip(live, drawn, first(answer), strict=True):
+            episode = episodes[one]
+            if reply.earned is not None:
+                episode.earned = (episode.earned or 0.0) + reply.earned
+            if reply.is_lost:
+                episode.earned, episode.finish = None, "lost"
+            elif completion.finish == "length":
+                episode.finish = "length"
+            elif reply.done:
+                episode.finish = "stop"
+            elif not is_last_round and len(reply.ids) >= _room(episode, max_length):
+                episode.finish = "length"
+            elif not is_last_round:
+                episode.add(reply.ids)
+                going_on.append(one)
+        live = going_on
+    return episodes
+
+
+def environment_seed(request: Request) -> int:
+    """The seed that a completion's environment is made with: the first 8 bytes of BLAKE2b of its seed and places."""
+    return key("environment", request.seed, request.prompt_index, request.sample_index) % 2**64
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn, counted from 0: the first has the request's own, so that an episode of one turn is what it
+    would be without an environment; later ones the first 8 bytes of BLAKE2b of "seed:turn"."""
+    return seed if turn == 0 else key(seed, turn) % 2**64
+
+
+def _room(episode: Episode, max_length: int) -> int:
+    return max_length - len(episode.prompt) - len(episode.ids)
+
+
+def _turn(request: Request, episode: Episode, turn: int, max_length: int) -> Request:
+    room = _room(episode, max_length)
+    sampling: SamplingParams = replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, room))
+    seed = turn_seed(request.seed, turn)
+    return replace(request, prompt=[*episode.prompt, *episode.ids], sampling=sampling, seed=seed)
+
+
+def _take(episode: Episode, completion: Completion) -> None:
+    episode.add(completion.ids, completion.logprobs)
+    episode.turns += 1
+    episode.longest = max(episode.longest, completion.longest)
+    known = [version for version in (episode.version, completion.version) if version is not None]
+    episode.version = min(known, default=None)

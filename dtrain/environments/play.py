@@ -1,0 +1,100 @@
+"""Completions in several turns: a recipe's environments, which rank 0 asks, around an engine that all ranks call."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.config.schema import Recipe
+from dtrain.data import Tokenizer
+from dtrain.data.template import ChatTemplate, choose_template
+from dtrain.environments.episodes import environment_seed, run_episodes
+from dtrain.environments.observations import Observations
+from dtrain.environments.stepping import Environments
+from dtrain.methods.engines import Draws
+from dtrain.methods.method import Run
+from dtrain.methods.rollout_buffer import Sample
+from dtrain.rollout.request import AskStop, Completion, Request
+
+
+@dataclass(frozen=True)
+class _AtVersion:
+    """An engine as the episodes call it."""
+
+    engine: Draws
+    version: int
+    ask_stop: AskStop | None
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.engine.generate(requests, self.version, self.ask_stop)
+
+
+class Episodes:
+    """Plays requests as episodes in environments, which ranks other than 0 do not have. Collective."""
+
+    def __init__(
+        self,
+        environments: Environments | None,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        max_turns: int,
+        max_length: int,
+    ):
+        self.environments, self.tokenizer, self.template = environments, tokenizer, template
+        self.max_turns, self.max_length = max_turns, max_length
+        self.ranks = Ranks()
+
+    def play(
+        self,
+        engine: Draws,
+        requests: Sequence[Request],
+        rows: Sequence[Mapping[str, Any]],
+        version: int,
+        ask_stop: AskStop | None = None,
+    ) -> list[Sample]:
+        """An episode for each request, whose data row the environment is made with; in their order. Raises UserError as
+        `environments` does, and Interrupted as `engine` does."""
+
+        def make() -> None:
+            seeds = [environment_seed(request) for request in requests]
+            self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
+
+        self.ranks.first(make)
+        is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
+        episodes = run_episodes(
+            _AtVersion(engine, version, ask_stop),
+            requests,
+            self.environments,
+            Observations(self.tokenizer, self.template if is_chat else None),
+            max_turns=self.max_turns,
+            max_length=self.max_length,
+            first=self.ranks.first,
+        )
+        if self.environments is not None:
+            self.environments.forget()
+        return [
+            Sample(one.prompt, one.ids, one.sampled, one.logprobs, one.finish, one.version, one.earned, one.longest)
+            for one in episodes
+        ]
+
+
+def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> Episodes:
+    """The environments of `recipe` in their own process, on rank 0 alone; the run closes it. Collective. Raises
+    UserError."""
+    section, data = recipe.grpo, recipe.data
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
+    opened: list[Environments] = []
+
+    def start() -> None:
+        environments = Environments(
+            section.environment,
+            timeout=section.environment_timeout,
+            threads=section.environment_threads,
+            say=run.metrics.say,
+        )
+        opened.append(run.stack.enter_context(environments))
+
+    Ranks().first(start)
+    environments = opened[0] if opened else None
+    return Episodes(environments, tokenizer, template, max_turns=section.max_turns, max_length=data.max_length)

@@ -1,0 +1,72 @@
+"""The command `dtrain eval`: its arguments, and what it does with them. No torch until it runs."""
+
+import argparse
+from pathlib import Path
+
+from dtrain.arguments import at_least
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
+    parser.add_argument(
+        "data", metavar="DATA", nargs="+", help="JSON lines (or CSV, parquet) of prompts, as GRPO's data"
+    )
+    judged = "a reward's name or import path, options as JSON after =; may be repeated (default: math_exact)"
+    parser.add_argument("--reward", action="append", metavar="FN[={...}]", help=judged)
+    parser.add_argument(
+        "--samples", type=at_least(1), default=1, metavar="N", help="answers to each prompt (default: 1)"
+    )
+    parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N prompts only")
+    parser.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
+    parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="default: 512")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="draw from those P times as likely as the first"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends an answer")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    passing = "the reward from which an answer passes, for pass@k (default: 1)"
+    parser.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help=passing)
+    timed = "seconds that a reward may take over 512 answers (default: 60)"
+    parser.add_argument("--reward-timeout", type=float, default=60.0, metavar="S", help=timed)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write each answer with its rewards as a JSON line")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.add_argument("--max-rows", type=at_least(1), metavar="N", help="answers decoded together")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the command out; its exit status."""
+    from dtrain.evaluation.evaluate import evaluate, read_reward
+    from dtrain.rollout.request import SamplingParams
+
+    report = evaluate(
+        arguments.directory,
+        arguments.data,
+        [read_reward(text) for text in arguments.reward or ["math_exact"]],
+        sampling=SamplingParams(
+            arguments.max_new_tokens,
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.min_p,
+            stop=tuple(arguments.stop),
+        ),
+        samples=arguments.samples,
+        seed=arguments.seed,
+        limit=arguments.limit,
+        system=arguments.system,
+        chat_template=arguments.chat_template,
+        pass_reward=arguments.pass_reward,
+        reward_timeout=arguments.reward_timeout,
+        out=arguments.out,
+        max_rows=arguments.max_rows,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    print(report.as_json() if arguments.json else report.as_table())
+    return 0

@@ -1,0 +1,263 @@
+"""From the trainer to the servers of an `HttpEngine`: new weights, by a shared directory or by a broadcast.
+
+Both are collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a
+UserError on every rank, after all of them have gathered every weight: none is left in a collective.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.addresses import own_address
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.checkpoint.ranks import Ranks
+from dtrain.errors import UserError
+from dtrain.remote.http import HttpEngine, Server
+from dtrain.remote.shared_directory import mark, prune, step_directory
+from dtrain.remote.wire import Refused, Unanswered
+from dtrain.rollout.weights import BUCKET_BYTES, MEETING, Info, WeightSource, buckets, flatten, weight_group
+
+
+class DirectoryPublisher:
+    """Writes `shared`/step-N, marked when it is whole, and has the servers read it.
+
+    shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
+    that the model came from. dtype: of the files (None: the model's). keep: how many step-N stay.
+    """
+
+    def __init__(
+        self,
+        shared: Path,
+        source: Path,
+        engine: HttpEngine | None,
+        *,
+        dtype: torch.dtype | None = None,
+        keep: int = 2,
+        ranks: Ranks | None = None,
+    ):
+        self.shared, self.source, self.engine = Path(shared).absolute(), source, engine
+        self.dtype, self.keep, self.ranks = dtype, keep, ranks or Ranks()
+
+    def publish(self, model: nn.Module, version: int) -> None:
+        """Collective; one all-gather per sharded tensor, as `write_directory`. Raises UserError where the directory
+        cannot be written or no server took it."""
+        directory = step_directory(self.shared, version)
+        write_directory(model, directory, self.source, self.dtype, replace=True, ranks=self.ranks)
+        self.ranks.first(lambda: self._announce(directory, version))
+
+    def _announce(self, directory: Path, version: int) -> None:
+        mark(directory)
+        self.engine.update_from_directory(directory, version)
+        prune(self.shared, version, self.keep)
+
+
+class StreamPublisher:
+    """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
+
+    address: this machine's, as the servers reach it (None: the one that the way to the first server starts from);
+    port: None takes a free one each time the group meets. device: where the tensors are; the group is nccl on CUDA,
+    else gloo, and the servers' must be of the same kind. For `dtrain serve`, and SGLang, whose words and group these
+    are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
+
+    The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
+    collective. Raises UserError for a server that takes no stream.
+    """
+
+    def __init__(
+        self,
+        engine: HttpEngine | None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        address: str | None = None,
+        port: int | None = None,
+        ranks: Ranks | None = None,
+    ):
+        self.engine, self.device, self.dtype = engine, torch.device(device), dtype
+        self.bucket_bytes, self.address, self.port, self.ranks = bucket_bytes, address, port, ranks or Ranks()
+        self._group: Any = None
+        self._members: list[Server] = []
+        self._meetings = 0
+        self._abandoned: list[Any] = []  # groups with a message that nobody takes: collecting one waits for it
+        self.ranks.first(self._check)
+
+    def publish(self, source: WeightSource, version: int) -> None:
+        """Collective; the all-gathers of `source.full_tensors`. Raises UserError where no server can take part, or one
+        breaks off under way; such a server decodes nothing until it got a whole version."""
+        info = source.prepare_refit_info(self.dtype)
+        self.ranks.first(lambda: self._meet(info))
+        parts = buckets(info, self.bucket_bytes)
+        problem: Exception | None = None
+        for names in parts:
+            full = [tensor for _, tensor in source.full_tensors(self.dtype, names)]
+            if self.ranks.is_first and problem is None:
+                last = version if names is parts[-1] else None
+                problem = _attempt(self._send, info, names, full, last)
+            del full
+        self.ranks.first(lambda: self._conclude(version, problem))
+
+    def close(self) -> None:
+        """Leave the group. No collective."""
+        for server in self._members:
+            _attempt(self._post, server, "/destroy_weights_update_group", {"group_name": self._name})
+        self._group, self._members = None, []
+
+    def _check(self) -> None:
+        for server in self.engine.servers:
+            if not server.dialect.streams:
+                raise UserError(
+                    f"{server.wire.url} is a {server.dialect.name} server, which takes no streamed weights from "
+                    "dtrain; publish by a shared directory"
+                )
+
+    @property
+    def _name(self) -> str:
+        return f"weights-{self._meetings}"
+
+    def _meet(self, info: Info) -> None:
+        alive = [server for server in self.engine.servers if self._is_alive(server)]
+        if not alive:
+            raise UserError(f"no server is there to take weights: {', '.join(s.wire.url for s in self.engine.servers)}")
+        if self._group is None or alive != self._members:
+            self.close()
+            self._form(alive, info)
+        problem = self._on_members("pause")
+        if problem is not None:
+            self._on_members("resume")
+            raise UserError(str(problem))
+
+    def _on_members(self, what: str) -> Exception | None:
+        """Pause or resume every member; the first error."""
+        problems = [_attempt(getattr(server.dialect, what), partial(self._post, server)) for server in self._members]
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _form(self, servers: list[Server], info: Info) -> None:
+        for server in servers:
+            if server.dialect.name == "dtrain":
+                self._post(server, "/check_weights", _described(info, list(info)))
+        self._meetings += 1
+        address = self.address or own_address(servers[0].wire.host, 9) or socket.gethostname()
+        port = self.port or _free_port(address)
+        sizes = [self._ranks_of(server) for server in servers]
+        size = 1 + sum(sizes)
+        meeting = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": size,
+            "group_name": self._name,
+            "backend": "nccl" if self.device.type == "cuda" else "gloo",
+        }
+        posts = []
+        for index, server in enumerate(servers):
+            body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
+            posts.append(_in_thread(self._post, server, "/init_weights_update_group", body))
+        joined = _in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
+        try:
+            _first_error([*posts, joined])
+        except RuntimeError as error:  # torch's word for peers that do not come
+            raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
+        self._group, self._members = joined.result(), servers
+
+    def _send(self, info: Info, names: list[str], full: list[Tensor], version: int | None) -> None:
+        body = {**_described(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
+        if version is not None:
+            body["weight_version"] = str(version)
+        path = "/update_weights_from_distributed"
+        posts = [_in_thread(self._post, server, path, body) for server in self._members]
+        message = flatten(full)
+        sent = self._group.broadcast(message, 0)
+        try:
+            _first_error(posts)
+        except UserError:
+            self._abandoned.append((self._group, sent, message))
+            self._group = None
+            raise
+        sent.wait()
+
+    def _conclude(self, version: int, problem: Exception | None) -> None:
+        resumed = self._on_members("resume")
+        problem = problem or resumed
+        for server in self.engine.servers:
+            server.behind = None if server in self._members and problem is None else str(problem or "it was not there")
+            if server.behind is None:
+                server.version, server.failures, server.rest_until = version, 0, 0.0
+        if problem is not None:
+            raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
+
+    def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:
+        """One call without a second try: a broadcast has none either."""
+        try:
+            answer = server.wire.post(path, body, self.engine.timeout)
+        except (Unanswered, Refused) as error:
+            raise UserError(f"{server.wire.url}{path}: {error}") from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise UserError(f"{server.wire.url}{path}: {answer.get('message')}")
+        return answer
+
+    def _is_alive(self, server: Server) -> bool:
+        try:
+            server.wire.get("/v1/models", 10.0)
+        except (Unanswered, Refused) as error:
+            self.engine.say(f"{server.wire.url} takes no part in this update: {error}")
+            return False
+        return True
+
+    def _ranks_of(self, server: Server) -> int:
+        if server.dialect.name == "dtrain":
+            return 1
+        try:
+            return int(server.wire.get("/get_server_info", 10.0).get("tp_size", 1))
+        except (Unanswered, Refused) as error:
+            raise UserError(f"{server.wire.url}/get_server_info: {error}") from error
+
+
+def _described(info: Info, names: list[str]) -> dict[str, Any]:
+    return {
+        "names": names,
+        "dtypes": [str(info[name][1]).removeprefix("torch.") for name in names],
+        "shapes": [list(info[name][0]) for name in names],
+    }
+
+
+def _attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
+    """Why `act` failed, for reasons that lie with a server or the network; else None."""
+    try:
+        act(*arguments)
+    except (UserError, RuntimeError) as error:  # RuntimeError: torch's word for a peer that is gone
+        return error
+    return None
+
+
+def _in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
+    """The outcome of `act` in a thread that nobody has to wait for."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except (UserError, RuntimeError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="publish", daemon=True).start()
+    return future
+
+
+def _first_error(futures: list[Future]) -> None:
+    """Wait for all, or raise the first error as it comes."""
+    done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

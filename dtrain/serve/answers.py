@@ -1,0 +1,123 @@
+"""Completions to what OpenAI's API answers, whole or as server-sent events. No torch.
+
+Beside OpenAI's fields a choice has vLLM's `stop_reason`, `token_ids` and `prompt_token_ids` where they were asked for,
+and dtrain's `weight_version`: the oldest version of the weights that drew one of its tokens.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain.data.tokenizer import Tokenizer
+from dtrain.rollout.request import Request
+from dtrain.serve.protocol import Ask
+from dtrain.serve.text import TextStream
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of request `index`, all or further ones; finish: None while more may come."""
+
+    index: int
+    ids: list[int]
+    logprobs: list[float]
+    finish: str | None
+    version: int
+
+
+@dataclass
+class Answer:
+    """The answer to one `Ask`: `whole` from each request's one piece, or `event` by event."""
+
+    ask: Ask
+    tokenizer: Tokenizer
+    model: str
+    id: str = field(init=False)
+    created: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._texts = [self._text_stream(request) for request in self.ask.requests]
+        self._given = [0] * len(self.ask.requests)  # tokens of each request
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The body of the answer; `pieces`: one for each request, in any order."""
+        choices = [self._choice(piece, "message") for piece in sorted(pieces, key=lambda piece: piece.index)]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+
+    def event(self, piece: Piece) -> bytes:
+        """One server-sent event, or nothing where the piece adds nothing that a client may see yet."""
+        choice = self._choice(piece, "delta")
+        text = choice["delta"].get("content") if self.ask.chat else choice["text"]
+        if not (text or choice["finish_reason"] or self.ask.logprobs or self.ask.token_ids):
+            return b""
+        return _event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def last_events(self) -> bytes:
+        """What ends the stream."""
+        if not self.ask.usage:
+            return DONE
+        return _event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}) + DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        kind = kind if self.ask.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(request.prompt) for request in self.ask.requests[:: self.ask.samples])
+        given = sum(self._given)
+        return {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
+
+    def _choice(self, piece: Piece, speech: str) -> dict[str, Any]:
+        stream = self._texts[piece.index]
+        is_first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        self._given[piece.index] += len(piece.ids)
+        text = stream.push(piece.ids, last=piece.finish is not None)
+        choice: dict[str, Any] = {"index": piece.index}
+        if self.ask.chat:
+            choice[speech] = {"role": "assistant", "content": text} if is_first else {"content": text}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs(piece) if self.ask.logprobs else None
+        choice["finish_reason"] = piece.finish
+        choice["stop_reason"] = self._stop_reason(piece, stream)
+        if self.ask.token_ids:
+            choice["token_ids"] = piece.ids
+            if is_first:
+                choice["prompt_token_ids"] = list(self.ask.requests[piece.index].prompt)
+        choice["weight_version"] = piece.version
+        return choice
+
+    def _stop_reason(self, piece: Piece, stream: TextStream) -> str | int | None:
+        if piece.finish != "stop" or stream.stopped is not None:
+            return stream.stopped
+        return piece.ids[-1] if piece.ids and piece.ids[-1] not in self.ask.eos_ids else None
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        tokens = [f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one]) for one in piece.ids]
+        if self.ask.chat:
+            pairs = zip(tokens, piece.logprobs, strict=True)
+            content = [
+                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, logprob in pairs
+            ]
+            return {"content": content}
+        return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": None}
+
+    def _text_stream(self, request: Request) -> TextStream:
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+        return TextStream(decode, request.sampling.stop, self.ask.keep_stop)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"

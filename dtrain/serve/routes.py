@@ -1,0 +1,133 @@
+"""What each route does, and who may call it: told by a request's head alone, before its body is read."""
+
+import hmac
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtrain.serve.connection import Head
+from dtrain.serve.fields import IGNORED, ApiError, Field, check
+from dtrain.serve.protocol import Ask, Parser
+from dtrain.serve.updates import Updates
+from dtrain.serve.worker import MODES, Worker
+
+ASK_BYTES = 1 << 23  # of the body of a completion: a million token ids
+CONTROL_BYTES = 1 << 24  # names and shapes of all tensors
+PAUSE = {"mode": Field(str, "abort", among=(*MODES, "in_place")), "clear_cache": IGNORED}
+_HOST = re.compile(r"(\[.*\]|[^:]*?)\.?(:[0-9]*)?")
+_JSON = re.compile(r"application/json(\s*;\s*charset=\"?utf-8\"?)?")
+
+Act = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Service:
+    """What the routes do, and for whom. `get`, `ask` and `control` are what paths do; control, which pauses the server
+    and changes its weights, is there where `updates` has a root, and needs a key.
+
+    key: what clients must send as `Authorization: Bearer`, or None. hosts: the names in a request's `Host` that are
+    served without a key.
+    """
+
+    def __init__(self, parser: Parser, worker: Worker, updates: Updates, key: str | None, hosts: set[str]):
+        self.parser, self.worker, self.updates, self.key, self.hosts = parser, worker, updates, key, hosts
+        self.has_control = key is not None and updates.root is not None
+        self.started = int(time.time())
+        self.get: dict[str, Act] = {
+            "/health": lambda body: self.health(),
+            "/v1/models": lambda body: self.models(),
+            "/weight_info": lambda body: {"weight_version": worker.version},
+            "/get_world_size": lambda body: {"world_size": 1},
+            "/is_paused": lambda body: {"is_paused": worker.paused},
+        }
+        self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {
+            "/v1/completions": parser.completion,
+            "/v1/chat/completions": parser.chat,
+        }
+        self.control: dict[str, Act] = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/pause_generation": self.pause,
+            "/continue_generation": self.resume,
+            "/flush_cache": self.flush,
+            "/update_weights_from_disk": updates.from_disk,
+            "/init_weights_update_group": updates.meet,
+            "/destroy_weights_update_group": updates.part,
+            "/update_weights_from_distributed": updates.receive,
+            "/check_weights": updates.check,
+            "/weight_checker": updates.checksums,
+        }
+
+    def admit(self, head: Head) -> None:
+        """Raises ApiError where a request may not be, by its head alone: the key comes first, the body's size last."""
+        self._check_caller(head)
+        path, headers = head.path, head.headers
+        if head.method not in ("GET", "POST"):
+            known = head.method in ("HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT")
+            raise ApiError(405 if known else 501, f"this server takes GET and POST, not {head.method}")
+        if path in self.control and not self.has_control:
+            raise ApiError(404, f"{path} is not served: start it with --control DIR and --api-key-file FILE")
+        if path in self.control and "origin" in headers:
+            raise ApiError(403, f"{path} is not for pages in a browser")
+        routes = [*self.get, *self.ask, *(self.control if self.has_control else ())]
+        if path not in routes:
+            raise ApiError(404, f"there is no {path[:80]} here, only {', '.join(routes)}")
+        if (path in self.get) != (head.method == "GET"):
+            raise ApiError(405, f"{path} wants {'GET' if path in self.get else 'POST'}")
+        if path in self.get and head.length:
+            raise ApiError(400, f"{path} takes no body")
+        kind, coding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
+        if head.length and not (_JSON.fullmatch(kind.lower()) and coding.lower() == "identity"):
+            what = f"not {kind[:80]!r} and {coding[:80]!r}"
+            raise ApiError(415, f"send a body as Content-Type: application/json, without Content-Encoding, {what}")
+        most = ASK_BYTES if path in self.ask else CONTROL_BYTES
+        if head.length > most:
+            raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
+
+    def _check_caller(self, head: Head) -> None:
+        if self.key is None:  # a page may lead its visitors' browsers here by a name of its own
+            host = _HOST.fullmatch(head.headers.get("host", "localhost").lower())
+            if host is None or host[1] not in self.hosts:
+                raise ApiError(403, f"the header Host must be one of {', '.join(sorted(self.hosts))}")
+            return
+        scheme, _, given = head.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
+        if not is_right and head.path != "/health":
+            raise ApiError(401, "the key is wrong or missing: send `Authorization: Bearer KEY`")
+
+    def health(self) -> dict[str, Any]:
+        if self.worker.failure is not None:
+            raise ApiError(503, self.worker.failure)
+        if self.worker.torn:
+            raise ApiError(503, "an update of the weights began and did not end")
+        running, waiting = self.worker.load
+        return {
+            "status": "paused" if self.worker.paused else "ok",
+            "weight_version": self.worker.version,
+            "running": running,
+            "waiting": waiting,
+        }
+
+    def models(self) -> dict[str, Any]:
+        card = {
+            "id": self.parser.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "dtrain",
+            "max_model_len": self.parser.max_length,
+        }
+        return {"object": "list", "data": [card]}
+
+    def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """{"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""
+        self.worker.pause(check(body, PAUSE)["mode"].replace("in_place", "keep"))
+        return {"status": "paused"}
+
+    def resume(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        check(body, {})
+        self.worker.resume()
+        return {"status": "resumed"}
+
+    def flush(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        check(body, {"timeout": IGNORED})
+        return {"success": True, "message": "no keys outlive their completion"}
