@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from dtrain.evaluate import pass_at, read_reward
+from dtrain.evaluation.evaluate import pass_at, read_reward
 
 from dtrain import models
 from dtrain.cli import main
