@@ -1,7 +1,8 @@
 """The lanes of the tests: which cases run, and what of them a change asks for. tools/test names each.
 
 fast     no processes and no whole runs
-usual    every case but those marked `full`, and one of SLICES slices of these: the day's, or that of `--slice K`
+usual    a slice of the matrices, the day's or that of `--slice K`, and everything else. Of the cases marked `full` one
+         in SLICES runs, of a test that starts processes FEW cases; the others run on other days
 all      everything
 
 `--changed REV` keeps, of a lane, the files that depend on what has changed since the commit REV; imports tell.
@@ -11,12 +12,14 @@ import datetime
 import gc
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
 
 from tests.depends import changed_since, dependent_tests, starters
 
 SLICES = 28  # each case that is marked `full` comes up once in four weeks
+FEW = 4  # cases a day of a test that starts processes: all of its cases come up within days
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # audit events
 
 
@@ -34,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     lane, chosen = config.getoption("lane"), _slice(config)
-    more = f", with slice {chosen} of {SLICES} of the full matrices (--slice {chosen} repeats it)"
+    more = f", slice {chosen} of {SLICES} (--slice {chosen} repeats it)"
     terminalreporter.write_line(f"lane: {lane}{more if lane == 'usual' else ''}")
 
 
@@ -43,15 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     depending = None
     if rev := config.getoption("changed"):
         depending = dependent_tests(config.rootpath, changed_since(config.rootpath, rev))
-    starting = {path: starters(path) for path in {item.path for item in items}} if lane == "fast" else {}
+    starting = {path: starters(path) for path in {item.path for item in items}}
+    resting = _resting(items, starting, chosen) if lane == "usual" else set()
 
     def runs(item: pytest.Item) -> bool:
-        if depending is not None and item.path not in depending:
+        if depending is not None and item.path not in depending or item in resting:
             return False
         full = item.get_closest_marker("full") is not None
         if lane == "fast":
-            return not full and not item.get_closest_marker("processes") and not _needs(item) & starting[item.path]
-        return lane == "all" or not full or zlib.crc32(item.nodeid.encode()) % SLICES == chosen
+            return not full and not _starts(item, starting)
+        return lane == "all" or not full or _number(item) % SLICES == chosen
 
     kept = [item for item in items if runs(item)]
     if len(kept) < len(items):
@@ -64,9 +68,29 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: a collection before each fork would look at it again, and take longer than it
 
 
-def _needs(item: pytest.Item) -> set[str]:
-    """The names of a test and its fixtures."""
-    return {getattr(item, "originalname", item.name), *getattr(item, "fixturenames", ())}
+def _resting(items: list[pytest.Item], starting: dict[Path, frozenset[str]], chosen: int) -> set[pytest.Item]:
+    """Of each test that starts processes, the cases beyond FEW: those of other days."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is None and _starts(item, starting):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    found = set()
+    for of_test in cases.values():
+        days = -(-len(of_test) // FEW)
+        of_test.sort(key=_number)
+        found |= {item for index, item in enumerate(of_test) if index % days != chosen % days}
+    return found
+
+
+def _number(item: pytest.Item) -> int:
+    """The same for a case wherever it runs."""
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _starts(item: pytest.Item, starting: dict[Path, frozenset[str]]) -> bool:
+    """Whether a test, or a fixture of it, starts a process or a whole run."""
+    names = {item.originalname, *item.fixturenames}
+    return item.get_closest_marker("processes") is not None or bool(names & starting[item.path])
 
 
 def _slice(config: pytest.Config) -> int:

@@ -8,10 +8,10 @@ from statistics import fmean
 
 import pytest
 import torch
-from dtrain.evaluation.evaluate import pass_at, read_reward
 
 from dtrain import models
 from dtrain.cli import main
+from dtrain.evaluation.evaluate import pass_at, read_reward
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 from tests.serve.serving import make_model, naive
