@@ -1,7 +1,6 @@
 """Attention: what a query may see, what computes it, and the keys kept while generating.
 
-mask           which keys a query may see
-kernels        what computes attention, and the choice of it
+kernels        which keys a query may see, what computes attention, and the choice of it
 varlen         packed rows on CUDA, by variable-length flash attention
 blocks         queries over one block of keys, and merging blocks
 context, ring  context parallel: keys gathered, or passed from rank to rank

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.kernels import Kernel
-from dtrain.attention.mask import Visibility
+from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.parallel.layout import gather_sequence
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dtrain.attention.blocks import CpuFlash
 from dtrain.attention.cache import KeyValues, Place, Shelf
-from dtrain.attention.kernels import KERNELS
-from dtrain.attention.mask import Visibility, additive
+from dtrain.attention.kernels import KERNELS, Visibility, additive
 
 Part = tuple[Tensor, Tensor, Tensor]
 

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.blocks import Blocks, blocks_for, merge
 from dtrain.attention.context import gather_keys
-from dtrain.attention.kernels import Kernel
-from dtrain.attention.mask import Visibility, additive
+from dtrain.attention.kernels import Kernel, Visibility, additive
 from dtrain.parallel.layout import shard_sequence
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from dtrain.attention.kernels import Abilities, Block, Kernel, SdpaKernel
-from dtrain.attention.mask import Visibility
+from dtrain.attention.kernels import Abilities, Block, Kernel, SdpaKernel, Visibility
 
 HALF = (torch.bfloat16, torch.float16)
 _PROVED_WITH = ((1, 63, 64, 128), (200, 56))  # documents of two rows of 256

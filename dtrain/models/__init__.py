@@ -5,7 +5,7 @@
     config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
     registry                     from a `ModelConfig` to a model
     llama, qwen, gemma3          the families
-    layers, functions, rope      what they are made of
+    layers, functions            what they are made of; norms, activations, rotary embedding
     init                         starting values
 """
 

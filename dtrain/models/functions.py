@@ -1,10 +1,15 @@
-"""Norms and gated activations that keep less for the backward than autograd would.
+"""What layers compute: norms and gated activations that keep little for the backward, and rotary position embedding.
 
 On a CPU torch has no fused RMSNorm, and its composite keeps two tensors of the input's size and takes three times as
 long; the gate recomputes its activation instead of keeping it. Both are elementwise plus reductions over the last
 dimension, so they run on DTensors sharded elsewhere, under activation checkpointing and under torch.compile.
+
+Rotary position embedding (arXiv:2104.09864) has its tables made once per forward. Frequencies follow transformers
+operation by operation: far positions multiply their last bit into the angle, so another order of the same formula gives
+other logits at 100,000 tokens.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dtrain.models.rope_config import Rope
 
 aten = torch.ops.aten
 
@@ -84,3 +91,62 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         up_grad = ctx.activation.forward(gate).mul_(grad)
         return ctx.activation.backward(grad * up, gate), up_grad, None
+
+
+def frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """[head_dim / 2] radians per position in `dtype` (float32 or float64), on the CPU."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / head_dim
+    powers = rope.theta**exponents
+    plain = 1.0 / powers
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, powers, head_dim)
+    return plain
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended (Llama 3.1's model card)."""
+    wavelength = 2 * math.pi / plain
+    length, low, high = rope.original_max_positions, rope.low_freq_factor, rope.high_freq_factor
+    is_long, is_short = wavelength > length / low, wavelength < length / high
+    share = (length / wavelength - low) / (high - low)
+    blended = (1 - share) * plain / rope.factor + share * plain
+    return torch.where(is_long, plain / rope.factor, torch.where(is_short, plain, blended))
+
+
+def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:
+    """Dimensions that turn often are kept, those that turn seldom interpolated (arXiv:2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        length = rope.original_max_positions
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=powers.dtype) - low) / (high - low), 0, 1)
+    keep = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def tables(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sign·sin, each [B or 1, S, 1, head_dim] in `dtype`, for positions [B or 1, S]; `rotate` wants both.
+
+    Computed in max(float32, dtype).
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    turn = frequencies(rope, head_dim, wide).to(positions.device, non_blocking=True)
+    angles = positions[..., None].to(wide) * turn  # [B, S, head_dim / 2]
+    cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
+    return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """x [B, S, H, hd] with its halves (x1, x2) turned: (x1·cos − x2·sin, x2·cos + x1·sin)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)

@@ -13,7 +13,7 @@ from dtrain.attention.decode import Cached
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import rms_norm
 from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Rotary
-from dtrain.parallel.local import LocalParameters
+from dtrain.parallel.placement import LocalParameters
 
 
 class Gemma3RMSNorm(LocalParameters, nn.Module):

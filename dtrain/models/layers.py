@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
-from dtrain.attention.kernels import Kernel
-from dtrain.attention.mask import Visibility
+from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.models.config import SLIDING, ModelConfig
-from dtrain.models.functions import ACTIVATIONS, gated, rms_norm
-from dtrain.models.rope import rotate, tables
-from dtrain.parallel.local import LocalParameters
+from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
+from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import gather_vocabulary
 
 Rotary = tuple[Tensor, Tensor]

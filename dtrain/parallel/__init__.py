@@ -4,8 +4,8 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
 
     runtime, mesh            a rank's place; the device mesh
     fits                     which tp sizes a model allows
-    tensor, apply, local     tensor parallel: styles, a plan of them applied, modules that compute with their part
-    fsdp, placement, grads   FSDP2; which slice a rank holds; the gradient's norm
+    tensor, apply            tensor parallel: styles, a plan of them applied
+    fsdp, placement, grads   FSDP2; which slice a rank holds and computes with; the gradient's norm
     layout, collectives      head-tail pieces of a sequence; collectives with derivatives
     context, thd             context parallel for users; packed batches as one run of tokens
     checkpointing            activations computed again

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.errors import UserError
-from dtrain.parallel.local import LocalParameters
+from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import STYLES, Style, TensorParallel, replicated
 
 Plan = Mapping[str, str | Style | ParallelStyle]

@@ -1,9 +1,12 @@
-"""Which global slice of a parameter this rank holds: the one answer that reading, initialising and saving share.
+"""A rank's part of a parameter: which global slice it is, and how a module computes with it.
 
 DTensor's own `compute_local_shape_and_global_offset` is wrong for some uneven FSDP×TP shards, so the arithmetic is
-ours: a dimension is first cut by the plain `Shard`s in mesh order (tensor parallel), then by FSDP's `_StridedShard`,
-each into chunks of ceil(n / k), the last ones shorter or empty.
+ours, and reading, initialising and saving share it: a dimension is first cut by the plain `Shard`s in mesh order
+(tensor parallel), then by FSDP's `_StridedShard`, each into chunks of ceil(n / k), the last ones shorter or empty.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -57,3 +60,37 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     if held != shape:
         raise ValueError(f"placements {tensor.placements} of {tuple(tensor.shape)} say {held}, the rank holds {shape}")
     return tuple(slice(start, end) for start, end in bounds)
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """How a module reads a parameter placed on the tp mesh.
+
+    grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
+    """
+
+    grad: Placement
+    of: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, parameter: DTensor) -> Tensor:
+        if parameter.device_mesh.ndim != 1:
+            raise RuntimeError(
+                "a tensor-parallel module was used outside the forward of its FSDP root, where its weights are shards: "
+                "call the model, or a method registered with register_fsdp_forward_method"
+            )
+        local = parameter.to_local(grad_placements=[self.grad])
+        return local if self.of is None else self.of(local)
+
+
+class LocalParameters:
+    """Beside nn.Module among a module's bases: `local(name)` is the plain tensor that this rank computes with.
+
+    `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
+    """
+
+    local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
+
+    def local(self, name: str) -> Tensor | None:
+        parameter = self._parameters[name]
+        view = self.local_views.get(name)
+        return parameter if view is None or parameter is None else view(parameter)

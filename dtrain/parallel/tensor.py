@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
-from dtrain.parallel.local import LocalView
-from dtrain.parallel.placement import chunk_bounds
+from dtrain.parallel.placement import LocalView, chunk_bounds
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import Block, SdpaKernel
-from dtrain.attention.mask import Visibility
+from dtrain.attention.kernels import Block, SdpaKernel, Visibility
 from dtrain.attention.varlen import HALF, Documents, VarlenKernel
 from dtrain.batch import Batch, pad_stream
 from dtrain.parallel.layout import shard_sequence

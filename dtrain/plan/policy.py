@@ -10,7 +10,7 @@ from dtrain.attention.kernels import SdpaKernel
 from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.models.config import ModelConfig
-from dtrain.optim import build_optimizer
+from dtrain.optim import LossScale, build_optimizer
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.plan.kernels import Planned, PlannedSdpa, PlannedVarlen
@@ -21,7 +21,6 @@ from dtrain.policy import Policy
 from dtrain.policy.build import lay_out, wants_varlen
 from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.score import Scorer
-from dtrain.policy.step import LossScale
 from dtrain.policy.teacher import Teacher
 
 

@@ -2,8 +2,7 @@
 
 policy                the one object through which trainer and methods train
 build, precision      from a recipe to a model on its mesh; its dtypes
-streams               a caller's batch at the door
-step, batching        one optimizer step; micro-batches
+batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model
 memory, weights       weights moved away and back; given to whoever generates

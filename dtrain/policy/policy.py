@@ -1,7 +1,7 @@
 """Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
 
 The path of a batch: host rows of this dp rank → `batching.assemble` → counts over all ranks → `score.Scorer.at_head`
-per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `step.Updater`.
+per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward → `optim.Updater`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,18 +25,16 @@ from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer,
 from dtrain.config.schema import Recipe
 from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
-from dtrain.optim import build_optimizer, build_scheduler
+from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy.batching import Batching, Fixed, MicroBatch, assemble, row_lengths, scatter
+from dtrain.policy.batching import Batching, Fixed, MicroBatch, Taken, assemble, row_lengths, scatter, take
 from dtrain.policy.build import build_model
 from dtrain.policy.memory import Memory
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Loss, Scorer
-from dtrain.policy.step import LossScale, Updater
-from dtrain.policy.streams import Taken, take
 from dtrain.policy.weights import WeightsOut
 
 

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import KERNELS
-from dtrain.attention.mask import Visibility
+from dtrain.attention.kernels import KERNELS, Visibility
 from dtrain.attention.ring import RingKernel
 from dtrain.parallel.layout import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible

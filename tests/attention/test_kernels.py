@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, choose_kernel
-from dtrain.attention.mask import Visibility
+from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Visibility, choose_kernel
 from dtrain.errors import UserError
 
 
@@ -19,7 +18,7 @@ def written_out(q, k, v, seen, scale):
 
 
 def brute_force(visibility, rows):
-    """[B, Q, K] from the sentence in mask.py, one pair at a time."""
+    """[B, Q, K] from the sentence in kernels.py, one pair at a time."""
     seen = torch.zeros(rows, visibility.queries, visibility.keys, dtype=torch.bool)
     for b in range(rows):
         for i in range(visibility.queries):

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dtrain.models.config import FULL, SLIDING, parse_config
-from dtrain.models.rope import frequencies, rotate, tables
+from dtrain.models.functions import frequencies, rotate, tables
 from tests.models.oracle import VARIANTS
 from tests.models.published import PUBLISHED
 

@@ -8,11 +8,11 @@ from dtrain.config import sizes
 from dtrain.errors import UserError
 from dtrain.methods.sft import Sft
 from dtrain.models.config import read_config
+from dtrain.optim import LossScale
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.step import LossScale
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
