@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtrain import config, data, metrics, resume
+from dtrain import config, metrics, resume
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.files import refuse_unwritable, replace_text
 from dtrain.checkpoint.model_files import held_by
@@ -30,6 +30,7 @@ from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import BEST, SCHEDULES, Recipe
+from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, Run
 from dtrain.models.config import read_config
@@ -80,7 +81,7 @@ class Trainer:
         self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
-        self.tokenizer = data.Tokenizer.from_directory(recipe.model.path)
+        self.tokenizer = Tokenizer.from_directory(recipe.model.path)
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.path)
         self.method = METHODS[recipe.method](recipe)
@@ -151,7 +152,7 @@ class Trainer:
     def loop(self, start: Start) -> None:
         """Train from `start` to the last step, saving and validating on the way; the export at the end."""
         recipe, every = self.recipe, self.recipe.checkpoint.every
-        batches = self.method.batches(self.policy, self.rows, data.Cursor(*start.cursor))
+        batches = self.method.batches(self.policy, self.rows, Cursor(*start.cursor))
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
         if signum := self._agreed_signal():
@@ -191,7 +192,7 @@ class Trainer:
         """Whatever the method needs for the next step. Where that fails, or is given up for a signal, the steps so far
         are saved first."""
         try:
-            self.method.before_step(data.Cursor(*self.start.cursor))
+            self.method.before_step(Cursor(*self.start.cursor))
         except Unavailable as error:
             saved = self._save_last(step, saved)
             raise Unavailable(f"{error}\n{self._farewell(step, saved)}" if step else str(error)) from error
@@ -243,10 +244,10 @@ class Trainer:
         is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
         return self.recipe.checkpoint.export != "none" and is_due
 
-    def _open_rows(self, split: str) -> data.Rows:
+    def _open_rows(self, split: str) -> Rows:
         """The rows of data.train or data.val; the first process to come tokenises, the others wait for its cache."""
         recipe, is_main = self.recipe, self.runtime.is_main
-        return data.open_rows(
+        return open_rows(
             recipe.data,
             split=split,
             tokenizer=self.tokenizer,
@@ -263,7 +264,7 @@ class Trainer:
         """The step that `train.epochs` ends with: those of the start and what is left. Where the start was saved with
         other epochs or another global_batch, its rows are not step × batch."""
         saved = self.start.state["method"] if self.start.state else {}
-        return self.start.step + self.method.steps_left(self.rows, data.Cursor(*self.start.cursor), saved)
+        return self.start.step + self.method.steps_left(self.rows, Cursor(*self.start.cursor), saved)
 
     def _log(self, step: int, epoch: float, result: dict, began: float, data_time: float) -> None:
         """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
