@@ -6,7 +6,8 @@ last line, which stands beside:
     cli                      the `dtrain` command
     launch, environment      the start of a run, on one machine or many; versions for a bug report
     plan                     what each rank would hold and send, without a GPU
-    preflight                what is wrong before anything starts
+    preflight, preview       what is wrong before anything starts; rows as the model sees them
+    check                    what must hold between a recipe's keys
     trainer, resume          the loop; where it starts
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
     models, rollout          the families; completions and rewards
@@ -15,7 +16,7 @@ last line, which stands beside:
     attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
     batch                    the batch contract
     addresses, orphans       where sockets listen; children that end with their parent
-    randomness               random numbers by logical position
+    randomness, ranges       random numbers by logical position; what a setting may be
     config, errors           the recipe; what a user can mend
     json_files               JSON that others may have written
 """

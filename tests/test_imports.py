@@ -18,7 +18,8 @@ FLOORS = (
     ("cli",),
     ("launch", "environment"),
     ("plan",),
-    ("preflight",),
+    ("preflight", "preview"),
+    ("check",),
     ("trainer",),
     ("resume",),
     ("methods",),
@@ -26,7 +27,7 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention",),
     ("parallel",),
-    ("batch", "orphans", "randomness", "addresses"),
+    ("batch", "orphans", "randomness", "addresses", "ranges"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
@@ -39,11 +40,12 @@ DOORS = {
     ("rollout", "checkpoint"),
     ("rollout", "data"),
 }
-KNOW_THE_RECIPE = {"cli", "launch", "plan", "preflight", "trainer", "resume", "methods", "policy"}
+KNOW_THE_RECIPE = {"cli", "launch", "plan", "preflight", "preview", "check", "trainer", "resume", "methods", "policy"}
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.errors dtrain.config dtrain.cli dtrain.launch dtrain.preflight dtrain.models.config
+    dtrain dtrain.errors dtrain.config dtrain.check dtrain.methods.facts dtrain.cli dtrain.launch dtrain.preflight
+    dtrain.models.config dtrain.losses.policy_options dtrain.losses.preference_options
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
     dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
@@ -86,6 +88,20 @@ def test_imports_run_downwards():
 def test_only_the_upper_rooms_know_the_recipe():
     knowing = {room for _, room, used in rooms_used() if used == "config"}
     assert knowing - {"config"} <= KNOW_THE_RECIPE
+
+
+def test_nobody_but_the_methods_asks_for_a_method_s_name():
+    asking = [
+        f"{path}: {ast.unparse(node)}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare | ast.Match)
+        and any(
+            isinstance(part, ast.Attribute) and ast.unparse(part).endswith("recipe.method")
+            for part in ([node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject])
+        )
+    ]
+    assert not [one for one in asking if not one.startswith("methods/")]
 
 
 def test_no_foreign_package_and_extras_only_where_they_are_needed():

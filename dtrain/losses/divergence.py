@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-
 # The largest exponent taken: its exponential, times a few orders of magnitude, is still a number.
 _LARGEST_EXPONENT = {torch.float32: 80.0, torch.float64: 700.0}
 
 
-def score(log_ratio: Tensor, divergence: str = "reverse_kl", alpha: float = 0.5) -> Tensor:
+def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """f'(t) for t = π/π_ref from log t, any shape, float32 or float64; a constant may be missing.
 
     reverse_kl        log t

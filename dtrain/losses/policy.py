@@ -27,11 +27,11 @@ def policy_loss(
     entropy_tokens: Tensor | float | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of B completions, a scalar, and its metrics, by the loss's name in `policy_losses.LOSSES`.
+    """The loss of B completions, a scalar, and its metrics, by the loss's name in `policy_options.LOSSES`.
 
     logps, old_logps, ref_logps, sampling_logps, entropies [B, T]; advantages [B] or [B, T]; mask [B, T], true or 1 at
     the completions' tokens. `policy_terms` says what each is, which may be None, and what infinities mean. clip is
-    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `policy_core.SHARED`.
+    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `policy_options.SHARED`.
 
     normalizer: what the loss's sum is divided by, for a batch that is a part of a larger one: its tokens (bnpo, dapo,
     cispo, vespo, dppo_tv, dppo_kl, reinforce), its sequences (grpo, gspo, gspo_token, sapo, luspo, gmpo), or its

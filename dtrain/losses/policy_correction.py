@@ -10,8 +10,6 @@ from torch import Tensor
 from dtrain.losses.policy_losses import Correction, bounded_exp, mean_by_sequence
 from dtrain.losses.sequences import Sequences
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none")
-
 
 def correction(
     old_logps: Tensor,

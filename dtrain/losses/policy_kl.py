@@ -24,9 +24,6 @@ from torch import Tensor
 
 from dtrain.losses.policy_losses import bounded_exp
 
-ESTIMATORS = ("k1", "k2", "k3")
-GRADIENTS = ("importance", "direct", "reward", "k2")
-
 
 def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
     """k1, k2 or k3 of KL(π ‖ π_ref) at each token, of the arguments' shape, with its own derivative."""

@@ -1,18 +1,14 @@
-"""From log-probabilities and advantages to a policy loss per token: one small function per loss, and the table that
-says how each is normalised.
+"""From log-probabilities and advantages to a policy loss per token: one small function per loss. `policy_options` has
+the table of them: how each is normalised, its options and their defaults.
 
 r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
 (ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[..]. A
 loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +53,7 @@ class Surrogate(NamedTuple):
     clipped_high: Tensor | None = None
 
 
-def clipped(tokens: Tokens, *, delta: float | None = None, dual_clip: float | None = None) -> Surrogate:
+def clipped(tokens: Tokens, *, delta: float | None, dual_clip: float | None) -> Surrogate:
     """−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) (PPO: Schulman et al., arXiv:1707.06347, equation 7; GRPO: Shao et
     al., arXiv:2402.03300). ε_high above ε_low is DAPO's clip-higher (Yu et al., arXiv:2503.14476).
 
@@ -84,7 +80,7 @@ def cispo(tokens: Tokens) -> Surrogate:
     return Surrogate(-weights * tokens.advantages * tokens.logps, None, tokens.ratio > tokens.clip[1])
 
 
-def sapo(tokens: Tokens, *, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05) -> Surrogate:
+def sapo(tokens: Tokens, *, sapo_temperature_pos: float, sapo_temperature_neg: float) -> Surrogate:
     """−(4/τ)·σ(τ·(r − 1))·A, τ by the sign of A: a soft gate in the clip's place, whose slope at r = 1 is 1 (SAPO: Gao
     et al., arXiv:2511.20347)."""
     temperature = _by_sign(tokens.advantages > 0, sapo_temperature_pos, sapo_temperature_neg, tokens.advantages)
@@ -95,10 +91,10 @@ def sapo(tokens: Tokens, *, sapo_temperature_pos: float = 1.0, sapo_temperature_
 def vespo(
     tokens: Tokens,
     *,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
 ) -> Surrogate:
     """−sg[φ(W)]·A·log π with φ(W) = W^k · exp(λ·(1 − W)), W = Π π/π_old over the sequence, k and λ by the sign of A
     (VESPO: arXiv:2602.10693).
@@ -122,7 +118,7 @@ def vespo(
     return Surrogate(-phi * tokens.advantages * tokens.logps)
 
 
-def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
+def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
     """−min(r, c)·A where the token's probability has not moved too far, else 0 (DPPO, binary total variation: Qi et
     al., arXiv:2602.04879): π − π_old ≤ ε_high for A > 0, π_old − π ≤ ε_low otherwise.
 
@@ -133,7 +129,7 @@ def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
     return _trust_region(tokens, moved, dppo_ratio_cap)
 
 
-def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
+def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
     """As `dppo_tv`, the distance being the KL divergence of "this token or another", from π_old to π (DPPO, binary KL:
     Qi et al., arXiv:2602.04879): only a move in the direction of A's sign is bounded."""
     old, now = tokens.old_logps.exp(), tokens.logps.detach().exp()
@@ -184,53 +180,3 @@ def _trust_region(tokens: Tokens, moved: Tensor, cap: float) -> Surrogate:
     ratio = torch.where(tokens.ratio > cap, capped, tokens.ratio)
     loss = torch.where(too_high | too_low, 0.0, -ratio * tokens.advantages)
     return Surrogate(loss, too_low & (tokens.advantages < 0), too_high)
-
-
-Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A loss and how it becomes a number.
-
-    normalised by: tokens, Σ over the tokens ÷ tokens of the global batch; sequences, Σ over the sequences of the mean
-    over their tokens ÷ sequences of the global batch; sequence_sums, Σ over the tokens ÷ sequences; longest, Σ over the
-    tokens ÷ (sequences · max_completion_length). level: the default of importance_sampling_level.
-    corrects_itself: reads the correction of the sampler's probabilities, which then does not multiply the loss.
-    by_sequence: no token's loss stands for itself, so that none can be left out.
-    """
-
-    function: Callable[..., Surrogate]
-    normalisation: Normalisation = "tokens"
-    level: str = "token"
-    corrects_itself: bool = False
-    by_sequence: bool = False
-
-    @cached_property
-    def options(self) -> Mapping[str, float | None]:
-        """What the loss reads beside the clip, and the defaults."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-# grpo: TRL divides by the sequences of a micro-batch and its micro-batches; equal where these are of one size.
-# bnpo: TRL divides by the tokens of a device's micro-batch and its micro-batches; here bnpo is dapo.
-# dapo, cispo, vespo: TRL divides a generation batch's tokens evenly over its steps; here each step has its own count.
-LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
-    {
-        "grpo": PolicyLoss(clipped, "sequences"),  # Shao et al., arXiv:2402.03300
-        "bnpo": PolicyLoss(clipped),  # as dapo; TRL's name for the mean over a batch's tokens
-        "dr_grpo": PolicyLoss(clipped, "longest"),  # Liu et al., arXiv:2503.20783
-        "dapo": PolicyLoss(clipped),  # Yu et al., arXiv:2503.14476
-        "gspo": PolicyLoss(clipped, "sequences", "sequence"),  # Zheng et al., arXiv:2507.18071, equation 5
-        "gspo_token": PolicyLoss(clipped, "sequences", "sequence_token"),  # the same, equation 13
-        "luspo": PolicyLoss(clipped, "sequence_sums", "sequence"),  # arXiv:2602.05261
-        "cispo": PolicyLoss(cispo),
-        "sapo": PolicyLoss(sapo, "sequences"),
-        "vespo": PolicyLoss(vespo, corrects_itself=True),
-        "dppo_tv": PolicyLoss(dppo_tv),
-        "dppo_kl": PolicyLoss(dppo_kl),
-        "gmpo": PolicyLoss(gmpo, "sequences", by_sequence=True),
-        "reinforce": PolicyLoss(reinforce),
-    }
-)

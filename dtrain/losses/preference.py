@@ -1,32 +1,17 @@
 """Preference losses by name: over the pairs of a call, in weighted combinations, and as the weights that each
-log-probability of a global batch has in the gradient. `pair_losses` has the formulas.
+log-probability of a global batch has in the gradient. `pair_losses` has the formulas, `preference_options` the table.
 """
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtrain.losses.divergence import DIVERGENCES
-from dtrain.losses.options import is_number
-from dtrain.losses.pair_losses import LOSSES, Pairs, PreferenceLoss
-
-_NUMBER = (is_number, "a finite number")
-
-# What an option may be, and that in words; one that is not named here is any finite number. Values that switch an
-# option off are good for every loss.
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "beta": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
-    "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
-    "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
-    "f_alpha_divergence_coef": _NUMBER,
-    "discopop_tau": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
-    "simpo_gamma": (lambda v: is_number(v) and v >= 0, "a finite number, at least 0"),
-    "bco_shift": (lambda v: v == "batch" or is_number(v), "a finite number or batch"),
-}
-_OFF = {"label_smoothing": 0.0, "f_divergence": "reverse_kl"}
+from dtrain.losses import pair_losses
+from dtrain.losses.pair_losses import Pairs
+from dtrain.losses.preference_options import DIVERGENCE, LOSSES, OFF, RANGES, PreferenceLoss
+from dtrain.ranges import NUMBER, hint, nearest
 
 
 def preference_loss(
@@ -60,8 +45,8 @@ def preference_loss(
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     divergence = {key: given[key] for key in ("f_divergence", "f_alpha_divergence_coef") if key in given}
     pairs = _pairs(loss, name, logps, (chosen_lengths, rejected_lengths), divergence)
-    own = {key: value for key, value in given.items() if key in loss.options and not key.startswith("f_")}
-    return loss.function(pairs, beta=beta, **own)
+    own = {key: given.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
+    return getattr(pair_losses, loss.function)(pairs, beta=beta, **own)
 
 
 def combined_preference_loss(
@@ -87,7 +72,7 @@ def combined_preference_loss(
     if not names or len(weights) != len(names):
         raise ValueError(f"loss_weights: {len(weights)} weights for {len(names)} losses; one each is needed")
     known = [_known(name) for name in names]
-    in_use = {key: value for key, value in options.items() if key not in _OFF or value != _OFF[key]}
+    in_use = {key: value for key, value in options.items() if key not in OFF or value != OFF[key]}
     read = frozenset[str]().union(*(loss.options for loss in known))
     for key in in_use:
         if key not in read:
@@ -166,25 +151,23 @@ def preference_rewards(
 
 def _known(name: str) -> PreferenceLoss:
     if name not in LOSSES:
-        near = difflib.get_close_matches(name, LOSSES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(LOSSES)}"
-        raise ValueError(f"{name!r} is no preference loss; {hint}")
+        raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
     return LOSSES[name]
 
 
-def _unread(option: str, name: str, known: frozenset[str]) -> str:
-    if option in _RANGES:
+def _unread(option: str, name: str, known: Iterable[str]) -> str:
+    if option in RANGES:
         return f"{option} is not read by {name}; it reads beta{''.join(f', {key}' for key in sorted(known))}"
-    near = difflib.get_close_matches(option, _RANGES, n=1)
-    return f"{option} is no option of {name}{f'; did you mean {near[0]}?' if near else ''}"
+    near = nearest(option, RANGES)
+    return f"{option} is no option of {name}{f'; did you mean {near}?' if near else ''}"
 
 
 def _check_options(name: str, loss: PreferenceLoss, beta: float, options: Mapping[str, Any]) -> None:
     for key, value in {"beta": beta, **options}.items():
-        is_off = key in _OFF and value == _OFF[key]
+        is_off = key in OFF and value == OFF[key]
         if key not in loss.options and key != "beta" and not is_off:
             raise ValueError(_unread(key, name, loss.options))
-        good, words = _RANGES.get(key, _NUMBER)
+        good, words = RANGES.get(key, NUMBER)
         if not isinstance(value, Tensor) and not good(value):
             raise ValueError(f"{key}={value!r}: {words}")
     if name == "exo_pair" and options["label_smoothing"] == 0:
@@ -216,7 +199,7 @@ def _pairs(
         ref_chosen = ref_rejected = torch.zeros_like(chosen)
     policy = (chosen.to(dtype), rejected.to(dtype))
     reference = (ref_chosen.to(chosen.device, dtype), ref_rejected.to(chosen.device, dtype))
-    return Pairs(*policy, *reference, *lengths, **divergence)
+    return Pairs(*policy, *reference, *lengths, **{**DIVERGENCE, **divergence})
 
 
 def _dtype(logps: Tensor) -> torch.dtype:

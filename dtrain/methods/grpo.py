@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch
 from dtrain.config.schema import Recipe
-from dtrain.data import Cursor, GlobalBatch, PromptOptions, Rows, Tokenizer
+from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
 from dtrain.data.order import permute
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
@@ -38,26 +38,19 @@ from dtrain.rollout.sharing import deal
 class Grpo(Method):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
 
-    kind = "prompts"
-
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         section, drawn = recipe.grpo, recipe.grpo.sampling
         self.spec = PolicySpec(section.loss, tuple(section.clip), section.beta, dict(section.kwargs))
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
         stays = section.sync_every is None  # one that moves comes with the checkpoint
-        self.needs_start = section.beta > 0 and section.reference == "start" and stays
+        self.needs_start = self.facts.needs_reference(recipe) and section.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
         self._buffer: Buffer | None = None
         self._place = {"rollout": 0, "done": 0, "step": 0, "cursor": [0, 0], "epochs": 0.0, "checked": False}
         self._measured: dict[str, float] = {}
         self._began = 0.0
         self._is_idle = False
-
-    @property
-    def prompts(self) -> PromptOptions:
-        section = self.recipe.grpo
-        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
 
     @property
     def _longest(self) -> int:
@@ -89,7 +82,7 @@ class Grpo(Method):
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.recipe.grpo
-        if section.beta:
+        if self.facts.needs_reference(self.recipe):
             policy.init_reference_model(None if section.reference == "start" else section.reference)
             if section.sync_every is not None:
                 self._reference = policy.reference.tensors
