@@ -6,6 +6,7 @@ last line, which stands beside:
     cli                      the `dtrain` command
     launch, environment      the start of a run, on one machine or many; versions for a bug report
     plan                     what each rank would hold and send, without a GPU
+    faces                    functions for callers from outside, which training does not know
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check                    what must hold between a recipe's keys
     trainer, resume          the loop; where it starts

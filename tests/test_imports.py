@@ -1,11 +1,14 @@
 """Imports run downwards: the rooms in their order, what none of them loads, and who reads the environment."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 import dtrain
 from tests.depends import imported, tree_of
@@ -17,7 +20,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("launch", "environment"),
-    ("plan",),
+    ("plan", "faces"),
     ("preflight", "preview"),
     ("check",),
     ("trainer",),
@@ -43,6 +46,10 @@ DOORS = {
 KNOW_THE_RECIPE = {"cli", "launch", "plan", "preflight", "preview", "check", "trainer", "resume", "methods", "policy"}
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
+# What the core does not know: it is asked for by name.
+ROOMS = {"faces"}
+CORE = {"cli", "launch", "config", "preflight", "check", "trainer", "resume", "methods", "policy", "models", "rollout"}
+CORE |= {"checkpoint", "data", "losses", "optim", "metrics", "attention", "parallel", "batch", "randomness", "ranges"}
 TORCH_FREE = """
     dtrain dtrain.errors dtrain.config dtrain.check dtrain.methods.facts dtrain.cli dtrain.launch dtrain.preflight
     dtrain.models.config dtrain.losses.policy_options dtrain.losses.preference_options
@@ -63,10 +70,16 @@ def room_of(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
 
 
+def at_run_time(tree: ast.Module) -> ast.Module:
+    """Without what type checkers alone read."""
+    lines = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    return ast.Module(lines, [])
+
+
 def rooms_used() -> Iterator[tuple[str, str, str]]:
     """(file, its room, a room that it imports from)."""
     for path, tree in trees().items():
-        for name in imported(tree):
+        for name in imported(at_run_time(tree)):
             parts = name.split(".")
             if parts[0] == "dtrain" and len(parts) > 1 and room_of(path) not in ("__init__", parts[1]):
                 yield str(path), room_of(path), parts[1]
@@ -83,6 +96,26 @@ def test_imports_run_downwards():
         if used in FLOOR and not (FLOOR.get(room, len(FLOORS)) < FLOOR[used] or (room, used) in DOORS)
     ]
     assert not wrong
+
+
+def test_the_core_imports_no_room_beside_it():
+    assert not [f"{path} imports {used}" for path, room, used in rooms_used() if room in CORE and used in ROOMS]
+
+
+@pytest.mark.parametrize("name", ["dtrain.losses", "dtrain.methods", "dtrain.parallel.context"])
+def test_names_that_are_imported_late_are_those_that_type_checkers_see(name):
+    module = importlib.import_module(name)
+    (seen,) = [
+        node
+        for node in tree_of(Path(module.__file__)).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    homes = {alias.name: node.module for node in seen.body for alias in node.names}
+    assert homes.keys() == module._HOMES.keys()
+    for late, home in homes.items():
+        assert getattr(module, late) is getattr(importlib.import_module(home), late)
+    with pytest.raises(AttributeError, match="gone"):
+        module.gone  # noqa: B018
 
 
 def test_only_the_upper_rooms_know_the_recipe():

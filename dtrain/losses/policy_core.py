@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from dtrain.losses import policy_losses
-from dtrain.losses.policy_correction import correction, off_policy_mask
-from dtrain.losses.policy_kl import is_known, k3_of, kl_term
-from dtrain.losses.policy_losses import Surrogate, Tokens, bounded_exp, mean_by_sequence
+from dtrain.losses.policy_losses import (
+    Surrogate,
+    Tokens,
+    bounded_exp,
+    correction,
+    is_known,
+    k3_of,
+    kl_term,
+    mean_by_sequence,
+    off_policy_mask,
+)
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
 from dtrain.losses.sequences import Sequences
 from dtrain.ranges import NUMBER, hint, is_number
@@ -231,6 +239,22 @@ def policy_terms(
         if options["off_policy_mask_threshold"] is not None:
             sums |= _sums(mask, "tokens", off_policy_frac=(~is_near).to(dtype))
     return total, sums
+
+
+def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
+    """The entropy that the top `quantile` of the tokens reach, and how many tokens reach it (arXiv:2506.01939).
+
+    entropies [N]: of all tokens of the global batch, in any order; quantile from 0 (the highest alone, and its equals)
+    to 1 (all). Interpolates between neighbours as torch.quantile and TRL do, at any N. No token: infinity and 0.
+    """
+    ordered = entropies.flatten().to(torch.promote_types(entropies.dtype, torch.float32)).sort().values
+    if ordered.numel() == 0:
+        return ordered.new_full((), torch.inf), ordered.new_zeros((), dtype=torch.int64)
+    place = (1 - quantile) * (ordered.numel() - 1)
+    below = int(place)
+    above = min(below + 1, ordered.numel() - 1)
+    threshold = torch.lerp(ordered[below], ordered[above], place - below)
+    return threshold, (ordered >= threshold).sum()
 
 
 def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, sequences: Sequences) -> Tensor:

@@ -4,6 +4,8 @@ the table of them: how each is normalised, its options and their defaults.
 r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
 (ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[..]. A
 loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
+
+After the losses: the divergence from a reference, and what corrects for completions that π_old did not draw.
 """
 
 import math
@@ -180,3 +182,99 @@ def _trust_region(tokens: Tokens, moved: Tensor, cap: float) -> Surrogate:
     ratio = torch.where(tokens.ratio > cap, capped, tokens.ratio)
     loss = torch.where(too_high | too_low, 0.0, -ratio * tokens.advantages)
     return Surrogate(loss, too_low & (tokens.advantages < 0), too_high)
+
+
+def kl_term(logps: Tensor, ref_logps: Tensor, ratio: Tensor, estimator: str, gradient: str) -> Tensor:
+    """The KL divergence KL(π ‖ π_ref) as a term at each token [n, S], before β; ratio [n, S] is π/π_old with its
+    gradient.
+
+    Estimators at a token that π_old drew, x = log π/π_ref (Schulman, "Approximating KL divergence", 2020,
+    http://joschu.net/blog/kl-approx.html):
+
+        k1  x                    unbiased, may be negative
+        k2  x²/2                 biased, never negative
+        k3  exp(−x) − 1 + x      unbiased, never negative
+
+    An unbiased value has no unbiased gradient by itself: the derivative of k1 is zero in expectation, that of k3 is the
+    forward KL's, that of k2 the reverse KL's (Tang and Munos, arXiv:2506.09477; Liu et al., arXiv:2510.01555; Shah et
+    al., arXiv:2512.21852). So the gradient is chosen, r being π/π_old of the level of importance sampling:
+
+        importance  r·k, r with its gradient: the reverse KL's, off-policy too (DeepSeek-V3.2, arXiv:2512.02556,
+                    equation 7; TRL 1.16's default)
+        direct      k alone: with k3 the loss of GRPO's paper (arXiv:2402.03300, equation 4) and of TRL before
+        reward      value k, gradient that of sg[k]·r: as if −β·k had been a part of the token's reward. With k1 the
+                    reverse KL's, on-policy and off-policy
+        k2          value k, gradient that of k2 (verl's "k3+"): the reverse KL's, on-policy
+    """
+    kl = estimate(logps, ref_logps, estimator)
+    if gradient == "direct":
+        return kl
+    if gradient == "importance":
+        return ratio * kl
+    value = kl.detach()
+    slope = estimate(logps, ref_logps, "k2") if gradient == "k2" else value * ratio
+    return value + (slope - slope.detach())
+
+
+def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
+    """k1, k2 or k3 of KL(π ‖ π_ref) at each token, of the arguments' shape, with its own derivative."""
+    log_ratio = logps - ref_logps
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return bounded_exp(-log_ratio) - 1 + log_ratio
+
+
+def k3_of(first: Tensor, second: Tensor) -> Tensor:
+    """k3 of KL(first ‖ second) at tokens that `first` drew, without gradient."""
+    return estimate(first.detach(), second.detach(), "k3")
+
+
+def is_known(logps: Tensor | None, mask: Tensor) -> Tensor:
+    """mask [n, S] less the tokens whose probability is 0: what a top-k or top-p filter leaves out has log −inf."""
+    return mask if logps is None else mask & (logps != -torch.inf)
+
+
+def correction(
+    old_logps: Tensor,
+    sampling_logps: Tensor,
+    known: Tensor,
+    sequences: Sequences,
+    *,
+    mode: str,
+    smallest: float | None,
+    largest: float | None,
+) -> Correction | None:
+    """Weights w = π_old/π_sampler by token, or their product over a sequence, as TRL 1.16 has them.
+
+    truncate: w is cut to [smallest, largest] (Yao et al., "Your efficient RL framework secretly brings you off-policy
+    RL training", 2025); mask: w is 0 outside (Liu et al., "When speed kills stability", 2025). None is no bound. known
+    [n, S]: the tokens with both log-probabilities; the others' weight is 1. No gradient.
+    """
+    if mode == "none":
+        return None
+    log_weights = torch.where(known, old_logps - sampling_logps, 0.0).detach()
+    by_sequence = mode.startswith("sequence")
+    if by_sequence:
+        log_weights = sequences.spread(sequences.sum(log_weights))
+    weights = bounded_exp(log_weights)
+    if mode.endswith("truncate"):
+        weights = weights.clamp(smallest or 0.0, math.inf if largest is None else largest)
+    else:
+        outside = torch.zeros_like(weights, dtype=torch.bool)
+        if smallest is not None:
+            outside |= weights < smallest
+        if largest is not None:
+            outside |= weights > largest
+        weights = weights.masked_fill(outside, 0.0)
+    return Correction(weights, by_sequence)
+
+
+def off_policy_mask(
+    logps: Tensor, sampling_logps: Tensor, advantages: Tensor, known: Tensor, sequences: Sequences, threshold: float
+) -> Tensor:
+    """[n, S] bool: true but where A < 0 and log π_sampler/π is above `threshold` in the mean of the sequence (DeepSeek-
+    V3.2's off-policy sequence masking, arXiv:2512.02556, equation 9)."""
+    drift = mean_by_sequence(torch.where(known, sampling_logps - logps, 0.0).detach(), sequences)
+    return (advantages >= 0) | (drift <= threshold)

@@ -85,13 +85,13 @@ SHARED: Mapping[str, Any] = MappingProxyType(
 importance_sampling_level   what r is: token, π/π_old; sequence, the geometric mean over the sequence (GSPO,
                             arXiv:2507.18071, equation 7); sequence_token, sg[that]·π/sg[π] (equation 14). None: the
                             loss's own. r enters the KL term too
-kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `policy_kl`
+kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `policy_losses.kl_term`
 old_kl_coef                 c of the term c·(log π/π_old)², normalised as the loss (Kimi K2.5, arXiv:2602.02276)
 entropy_coef                c of −c · mean entropy over the tokens, whatever the loss's normalisation
 top_entropy_quantile        ρ: only the tokens among the ρ of highest entropy keep their policy loss (Wang et al.,
                             arXiv:2506.01939); the entropy term is over them too, the KL term over all
-off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `policy_correction`
-sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: the same file
+off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `policy_losses`
+sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: there too
 """
 
 _BOUND: Range = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or null")

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
-from dtrain.losses.length import length_desensitised_weights
+from dtrain.losses.preference import length_desensitised_weights
 from dtrain.methods.method import Method, Run
 from dtrain.methods.objective import Objective, PairSums
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name

@@ -21,8 +21,7 @@ from dtrain.data.order import permute
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
-from dtrain.losses.policy import top_entropy_threshold
-from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, lengths_of
 from dtrain.methods.engines import open_engine, open_environments, open_rewards
 from dtrain.methods.episodes import Episodes

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck
 
-from dtrain.losses.policy import policy_loss, top_entropy_threshold
-from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
+from dtrain.faces.policy_loss import policy_loss
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.losses.policy_options import LOSSES, SHARED
 from dtrain.losses.sequences import Documents, Rows
 from dtrain.methods.grpo_section import loss_problems
