@@ -147,7 +147,7 @@ def _formats(recipe: Recipe) -> list[str]:
         named = [(f"data.{name}.format", split.format)]
         named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
         for key, format in named:
-            if (why := facts_of(recipe).refuses(format, recipe.method)) is not None:
+            if (why := facts_of(recipe).refuses(recipe, format)) is not None:
                 problems.append(f"{key}={format}: {why}")
     return problems
 

@@ -31,11 +31,11 @@ class Facts:
         """What is wrong in the section and around it, beside its ranges, one line each."""
         return []
 
-    def refuses(self, format: str, method: str) -> str | None:
-        """Why rows of a format (`data.*.format`) are not for `method`, as the recipe calls this one; None: they are."""
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        """Why rows of a format (`data.*.format`) are not for this method; None: they are."""
         if format == "question":
             return "a question has no answer to train on; method=grpo draws its own"
-        return f"method={method} does not train on pairs; set method=dpo" if format == "preference" else None
+        return f"method={recipe.method} does not train on pairs; set method=dpo" if format == "preference" else None
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
         """Key and path of the models that are needed beside the one that is trained."""
@@ -81,11 +81,11 @@ class DpoFacts(Facts):
     def problems(self, recipe: Recipe) -> list[str]:
         return dpo_section.problems(recipe)
 
-    def refuses(self, format: str, method: str) -> str | None:
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
         if format == "question":
-            return super().refuses(format, method)
+            return super().refuses(recipe, format)
         if format not in ("auto", "preference", "tokenized"):
-            return f"method={method} trains on pairs; set it to preference, or method=sft"
+            return "method=dpo trains on pairs; set it to preference, or method=sft"
         return None
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
@@ -111,9 +111,9 @@ class GrpoFacts(Facts):
     def problems(self, recipe: Recipe) -> list[str]:
         return grpo_section.problems(recipe)
 
-    def refuses(self, format: str, method: str) -> str | None:
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
         if format in ("preference", "text"):
-            return f"method={method} draws its own answers to prompts; give it messages, question or prompt_completion"
+            return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
         return None
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
