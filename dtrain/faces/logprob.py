@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.faces.groups import check_bounds
-from dtrain.losses.head_filtered import fill_rows_
 from dtrain.losses.vocabulary import (
     Group,
     Stats,
     compute_dtype,
+    fill_rows_,
     group_size,
     merge_over,
     on_shard,

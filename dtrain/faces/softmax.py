@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.faces.groups import group_all_reduce_sum
 from dtrain.faces.logprob import rows_within, tile_buffer
-from dtrain.losses.head_filtered import fill_rows_
 from dtrain.losses.vocabulary import (
     Group,
     Stats,
     compute_dtype,
+    fill_rows_,
     group_rank,
     group_size,
     merge,

@@ -1,6 +1,6 @@
 """Log-probabilities of targets straight from hidden states and the head's weight: the logits exist one tile at a time.
 
-Tiles over tokens and vocabulary; per tile one matrix product and the row statistics of `softmax_stats`, merged over
+Tiles over tokens and vocabulary; per tile one matrix product and the row statistics of `vocabulary`, merged over
 tiles and then over ranks. The backward computes the tiles again: four products of the head in all, and no more memory
 than a tile beside the two gradients. For a sum with known weights `hidden.weighted_logprob_sum` needs three.
 """

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.losses.vocabulary import Group, VocabShard, compute_dtype, group_rank, group_size, shard_sizes
+from dtrain.losses.vocabulary import (
+    Group,
+    VocabShard,
+    compute_dtype,
+    fill_rows_,
+    group_rank,
+    group_size,
+    shard_sizes,
+)
 from dtrain.parallel.placement import chunk_bounds
 
 # Tokens whose logits exist at once.
@@ -258,11 +266,3 @@ class _Rule:
         valid = self.valid(target)
         chosen = logp.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
         return torch.where(valid, chosen, 0)
-
-
-def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
-    """Sets the rows of tile [.., v] to `value` where dead [..], whatever they hold."""
-    if tile.is_cuda:
-        tile.masked_fill_(dead.unsqueeze(-1), value)
-    elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
-        tile[dead] = value

@@ -128,6 +128,14 @@ class Stats:
         return Stats(*(None if field is None else next(parts) for field in fields))
 
 
+def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
+    """Sets the rows of tile [.., v] to `value` where dead [..], whatever they hold."""
+    if tile.is_cuda:
+        tile.masked_fill_(dead.unsqueeze(-1), value)
+    elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
+        tile[dead] = value
+
+
 def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
     """Σ p·values over the last dimension, a value of −inf at p = 0 counting as 0. Overwrites `values`."""
     products = values.mul_(p)
