@@ -5,7 +5,8 @@ imports run downwards, and config, errors and json_files stand beside:
 
     cli, arguments           the `dtrain` command
     launch                   the start of a run, on one machine or many
-    preflight                what is wrong before anything starts
+    preflight, preview       what is wrong before anything starts; rows as the model sees them
+    check                    what must hold between a recipe's keys
     trainer, resume          the loop; where it starts
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards
@@ -14,6 +15,7 @@ imports run downwards, and config, errors and json_files stand beside:
     attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
     batch, randomness        the batch contract; random numbers by logical position
     addresses, orphans       where sockets listen; children that end with their parent
+    ranges                   what a setting may be
     config, errors           the recipe; what a user can mend
     json_files               JSON that others may have written
 
@@ -23,6 +25,7 @@ The rooms beside the core, which loads them by name where a command or a recipe 
     remote                   completions from servers, and new weights to them
     environments             completions in several turns
     serve, evaluation        `dtrain serve`; `dtrain eval`
+    faces                    functions for callers from outside: of logits by layout, packed batches
     versions                 `dtrain env`: versions for a bug report
 """
 

@@ -177,8 +177,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _preview(arguments: argparse.Namespace) -> int:
     from dtrain import config
-    from dtrain.data.preview import preview
     from dtrain.preflight import load
+    from dtrain.preview import preview
 
     recipe = load(arguments.recipe, arguments.overrides)
     with config.hiding(recipe):

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from dtrain.check import check, other_models
 from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import indexed_files
-from dtrain.config import Recipe, check, hidden, other_models, read
+from dtrain.config import Recipe, hidden, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
+from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.rollout.rewards.find import find_file
@@ -222,9 +224,7 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     named += [(f"scheduler[{i}].name", one.name, "scheduler") for i, one in enumerate(stages)]
     named += [] if stages else [("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler")]
     named.append(("parallel.custom_plan", recipe.parallel.custom_plan, "plan"))
-    if recipe.method == "grpo":
-        named += [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
-        named.append(("grpo.environment", recipe.grpo.environment, "environment"))
+    named += facts_of(recipe).code(recipe)
     found = []
     for key, path, what in named:
         if isinstance(path, str) and set(".:") & set(path):

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import config
-from dtrain.losses.hidden import tile_rows
+from dtrain.losses.hidden import head_tile_rows
 from dtrain.methods import METHODS
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -99,7 +99,7 @@ def expected(model, sizes, recipe, eval_mode):
             found["all-reduce"] += crossings
         columns = -(-model.vocab_size // tp)
         tokens = recipe.train.micro_batch * LENGTH // cp
-        found["all-gather"] += micro * math.ceil(tokens / tile_rows(columns, "cpu"))  # the loss
+        found["all-gather"] += micro * math.ceil(tokens / head_tile_rows(columns, "cpu"))  # the loss
         found["all-reduce"] += backward * partial_gradients(model, tp, recipe.parallel.sequence_parallel)
     if cp > 1:
         found["all-gather"] += micro  # positions and documents

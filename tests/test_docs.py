@@ -10,12 +10,14 @@ import pytest
 import yaml
 
 from dtrain import config
+from dtrain.check import DIGESTS
 from dtrain.cli import _parser
-from dtrain.config import policy_losses, preference, rewards, words
-from dtrain.config.check import DIGESTS
+from dtrain.config import words
 from dtrain.data import formats
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
+from dtrain.losses import policy_options, preference_options
+from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
 
@@ -147,11 +149,11 @@ def test_rows_that_are_shown_are_of_their_format():
 
 def test_the_tables_of_losses_and_rewards_are_the_code_s():
     tables = {table[0][0].strip("`"): table for table in page("dtrain/losses/README.md").tables}
-    assert first_words(tables["dpo.loss"]) | {"aot_pair"} == set(preference.LOSSES)
-    assert first_words(tables["grpo.loss"]) == set(policy_losses.LOSSES)
-    options = dict(policy_losses.SHARED)
-    for own in policy_losses.LOSSES.values():
-        options |= own
+    assert first_words(tables["dpo.loss"]) | {"aot_pair"} == set(preference_options.LOSSES)
+    assert first_words(tables["grpo.loss"]) == set(policy_options.LOSSES)
+    options = dict(policy_options.SHARED)
+    for loss in policy_options.LOSSES.values():
+        options |= loss.options
     told = {
         name: value
         for row in tables["option (default)"][1:]
@@ -192,33 +194,33 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "checks", "words"),
+    ("name", "table", "words"),
     [
         (
             "zero_one",
-            preference,
+            preference_options,
             ["dpo", "dpo.loss=zero_one", "dpo.kwargs.sharpness=1.5", "data.train.path=pairs.jsonl"],
         ),
         (
             "soft",
-            policy_losses,
+            policy_options,
             ["grpo", "grpo.loss=soft", "grpo.kwargs.softness=1.5", "data.train.path=problems.jsonl"],
         ),
     ],
 )
-def test_the_losses_that_are_shown_train(name, checks, words, model, tmp_path, monkeypatch):
+def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
     import dtrain.methods.grpo  # and with it every module that has either table
 
-    home = dtrain.losses.pair_losses if checks is preference else dtrain.losses.policy_losses
+    home = dtrain.losses.pair_losses if table is preference_options else dtrain.losses.policy_losses
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
-    (lines,) = [row for table in shown.tables for row in table if f'"{name}"' in row[0]]
+    (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]
     names = dict(vars(home))
     exec(compile(block.text, "README.md", "exec"), names)
-    for cell, place in zip(lines, (home, checks), strict=True):
-        whole = {**place.LOSSES, **eval("{" + re.search(r'`(".*)`', cell)[1] + "}", {**vars(checks), **names})}
-        for module in [one for one in sys.modules.values() if getattr(one, "LOSSES", None) is place.LOSSES]:
-            monkeypatch.setattr(module, "LOSSES", whole)
+    monkeypatch.setattr(home, name, names[name], raising=False)
+    whole = {**table.LOSSES, **eval("{" + re.search(r'`(".*)`', cells[-1])[1] + "}", dict(vars(table)))}
+    for module in [one for one in sys.modules.values() if getattr(one, "LOSSES", None) is table.LOSSES]:
+        monkeypatch.setattr(module, "LOSSES", whole)
     directory = Directory(tmp_path).fill(model, makes_recipe=False)
     words = [*words, f"model.path={MODELS[0]}", "data.max_length=64", *TINY, *(TINY_GRPO if name == "soft" else ())]
     directory.expect(["run", *words])

@@ -1,11 +1,14 @@
 """Imports run downwards: the rooms in their order, what none of them loads, and who reads the environment."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 import dtrain
 from tests.depends import imported, tree_of
@@ -18,9 +21,10 @@ FLOORS = (
     ("cli",),
     ("serve", "evaluation", "versions"),
     ("launch",),
-    ("plan",),
+    ("plan", "faces"),
     ("remote", "environments"),
-    ("preflight",),
+    ("preflight", "preview"),
+    ("check",),
     ("trainer",),
     ("resume",),
     ("methods",),
@@ -28,10 +32,10 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention",),
     ("parallel",),
-    ("batch", "orphans", "randomness", "addresses", "arguments"),
+    ("batch", "orphans", "randomness", "addresses", "arguments", "ranges"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {"plan", "remote", "environments", "serve", "evaluation", "versions"}
+ROOMS = {"faces", "plan", "remote", "environments", "serve", "evaluation", "versions"}
 # Files of the core that import one all the same.
 KNOWN = {("cli.py", "plan"), ("launch/rank.py", "plan")}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -46,11 +50,12 @@ DOORS = {
     ("rollout", "checkpoint"),
     ("rollout", "data"),
 }
-KNOW_THE_RECIPE = {"cli", "launch", "preflight", "trainer", "resume", "methods", "policy"} | ROOMS
+KNOW_THE_RECIPE = {"cli", "launch", "preflight", "preview", "check", "trainer", "resume", "methods", "policy"} | ROOMS
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.errors dtrain.config dtrain.cli dtrain.launch dtrain.preflight dtrain.models.config
+    dtrain dtrain.errors dtrain.config dtrain.check dtrain.methods.facts dtrain.cli dtrain.launch dtrain.preflight
+    dtrain.models.config dtrain.losses.policy_options dtrain.losses.preference_options
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
     dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
@@ -68,10 +73,16 @@ def room_of(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
 
 
+def at_run_time(tree: ast.Module) -> ast.Module:
+    """Without what type checkers alone read."""
+    lines = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    return ast.Module(lines, [])
+
+
 def rooms_used() -> Iterator[tuple[str, str, str]]:
     """(file, its room, a room that it imports from)."""
     for path, tree in trees().items():
-        for name in imported(tree):
+        for name in imported(at_run_time(tree)):
             parts = name.split(".")
             if parts[0] == "dtrain" and len(parts) > 1 and room_of(path) not in ("__init__", parts[1]):
                 yield str(path), room_of(path), parts[1]
@@ -94,15 +105,46 @@ def test_imports_run_downwards():
 def test_the_core_imports_no_room_beside_it():
     found = set()
     for path, tree in trees().items():
-        statements = ast.Module([node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        nodes = ast.walk(at_run_time(tree))
+        statements = ast.Module([node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)], [])
         used = {name.split(".")[1] for name in imported(statements) if name.startswith("dtrain.")} & ROOMS
         found |= {(str(path), room) for room in used if room_of(path) not in ROOMS}
     assert found == KNOWN
 
 
+@pytest.mark.parametrize("name", ["dtrain.losses", "dtrain.methods", "dtrain.parallel.context"])
+def test_names_that_are_imported_late_are_those_that_type_checkers_see(name):
+    module = importlib.import_module(name)
+    (seen,) = [
+        node
+        for node in tree_of(Path(module.__file__)).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    homes = {alias.name: node.module for node in seen.body for alias in node.names}
+    assert homes.keys() == module._HOMES.keys()
+    for late, home in homes.items():
+        assert getattr(module, late) is getattr(importlib.import_module(home), late)
+    with pytest.raises(AttributeError, match="gone"):
+        module.gone  # noqa: B018
+
+
 def test_only_the_upper_rooms_know_the_recipe():
     knowing = {room for _, room, used in rooms_used() if used == "config"}
     assert knowing - {"config"} <= KNOW_THE_RECIPE
+
+
+def test_nobody_but_the_methods_asks_for_a_method_s_name():
+    asking = [
+        f"{path}: {ast.unparse(node)}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare | ast.Match)
+        and any(
+            isinstance(part, ast.Attribute) and ast.unparse(part).endswith("recipe.method")
+            for part in ([node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject])
+        )
+    ]
+    assert not [one for one in asking if not one.startswith("methods/")]
 
 
 def test_no_foreign_package_and_extras_only_where_they_are_needed():

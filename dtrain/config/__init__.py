@@ -1,23 +1,26 @@
-"""The recipe: its schema, how it is read, and what must hold between its keys. Imports no torch.
+"""The recipe: its schema, how it is read, its sizes. Imports no torch.
 
-schema                              every key, its type, its default and what it means
-load                                YAML, shipped recipes and overrides to a `Recipe`
-saved, secrets                      and back, without what is for the run alone; what that is
-check, rollouts                     what must hold between keys and in a world; of `grpo`
-preference, policy_losses, rewards  what the losses and rewards can do, by name
-numbers                             which numbers an option of theirs may be
-words                               other tools' words for our keys
+schema           every key, its type, its default and what it means
+load             YAML, shipped recipes and overrides to a `Recipe`
+saved, secrets   and back, without what is for the run alone; what that is
+sizes            the mesh and the batch in a world of so many processes
+words            other tools' words for our keys
+
+What must hold between keys is `dtrain.check`, which knows the methods; its functions are found here too.
 """
 
-from dtrain.config.check import Sizes, check, other_models, sizes
+from importlib import import_module
+from typing import Any
+
 from dtrain.config.load import find, keys, load, read, recipes_dir, shipped
 from dtrain.config.saved import diff, hidden, hiding, notes, origins, to_yaml, unsaid, with_origins_of
 from dtrain.config.schema import Recipe
+from dtrain.config.sizes import Sizes, sizes
 
+_ABOVE = {"check": "dtrain.check", "other_models": "dtrain.check"}
 __all__ = [
     "Recipe",
     "Sizes",
-    "check",
     "diff",
     "find",
     "hidden",
@@ -26,7 +29,6 @@ __all__ = [
     "load",
     "notes",
     "origins",
-    "other_models",
     "read",
     "recipes_dir",
     "shipped",
@@ -34,4 +36,11 @@ __all__ = [
     "to_yaml",
     "unsaid",
     "with_origins_of",
+    *_ABOVE,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ABOVE[name]), name)

@@ -259,7 +259,7 @@ class Dpo:
     """`dpo`: read by method dpo."""
 
     loss: str | list[str] = "sigmoid"
-    """A loss's name (dtrain/config/preference.py lists them), or a list with `loss_weights`."""
+    """A loss's name (dtrain/losses/preference_options.py lists them), or a list with `loss_weights`."""
     beta: float = 0.1
     """Strength of the pull towards the reference."""
     label_smoothing: float = 0.0
@@ -307,7 +307,7 @@ class Reward:
     """One of `grpo.rewards`."""
 
     fn: str | None = None
-    """Required. A reward's name (dtrain/config/rewards.py lists them), or an import path of
+    """Required. A reward's name (dtrain/rollout/rewards/options.py lists them), or an import path of
     `fn(prompts, completions, completion_ids, **columns) -> list of numbers or None`, async or not."""
     weight: float = 1.0
     """Its weight in the sum."""
@@ -354,7 +354,7 @@ class Grpo:
     updates_per_rollout: int = 1
     """Passes over a rollout."""
     loss: str = "dapo"
-    """The policy loss's name (dtrain/config/policy_losses.py lists them)."""
+    """The policy loss's name (dtrain/losses/policy_options.py lists them)."""
     beta: float = 0.0
     """Weight of the divergence from the reference. 0: no reference is kept."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])

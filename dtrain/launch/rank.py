@@ -19,6 +19,7 @@ from dtrain.errors import UserError
 from dtrain.launch.meeting import inside, join, watched
 from dtrain.launch.rendezvous import Place, Voices, within
 from dtrain.launch.workers import LOOK_SECONDS, Heart, Standstill
+from dtrain.methods.facts import facts_of
 from dtrain.orphans import descendants, kill
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def run_rank(
 
 def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
     """Whether a group of NCCL's may be needed that reaches beyond this host: its variable counts for the process."""
-    return train is not None or (recipe.method == "grpo" and recipe.grpo.server.weights == "broadcast")
+    return train is not None or facts_of(recipe).sends_weights(recipe)
 
 
 def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train | None = None) -> None:

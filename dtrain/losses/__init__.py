@@ -1,155 +1,131 @@
-"""Logits or hidden states to log-probabilities, entropy and top-k, over a vocabulary that may be cut over ranks; and
-from those to a loss. Knows no recipe. README.md has every loss with its formula.
+"""Hidden states to log-probabilities, entropy and top-k, over a vocabulary that may be cut over ranks; and from those
+to a loss. Knows no recipe. README.md has every loss with its formula.
 
-    shard, softmax_stats                  a vocabulary over ranks; parts of a softmax, merged
-    logprob, entropy, softmax, topk       from logits
-    filtering, sampling                   from logits after top-k and top-p
-    hidden, head, scaling                 from hidden states, tile by tile; the head's softcap and temperature
-    head_filtered, head_kl, head_topk     the same under a filter, between two models, over a teacher's top-k
-    next_token, packed, sequence_first    for users, by layout of the logits or hidden states
-    context, distillation                 for users, under context parallel; student and teacher
-    divergence, length, pair_losses       of pairs: scores, weights of tokens, the formulas
-    preference                            of pairs, for users: losses by name
-    options                               which numbers a loss's option may be
-    advantages                            rewards to advantages
-    sequences, policy_kl                  sums over sequences; the divergence from a reference
-    policy_losses, policy_correction      the formulas; weights for another sampler
-    policy_core, policy                   a policy loss over a micro-batch; for users, by name
+    vocabulary                           a vocabulary over ranks and in tiles; parts of a softmax, merged
+    hidden, head                         from hidden states, tile by tile: a sum with known weights; values by token
+    head_filtered, head_kl, head_topk    the same under a filter, between two models, over a teacher's top-k
+    preference_options, policy_options   the losses by name: options, defaults and ranges; no torch
+    pair_losses, preference              of pairs: the formulas; losses by name, weights of tokens
+    policy_losses, policy_core           the formulas; a policy loss over a micro-batch
+    advantage, sequences                 rewards to advantages; sums over sequences
+
+Names are imported when they are used: the tables of options are read where no torch is. Those for callers from outside,
+from logits by layout, are in `dtrain.faces`.
 """
 
-from dtrain.losses.advantages import (
-    advantages,
-    decoupled_advantages,
-    soft_overlong_penalty,
-    without_truncated,
-    zero_variance_groups,
-)
-from dtrain.losses.context import (
-    AllGatherCPTensor,
-    _get_tokens_on_this_cp_rank,
-    allgather_cp_sharded_tensor,
-    cp_shift_next,
-)
-from dtrain.losses.distillation import (
-    forward_kl,
-    get_distillation_topk_logprobs_from_logits,
-    mixed_kl,
-    reverse_kl,
-)
-from dtrain.losses.entropy import ChunkedDistributedEntropy, DistributedCrossEntropy
-from dtrain.losses.filtering import TrainingSamplingParams, apply_top_k_top_p, need_top_k_or_top_p_filtering
-from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
-from dtrain.losses.head_filtered import filtered_logprobs_from_hidden_states
-from dtrain.losses.head_kl import HeadInput, KlSums, kl_sum_from_hidden_states
-from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
-from dtrain.losses.hidden import weighted_logprob_sum
-from dtrain.losses.length import length_desensitised_weights
-from dtrain.losses.logprob import ChunkedDistributedGatherLogprob, ChunkedDistributedLogprob, DistributedLogprob
-from dtrain.losses.next_token import (
-    dtensor_from_parallel_logits_to_logprobs,
-    from_parallel_logits_to_logprobs,
-    get_logprobs_from_vocab_parallel_logits,
-    get_next_token_logprobs_from_logits,
-)
-from dtrain.losses.packed import from_parallel_logits_to_logprobs_packed_sequences
-from dtrain.losses.policy import policy_loss, top_entropy_threshold
-from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
-from dtrain.losses.preference import (
-    combined_preference_loss,
-    preference_loss,
-    preference_rewards,
-    preference_weights,
-    running_mean,
-)
-from dtrain.losses.sampling import (
-    ChunkedDistributedLogprobWithSampling,
-    DistributedLogprobWithSampling,
-    all_to_all_sq2vp,
-    all_to_all_vp2sq,
-)
-from dtrain.losses.sequence_first import (
-    ChunkedDistributedHiddenStatesToLogprobs,
-    from_parallel_hidden_states_to_logprobs,
-)
-from dtrain.losses.sequences import Documents, Rows
-from dtrain.losses.shard import VocabShard, group_all_reduce_sum, group_all_reduce_sum_with_grad
-from dtrain.losses.softmax import (
-    _compute_distributed_log_softmax,
-    _compute_distributed_softmax,
-    vocab_parallel_log_softmax,
-)
-from dtrain.losses.topk import (
-    distributed_vocab_topk,
-    gather_logits_at_global_indices,
-    vocab_parallel_argmax,
-    vocab_parallel_gather_columns,
-)
+# ruff: noqa: F401
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AllGatherCPTensor",
-    "ChunkedDistributedEntropy",
-    "ChunkedDistributedGatherLogprob",
-    "ChunkedDistributedHiddenStatesToLogprobs",
-    "ChunkedDistributedLogprob",
-    "ChunkedDistributedLogprobWithSampling",
-    "Counts",
-    "DistributedCrossEntropy",
-    "DistributedLogprob",
-    "DistributedLogprobWithSampling",
-    "Documents",
-    "HeadInput",
-    "HeadLogprobs",
-    "KlSums",
-    "PolicySpec",
-    "Rows",
-    "TopkKlSums",
-    "TrainingSamplingParams",
-    "VocabShard",
-    "_compute_distributed_log_softmax",
-    "_compute_distributed_softmax",
-    "_get_tokens_on_this_cp_rank",
-    "advantages",
-    "all_to_all_sq2vp",
-    "all_to_all_vp2sq",
-    "allgather_cp_sharded_tensor",
-    "apply_top_k_top_p",
-    "combined_preference_loss",
-    "cp_shift_next",
-    "decoupled_advantages",
-    "distributed_vocab_topk",
-    "dtensor_from_parallel_logits_to_logprobs",
-    "filtered_logprobs_from_hidden_states",
-    "forward_kl",
-    "from_parallel_hidden_states_to_logprobs",
-    "from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
-    "gather_logits_at_global_indices",
-    "get_distillation_topk_logprobs_from_logits",
-    "get_logprobs_from_vocab_parallel_logits",
-    "get_next_token_logprobs_from_logits",
-    "group_all_reduce_sum",
-    "group_all_reduce_sum_with_grad",
-    "kl_sum_from_hidden_states",
-    "length_desensitised_weights",
-    "logprobs_from_hidden_states",
-    "means",
-    "mixed_kl",
+if TYPE_CHECKING:
+    from dtrain.faces.distillation import get_distillation_topk_logprobs_from_logits
+    from dtrain.faces.groups import (
+        AllGatherCPTensor,
+        _get_tokens_on_this_cp_rank,
+        allgather_cp_sharded_tensor,
+        cp_shift_next,
+        group_all_reduce_sum,
+        group_all_reduce_sum_with_grad,
+    )
+    from dtrain.faces.logprob import ChunkedDistributedGatherLogprob, ChunkedDistributedLogprob, DistributedLogprob
+    from dtrain.faces.next_token import (
+        dtensor_from_parallel_logits_to_logprobs,
+        from_parallel_logits_to_logprobs,
+        get_logprobs_from_vocab_parallel_logits,
+        get_next_token_logprobs_from_logits,
+    )
+    from dtrain.faces.packed import from_parallel_logits_to_logprobs_packed_sequences
+    from dtrain.faces.policy_loss import policy_loss
+    from dtrain.faces.sampling import (
+        ChunkedDistributedLogprobWithSampling,
+        DistributedLogprobWithSampling,
+        all_to_all_sq2vp,
+        all_to_all_vp2sq,
+    )
+    from dtrain.faces.sequence_first import (
+        ChunkedDistributedHiddenStatesToLogprobs,
+        from_parallel_hidden_states_to_logprobs,
+    )
+    from dtrain.faces.softmax import (
+        ChunkedDistributedEntropy,
+        DistributedCrossEntropy,
+        _compute_distributed_log_softmax,
+        _compute_distributed_softmax,
+        vocab_parallel_log_softmax,
+    )
+    from dtrain.faces.topk import (
+        distributed_vocab_topk,
+        gather_logits_at_global_indices,
+        vocab_parallel_argmax,
+        vocab_parallel_gather_columns,
+    )
+    from dtrain.losses.advantage import (
+        advantages,
+        decoupled_advantages,
+        soft_overlong_penalty,
+        without_truncated,
+        zero_variance_groups,
+    )
+    from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
+    from dtrain.losses.head_filtered import (
+        TrainingSamplingParams,
+        apply_top_k_top_p,
+        filtered_logprobs_from_hidden_states,
+        need_top_k_or_top_p_filtering,
+    )
+    from dtrain.losses.head_kl import HeadInput, KlSums, forward_kl, kl_sum_from_hidden_states, mixed_kl, reverse_kl
+    from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
+    from dtrain.losses.hidden import weighted_logprob_sum
+    from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+    from dtrain.losses.preference import (
+        combined_preference_loss,
+        length_desensitised_weights,
+        preference_loss,
+        preference_rewards,
+        preference_weights,
+        running_mean,
+    )
+    from dtrain.losses.sequences import Documents, Rows
+    from dtrain.losses.vocabulary import VocabShard
+
+_MODULES = {
+    "losses.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
+    "losses.head": "HeadLogprobs logprobs_from_hidden_states",
+    "losses.head_filtered": "TrainingSamplingParams apply_top_k_top_p filtered_logprobs_from_hidden_states "
     "need_top_k_or_top_p_filtering",
-    "policy_loss",
-    "policy_terms",
-    "preference_loss",
-    "preference_rewards",
-    "preference_weights",
-    "reverse_kl",
-    "soft_overlong_penalty",
-    "top_entropy_threshold",
-    "topk_kl_sum_from_hidden_states",
-    "topk_logits_from_hidden_states",
-    "running_mean",
-    "vocab_parallel_argmax",
+    "losses.head_kl": "HeadInput KlSums forward_kl kl_sum_from_hidden_states mixed_kl reverse_kl",
+    "losses.head_topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
+    "losses.hidden": "weighted_logprob_sum",
+    "losses.policy_core": "Counts PolicySpec means policy_terms top_entropy_threshold",
+    "losses.preference": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
+    "preference_weights running_mean",
+    "losses.sequences": "Documents Rows",
+    "losses.vocabulary": "VocabShard",
+    "faces.distillation": "get_distillation_topk_logprobs_from_logits",
+    "faces.groups": "AllGatherCPTensor _get_tokens_on_this_cp_rank allgather_cp_sharded_tensor cp_shift_next "
+    "group_all_reduce_sum group_all_reduce_sum_with_grad",
+    "faces.logprob": "ChunkedDistributedGatherLogprob ChunkedDistributedLogprob DistributedLogprob",
+    "faces.next_token": "dtensor_from_parallel_logits_to_logprobs from_parallel_logits_to_logprobs "
+    "get_logprobs_from_vocab_parallel_logits get_next_token_logprobs_from_logits",
+    "faces.packed": "from_parallel_logits_to_logprobs_packed_sequences",
+    "faces.policy_loss": "policy_loss",
+    "faces.sampling": "ChunkedDistributedLogprobWithSampling DistributedLogprobWithSampling all_to_all_sq2vp "
+    "all_to_all_vp2sq",
+    "faces.sequence_first": "ChunkedDistributedHiddenStatesToLogprobs from_parallel_hidden_states_to_logprobs",
+    "faces.softmax": "ChunkedDistributedEntropy DistributedCrossEntropy _compute_distributed_log_softmax "
+    "_compute_distributed_softmax vocab_parallel_log_softmax",
+    "faces.topk": "distributed_vocab_topk gather_logits_at_global_indices vocab_parallel_argmax "
     "vocab_parallel_gather_columns",
-    "vocab_parallel_log_softmax",
-    "weighted_logprob_sum",
-    "without_truncated",
-    "zero_variance_groups",
-]
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"dtrain.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

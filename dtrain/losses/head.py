@@ -1,6 +1,6 @@
 """Log-probabilities of targets straight from hidden states and the head's weight: the logits exist one tile at a time.
 
-Tiles over tokens and vocabulary; per tile one matrix product and the row statistics of `softmax_stats`, merged over
+Tiles over tokens and vocabulary; per tile one matrix product and the row statistics of `vocabulary`, merged over
 tiles and then over ranks. The backward computes the tiles again: four products of the head in all, and no more memory
 than a tile beside the two gradients. For a sum with known weights `hidden.weighted_logprob_sum` needs three.
 """
@@ -11,17 +11,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.scaling import Scaling
-from dtrain.losses.shard import VocabShard, on_shard, pick
-from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, merge_over, part_stats
+from dtrain.losses.hidden import add_product_, product
+from dtrain.losses.vocabulary import (
+    Stats,
+    VocabShard,
+    block,
+    compute_dtype,
+    merge,
+    merge_over,
+    on_shard,
+    part_stats,
+    pick,
+)
 
-# Largest tile of logits [tokens, ids]. On a CPU core blocks of both near the cache; on a GPU few large products.
-_TILE = {"cpu": (512, 1024), "cuda": (4096, 32768)}
 
+@dataclass(frozen=True)
+class Scaling:
+    """From the product of hidden states and the head's weight to logits: Gemma 2's softcap and the temperature,
+    logits = softcap · tanh(product / softcap) / temperature (arXiv:2408.00118, section 2); softcap None for none.
 
-def default_tile(device_type: str) -> tuple[int, int]:
-    """Tokens and ids of a tile where the caller has no wish."""
-    return _TILE.get(device_type, _TILE["cuda"])
+    Raises ValueError for a temperature or softcap that is not positive.
+    """
+
+    temperature: float
+    softcap: float | None
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
+            raise ValueError(f"temperature={self.temperature} and softcap={self.softcap} must be positive")
+
+    def logits_(self, product: Tensor) -> Tensor:
+        """In place."""
+        if self.softcap is not None:
+            product.div_(self.softcap).tanh_().mul_(self.softcap)
+        return product if self.temperature == 1.0 else product.div_(self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """d logits / d product, a new tensor or a number; None for 1."""
+        if self.softcap is None:
+            return None if self.temperature == 1.0 else 1.0 / self.temperature
+        ratio = logits * (self.temperature / self.softcap)
+        return ratio.square_().sub_(1).mul_(-1.0 / self.temperature)
 
 
 class HeadLogprobs(NamedTuple):
@@ -56,23 +86,6 @@ class _Head(Scaling):
         fields = iter(packed.unbind())
         present = (True, True, self.entropy or self.squares, self.squares)
         return Stats(*(next(fields) if is_there else None for is_there in present))
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less; into `out` where given."""
-    dtype = torch.promote_types(compute_dtype(a.dtype), b.dtype)
-    if a.is_cuda and a.dtype == b.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
-    a, b = a.to(dtype), b.to(dtype)
-    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, total in the compute dtype."""
-    if a.dtype == b.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(product(a, b))
 
 
 def logprobs_from_hidden_states(
@@ -252,7 +265,7 @@ class _Tiles:
         # cast.
         self.operand = torch.promote_types(hidden.dtype, weight.dtype) if hidden.is_cuda else self.dtype
         self.tokens, self.ids, self.device = tokens, len(weight), hidden.device
-        rows, columns = head.tile or default_tile(hidden.device.type)
+        rows, columns = head.tile or block(hidden.device.type)
         elements = rows * columns
         self.rows = max(1, min(rows, tokens))
         self.columns = max(1, min(self.ids, columns if head.tile else max(columns, elements // self.rows)))

@@ -1,19 +1,61 @@
-"""Log-probabilities of targets from hidden states under the filter that they were drawn with: top-k, then top-p.
+"""Log-probabilities of targets from hidden states under the filter that they were drawn with: top-k, then top-p, over
+full rows of logits as sampling engines do it.
 
-A filter needs whole rows of logits, so tokens are taken in chunks, each computed again in the backward.
+Top-p (nucleus sampling): Holtzman et al., arXiv:1904.09751, section 3.1. Top-k: Fan et al., arXiv:1805.04833. Tokens
+are taken in chunks, each computed again in the backward. A filter needs whole rows: an all-to-all turns [rows, V/tp] on
+every rank into [rows/tp, V], each rank filters its rows, the log-probabilities of all come back in one all-reduce. Rows
+need not divide by tp, nor shards be even.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.losses.filtering import TrainingSamplingParams
-from dtrain.losses.sampling import DistributedLogprobWithSampling
-from dtrain.losses.shard import VocabShard
-from dtrain.losses.softmax_stats import compute_dtype
+from dtrain.losses.vocabulary import (
+    Group,
+    VocabShard,
+    compute_dtype,
+    fill_rows_,
+    group_rank,
+    group_size,
+    shard_sizes,
+)
+from dtrain.parallel.placement import chunk_bounds
 
 # Tokens whose logits exist at once.
 _CHUNK = {"cpu": 256, "cuda": 2048}
+
+# Rows sorted at once: a sort holds values and indices of all of them.
+ROWS_PER_SORT = 256
+
+
+@dataclass
+class TrainingSamplingParams:
+    """How completions were sampled. top_k None or −1, top_p 1.0, temperature 1.0: off.
+
+    The functions here read top_k and top_p; who calls them has divided the logits by the temperature.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float = 1.0
+
+
+def _has_top_k(top_k: int | None) -> bool:
+    return top_k is not None and top_k > 0
+
+
+def _has_top_p(top_p: float | None) -> bool:
+    return top_p is not None and top_p != 1.0
+
+
+def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
+    """Whether `sampling_params` leave any token out."""
+    return sampling_params is not None and (_has_top_k(sampling_params.top_k) or _has_top_p(sampling_params.top_p))
 
 
 def filtered_logprobs_from_hidden_states(
@@ -45,8 +87,8 @@ def filtered_logprobs_from_hidden_states(
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         logits = logits / sampling.temperature
-        return DistributedLogprobWithSampling.apply(
-            logits[None], chosen[None], group, sampling.top_k, sampling.top_p, not torch.is_grad_enabled()
+        return SampledLogprob.apply(
+            logits[None], chosen[None], group, sampling.top_k, sampling.top_p, None, not torch.is_grad_enabled()
         )[0]
 
     parts = [
@@ -56,3 +98,171 @@ def filtered_logprobs_from_hidden_states(
     # Without a target the sum over nothing keeps hidden and weight in the graph, whose collectives go on.
     values = torch.cat(parts) if parts else rows.to(dtype).sum(1) + weight[:0].to(dtype).sum()
     return values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+
+
+def apply_top_k_top_p(
+    logits: Tensor, top_k: int | None, top_p: float, chunk_size: int | None = ROWS_PER_SORT
+) -> tuple[Tensor, Tensor | None]:
+    """logits [.., V] -> (logits with −inf where filtered, the mask of what is kept [.., V]); differentiable.
+
+    Top-k first (tokens that tie with the k-th stay; top_k > V means V), then top-p over what is left, renormalised: the
+    most likely tokens up to and with the one that makes the sum reach top_p, at least one, equal ones by lower id.
+    With neither on: the logits themselves, and None. chunk_size: rows sorted at once, None for all.
+    """
+    if not _has_top_k(top_k) and not _has_top_p(top_p):
+        return logits, None
+    with torch.no_grad():
+        rows = logits.reshape(-1, logits.shape[-1])
+        mask = torch.empty(rows.shape, dtype=torch.bool, device=logits.device)
+        step = chunk_size or max(len(rows), 1)
+        for start in range(0, len(rows), step):
+            mask[start : start + step] = kept(rows[start : start + step], top_k, top_p)
+        mask = mask.view(logits.shape)
+    return logits.masked_fill(~mask, -float("inf")), mask
+
+
+def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """The mask of the tokens of logits [n, V] that pass the filter, [n, V]."""
+    mask = None
+    if _has_top_k(top_k):
+        mask = logits >= logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
+        if not _has_top_p(top_p):
+            return mask
+        logits = logits.masked_fill(~mask, -float("inf"))
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    p = torch.softmax(ordered, -1, dtype=compute_dtype(logits.dtype))
+    before = p.cumsum(-1).sub_(p)  # the probability of all that are likelier
+    stays = before < top_p
+    stays[:, 0] = True
+    nucleus = torch.empty_like(stays).scatter_(-1, ids, stays)
+    return nucleus if mask is None else nucleus & mask
+
+
+class Exchange:
+    """Rows of a cut vocabulary to whole rows and back, for one group and one set of shard sizes."""
+
+    def __init__(self, columns: int, group: Group, device: torch.device):
+        self.group, self.size, self.rank = group, group_size(group), group_rank(group)
+        self.columns = shard_sizes(columns, group, device)
+
+    def my_rows(self, rows: int) -> slice:
+        return slice(*chunk_bounds(rows, self.size, self.rank))
+
+    def _rows_of(self, rows: int) -> list[int]:
+        bounds = [chunk_bounds(rows, self.size, rank) for rank in range(self.size)]
+        return [end - start for start, end in bounds]
+
+    def whole_rows(self, shard: Tensor) -> Tensor:
+        """[rows, V/tp] -> [my rows, V]. One all-to-all."""
+        if self.size == 1:
+            return shard
+        rows = self._rows_of(len(shard))
+        mine = rows[self.rank]
+        send = [count * shard.shape[1] for count in rows]
+        receive = [mine * columns for columns in self.columns]
+        received = self._all_to_all(shard, send, receive)
+        parts = zip(received.split(receive), self.columns, strict=True)
+        return torch.cat([part.view(mine, columns) for part, columns in parts], 1)
+
+    def shards(self, whole: Tensor, rows: int) -> Tensor:
+        """[my rows, V] -> [rows, V/tp]. One all-to-all."""
+        if self.size == 1:
+            return whole
+        columns = self.columns[self.rank]
+        send = [len(whole) * other for other in self.columns]
+        receive = [count * columns for count in self._rows_of(rows)]
+        parts = torch.cat([part.flatten() for part in whole.split(self.columns, 1)])
+        return self._all_to_all(parts, send, receive).view(rows, columns)
+
+    def _all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        received = tensor.new_empty(sum(receive))
+        dist.all_to_all_single(received, tensor.flatten(), list(receive), list(send), group=self.group)
+        return received
+
+
+class SampledLogprob(torch.autograd.Function):
+    """log p(target) [B, S] under top-k / top-p filtering from logits [B, S, V/tp], target [B, S]; arguments as
+    `forward` has them. Without chunk_size one local softmax is saved for the backward; with it (positions of the
+    sequence at once) the logits are, and filtered again."""
+
+    @staticmethod
+    def forward(ctx, logits, target, group, top_k, top_p, chunk_size, inference_only):
+        exchange = Exchange(logits.shape[-1], group, logits.device)
+        rule = _Rule(top_k, top_p, sum(exchange.columns))
+        target = target.flatten()
+        rows = logits.reshape(len(target), logits.shape[-1])
+        step = len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1)
+        logprobs = torch.zeros(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
+        saves = not inference_only and ctx.needs_input_grad[0]
+        softmax = None
+        for start in range(0, len(rows), max(step, 1)):
+            shard = rows[start : start + step]
+            mine = exchange.my_rows(len(shard))
+            mine = slice(start + mine.start, start + mine.stop)
+            logp = rule.log_softmax(exchange.whole_rows(shard))
+            logprobs[mine] = rule.at_target(logp, target[mine])
+            if saves and chunk_size is None:
+                softmax = logp.exp_()
+        if exchange.size > 1:
+            dist.all_reduce(logprobs, group=group)
+        value = logprobs.view(logits.shape[:-1])
+        if inference_only:
+            ctx.mark_non_differentiable(value)
+        elif saves:
+            # One local softmax, or with chunks the logits, which are filtered again.
+            live = rule.valid(target) & (logprobs > -float("inf"))
+            ctx.save_for_backward(logits if softmax is None else softmax, target, live)
+            ctx.from_softmax, ctx.shape, ctx.dtype = softmax is not None, logits.shape, logits.dtype
+            ctx.exchange, ctx.rule, ctx.step = exchange, rule, step
+        return value
+
+    @staticmethod
+    def backward(ctx, upstream):
+        saved, target, live = ctx.saved_tensors
+        exchange, rule = ctx.exchange, ctx.rule
+        upstream = torch.where(live, upstream.flatten(), 0).to(compute_dtype(ctx.dtype))
+        count = len(target)
+        rows = saved.reshape(-1 if ctx.from_softmax else count, saved.shape[-1])
+        grad = torch.empty(count, ctx.shape[-1], dtype=ctx.dtype, device=saved.device)
+        for start in range(0, count, max(ctx.step, 1)):
+            end = min(start + ctx.step, count)
+            mine = exchange.my_rows(end - start)
+            mine = slice(start + mine.start, start + mine.stop)
+            if ctx.from_softmax:
+                p = rows
+            else:
+                p = rule.log_softmax(exchange.whole_rows(rows[start:end])).exp_()
+            g = upstream[mine, None]
+            full = p * -g
+            fill_rows_(full, g.squeeze(1) == 0)
+            full.scatter_add_(-1, torch.where(g == 0, 0, target[mine, None]), g)
+            grad[start:end] = exchange.shards(full.to(ctx.dtype), end - start)
+        return grad.view(ctx.shape), *[None] * 6
+
+
+class _Rule:
+    """A filter over a vocabulary of known size."""
+
+    def __init__(self, top_k: int | None, top_p: float, vocabulary: int):
+        self.top_k, self.top_p, self.vocabulary = top_k, top_p, vocabulary
+        self.filters = need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k, top_p))
+
+    def valid(self, target: Tensor) -> Tensor:
+        return (target >= 0) & (target < self.vocabulary)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """[n, V] -> log p over the tokens that stay, −inf for the others."""
+        logp = torch.empty(logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
+        for start in range(0, len(logits), ROWS_PER_SORT):
+            block = logits[start : start + ROWS_PER_SORT]
+            if self.filters:
+                mask = kept(block, self.top_k, self.top_p)
+                block = block.masked_fill(~mask, -float("inf"))
+            torch.log_softmax(block, -1, dtype=logp.dtype, out=logp[start : start + ROWS_PER_SORT])
+        return logp
+
+    def at_target(self, logp: Tensor, target: Tensor) -> Tensor:
+        """log p(target) [n]; 0 where the target is no token."""
+        valid = self.valid(target)
+        chosen = logp.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(valid, chosen, 0)

@@ -4,6 +4,8 @@ heads: the logits of either exist one tile of tokens at a time.
 Its weights are known before (each token counts the same), so the gradient is formed in the forward as in `hidden`:
 three matrix products of the student's head and one of the teacher's, where computing the tiles again in a backward
 would take four and two. Three tiles of logits are held at once.
+
+`forward_kl`, `reverse_kl` and `mixed_kl` are the same of log-probabilities.
 """
 
 from typing import NamedTuple
@@ -11,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.head import product
-from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows_of
-from dtrain.losses.scaling import Scaling
-from dtrain.losses.shard import Group, VocabShard, group_rank, group_size
-from dtrain.losses.softmax_stats import Stats, compute_dtype, merge, part_stats
+from dtrain.losses.head import Scaling
+from dtrain.losses.hidden import GradientInForward, as_operand, product, tile_rows_of
+from dtrain.losses.vocabulary import Group, Stats, VocabShard, compute_dtype, group_rank, group_size, merge, part_stats
 from dtrain.parallel.collectives import all_gather
 
 
@@ -157,3 +157,51 @@ def _merge(students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, g
         teacher[rank],
         log_ratio[rank],
     )
+
+
+def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """Σ p_teacher · (log p_teacher − log p_student) over the last dimension, [.., K] -> [..]; 0 where p_teacher is 0
+    (Hinton et al., arXiv:1503.02531)."""
+    return _expected(teacher_logprobs, teacher_logprobs, student_logprobs)
+
+
+def reverse_kl(
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    student_neg_entropy: Tensor | None = None,
+    log_outside: float = -100.0,
+) -> Tensor:
+    """Σ p_student · (log p_student − log p_teacher) over the last dimension, [.., K] -> [..] (Gu et al.,
+    arXiv:2306.08543).
+
+    With student_neg_entropy [..], Σ p·log p over the whole vocabulary, the log-probabilities are those at the teacher's
+    top-k, and the rest of the student counts against a teacher whose log-probability there is `log_outside`.
+    """
+    inside = _expected(student_logprobs, student_logprobs, teacher_logprobs)
+    if student_neg_entropy is None:
+        return inside
+    p = student_logprobs.exp()
+    rest_entropy = student_neg_entropy - torch.where(p == 0, 0, p * student_logprobs).sum(-1)
+    return inside + rest_entropy - log_outside * (1 - p.sum(-1))
+
+
+def mixed_kl(
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    weight: float = 0.5,
+    student_neg_entropy: Tensor | None = None,
+    log_outside: float = -100.0,
+) -> Tensor:
+    """weight · forward_kl + (1 − weight) · reverse_kl, [.., K] -> [..]; weight in [0, 1], else ValueError."""
+    if not 0 <= weight <= 1:
+        raise ValueError(f"weight={weight}: the forward KL's share lies between 0 and 1")
+    reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
+    return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
+
+
+def _expected(of: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Σ exp(of) · (first − second) over the last dimension, 0 where exp(of) is 0; gradients finite there too."""
+    p = of.exp()
+    nowhere = p == 0
+    difference = torch.where(nowhere, 0, first) - torch.where(nowhere, 0, second)
+    return (p * difference).sum(-1)

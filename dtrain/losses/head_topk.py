@@ -2,19 +2,28 @@
 own: the logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in `hidden`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.losses.distillation import forward_kl, reverse_kl
-from dtrain.losses.head import product
-from dtrain.losses.head_kl import HeadInput, check_share
-from dtrain.losses.hidden import GradientInForward, as_operand, tile_rows, tile_rows_of
-from dtrain.losses.scaling import Scaling
-from dtrain.losses.shard import VocabShard, on_shard, pick, shard_sizes
-from dtrain.losses.softmax_stats import compute_dtype, merge_over, part_stats
-from dtrain.losses.topk import topk_over
+from dtrain.losses.head import Scaling
+from dtrain.losses.head_kl import HeadInput, check_share, forward_kl, reverse_kl
+from dtrain.losses.hidden import GradientInForward, as_operand, head_tile_rows, product, tile_rows_of
+from dtrain.losses.vocabulary import (
+    Group,
+    VocabShard,
+    compute_dtype,
+    group_size,
+    merge_over,
+    on_shard,
+    part_stats,
+    pick,
+    shard_sizes,
+    tiles,
+)
 
 
 @torch.no_grad()
@@ -33,7 +42,7 @@ def topk_logits_from_hidden_states(
     scaling, dtype = Scaling(1.0, softcap), compute_dtype(hidden.dtype)
     start, group = (0, None) if shard is None else (shard.start, shard.group)
     sizes = shard_sizes(len(weight), group, weight.device)
-    k, rows = min(k, sum(sizes)), rows_per_tile or tile_rows(max(sizes), weight.device.type)
+    k, rows = min(k, sum(sizes)), rows_per_tile or head_tile_rows(max(sizes), weight.device.type)
     values = torch.empty(len(index), k, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(index), k, dtype=torch.int64, device=hidden.device)
     operand = as_operand(weight, dtype)
@@ -158,3 +167,99 @@ class _TopkKlSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, _inside):
         return *ctx.gradient.scaled(grad_total), *[None] * 8
+
+
+def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """The k largest of logits [.., V/tp] over all shards, descending, in the compute dtype, and their global ids int64,
+    both [.., k] on every rank, the lower of equal ones first. start: this rank's first id; sizes: of every rank's
+    shard, of which k is at most the sum. One all-gather."""
+    values, ids = local_topk(logits, min(k, logits.shape[-1]))
+    values, ids = values.to(compute_dtype(logits.dtype)), ids + start
+    if group_size(group) == 1:
+        return values, ids
+    missing = min(k, max(sizes)) - values.shape[-1]
+    if missing:  # a shorter shard's list ends in entries that lose against every token
+        values = torch.nn.functional.pad(values, (0, missing), value=-float("inf"))
+        ids = torch.nn.functional.pad(ids, (0, missing), value=torch.iinfo(torch.int32).max)
+    # One message: values and ids in integers of the values' width.
+    integer = torch.int32 if values.dtype == torch.float32 else torch.int64
+    message = torch.stack([values.contiguous().view(integer), ids.to(integer)])
+    gathered = [torch.empty_like(message) for _ in sizes]
+    dist.all_gather(gathered, message, group=group)
+    message = torch.cat(gathered, -1)  # [2, .., candidates of all]
+    values, ids = message[0].view(values.dtype), message[1]
+    if min(sizes) < min(k, max(sizes)):  # some end in no tokens, which must lose against a later rank's −inf
+        values, ids = _ordered(values, ids)
+        return values[..., :k], ids[..., :k].long()
+    # Each list is in order, and so are the lists: the lower place has the lower id.
+    values, places = local_topk(values, k)
+    return values, ids.gather(-1, places).long()
+
+
+def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Both [.., n], by descending value, equal values by ascending id."""
+    ids, order = ids.sort(-1)
+    values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
+def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of logits [.., v] and their columns, equal ones by lower column, which torch.topk leaves open."""
+    if logits.is_cuda or k == logits.shape[-1]:
+        values, columns = logits.sort(dim=-1, descending=True, stable=True)
+        return values[..., :k], columns[..., :k]
+    if logits.is_meta:  # shapes alone, as a plan has: no values to look at
+        return logits.topk(k, -1)
+    # On the CPU a look is free: only rows with equal values need work, and few of those a second look at the logits.
+    values, columns = _largest(logits, k + 1)
+    equal = values[..., 1:] == values[..., :-1]
+    ties, cut = equal.any(-1), equal[..., -1]  # cut: the k-th value is also outside
+    values, columns = values[..., :k], columns[..., :k]
+    if cut.any():
+        columns[cut] = _lowest_columns(logits[cut], values[cut], columns[cut])
+    if ties.any():
+        values[ties], columns[ties] = _ordered(values[ties], columns[ties])
+    return values, columns
+
+
+def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """torch.topk on a CPU, in less than one of its passes over wide rows.
+
+    The columns are dealt out to groups, and the k largest stand in the k groups with the largest maxima: those maxima
+    are k elements, and no other group holds more than the smallest of them. Only equal ones of the k-th value may stand
+    elsewhere.
+    """
+    size = logits.shape[-1]
+    groups = 2 ** round(math.log2(k * size) / 2)  # near √(k·size), where both searches together are shortest
+    if groups * 4 > size:
+        return logits.topk(k, -1)
+    whole = size // groups
+    firsts = torch.arange(0, size, groups)[:, None]
+    values = logits.new_empty(*logits.shape[:-1], k)
+    columns = torch.empty(values.shape, dtype=torch.int64)
+    for index in tiles(logits.shape[:-1], 32):
+        row = logits[index]
+        maxima = row[..., : whole * groups].unflatten(-1, (whole, groups)).amax(-2)
+        rest = row[..., whole * groups :]
+        if rest.shape[-1]:
+            torch.maximum(maxima[..., : rest.shape[-1]], rest, out=maxima[..., : rest.shape[-1]])
+        chosen = maxima.topk(k, -1, sorted=False).indices
+        candidates = (chosen.unsqueeze(-2) + firsts).flatten(-2)
+        found = row.gather(-1, candidates.clamp(max=size - 1))
+        if rest.shape[-1]:
+            found.masked_fill_(candidates >= size, -float("inf"))
+        values[index], places = found.topk(k, -1)
+        columns[index] = candidates.gather(-1, places)
+    return values, columns
+
+
+def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """columns [n, k] of the k largest of logits [n, v], descending, those of the last value replaced by the lowest."""
+    last = values[:, -1:]
+    rows, candidates = (logits == last).nonzero().unbind(1)  # by row, then by column
+    slots = (values == last).sum(-1)  # the last `slots` places of each row belong to the last value
+    rank = torch.arange(len(rows)) - torch.searchsorted(rows, torch.arange(len(slots)))[rows]
+    fits = rank < slots[rows]
+    place = values.shape[1] - slots[rows] + rank
+    columns[rows[fits], place[fits]] = candidates[fits]
+    return columns

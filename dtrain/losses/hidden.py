@@ -8,17 +8,38 @@ and no more memory than one tile of logits beside the two gradients.
 import torch
 from torch import Tensor
 
-from dtrain.losses.head import add_product_, product
-from dtrain.losses.shard import VocabShard, on_shard, pick, shard_sizes
-from dtrain.losses.softmax_stats import Stats, compute_dtype, merge_over
+from dtrain.losses.vocabulary import (
+    Stats,
+    VocabShard,
+    compute_dtype,
+    merge_over,
+    on_shard,
+    pick,
+    shard_sizes,
+    tile_rows,
+)
 
-# Elements of one tile of logits. A CPU core wants the tile near its cache, a GPU wants few large products.
-_TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less; into `out` where given."""
+    dtype = torch.promote_types(compute_dtype(a.dtype), b.dtype)
+    if a.is_cuda and a.dtype == b.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
+    a, b = a.to(dtype), b.to(dtype)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
 
 
-def tile_rows(vocab_size: int, device_type: str) -> int:
-    """Tokens per tile of [rows, vocab_size] logits on a device."""
-    return max(64, _TILE_ELEMENTS.get(device_type, 2**27) // vocab_size)
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, total in the compute dtype."""
+    if a.dtype == b.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(product(a, b))
+
+
+def head_tile_rows(columns: int, device_type: str) -> int:
+    """Tokens of a tile of logits [tokens, columns] that is a product with the head's weight."""
+    return tile_rows(columns, device_type, blocks=4, least=64)
 
 
 def tile_rows_of(weight: Tensor, shard: VocabShard | None) -> int:
@@ -29,7 +50,7 @@ def tile_rows_of(weight: Tensor, shard: VocabShard | None) -> int:
     largest = len(weight) if shard is None else shard.largest
     if largest is None:
         largest = max(shard_sizes(len(weight), shard.group, weight.device))
-    return tile_rows(largest, weight.device.type)
+    return head_tile_rows(largest, weight.device.type)
 
 
 def weighted_logprob_sum(

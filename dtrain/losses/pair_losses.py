@@ -1,23 +1,17 @@
 """From the log-probabilities of chosen and rejected completions to a preference loss per pair: one small function per
-loss, and the table that says what each needs.
+loss. `preference_options` has the table of them, with what each needs and its options' defaults.
 
 A log-probability here is a completion's, summed over its tokens. β scales the reward β · log(π/π_ref). A loss that
 compares the completions reads the margin m, the chosen one's score less the rejected one's; a score is f'(π/π_ref) of
 the divergence asked for, log(π/π_ref) by default.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from dtrain.losses.divergence import score
 
 
 @dataclass(frozen=True)
@@ -30,8 +24,8 @@ class Pairs:
     ref_rejected: Tensor
     chosen_lengths: Tensor | None
     rejected_lengths: Tensor | None
-    f_divergence: str = "reverse_kl"
-    f_alpha_divergence_coef: float = 0.5
+    f_divergence: str
+    f_alpha_divergence_coef: float
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -56,7 +50,7 @@ class Pairs:
         return score(ratio, self.f_divergence, self.f_alpha_divergence_coef)
 
 
-def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """−log σ(β·m) (DPO: Rafailov et al., arXiv:2305.18290, equation 7).
 
     With label smoothing ε, −(1 − ε)·log σ(β·m) − ε·log σ(−β·m) (cDPO: Mitchell, "A note on DPO with noisy preferences",
@@ -81,14 +75,14 @@ def ipo_sum(pairs: Pairs, *, beta: float) -> Tensor:
     return (pairs.margin - 1 / (2 * beta)).square()
 
 
-def robust(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """(−(1 − ε)·log σ(β·m) + ε·log σ(−β·m)) / (1 − 2ε): the sigmoid loss without bias when a share ε of the labels is
     flipped (Robust DPO: Chowdhury et al., arXiv:2403.00409)."""
     z = beta * pairs.margin
     return (label_smoothing * F.logsigmoid(-z) - (1 - label_smoothing) * F.logsigmoid(z)) / (1 - 2 * label_smoothing)
 
 
-def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """KL(p ‖ q), p = (σ(β·m), σ(−β·m)) and q = (1 − ε, ε) (EXO: Ji et al., arXiv:2402.00856, equation 16).
 
     ε is infinite loss at 0, so it has to be given; the paper uses 1e-3. (TRL 0.24 takes 1e-3 for 0, 1.16 refuses 0.)
@@ -104,7 +98,7 @@ def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def bco_pair(pairs: Pairs, *, beta: float, bco_shift: float | Tensor | str = 0.0) -> Tensor:
+def bco_pair(pairs: Pairs, *, beta: float, bco_shift: float | Tensor | str) -> Tensor:
     """−log σ(c − δ) − log σ(δ − r), c and r the rewards (BCO: Jung et al., arXiv:2404.04656, with its reward shift δ).
 
     bco_shift is δ: a number (0, TRL 1.16's loss, by default), or "batch": the mean of all rewards of this call, chosen
@@ -123,7 +117,7 @@ def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
     return (pairs.chosen_ratio - 0.5 / beta).square() + (pairs.rejected_ratio + 0.5 / beta).square()
 
 
-def aot(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """The sigmoid loss between the policy's margins log π(chosen)/π(rejected) and the reference's, k-th smallest of the
     batch with k-th smallest (AOT paired: Melnyk et al., arXiv:2406.05882).
 
@@ -133,7 +127,7 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     return _smoothed(beta * (policy - _of_same_rank(policy, reference)), label_smoothing)
 
 
-def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """The sigmoid loss between the log ratios of the chosen completions and those of the rejected ones, k-th smallest
     of the batch with k-th smallest (AOT unpaired: Melnyk et al., arXiv:2406.05882). TRL 0.24 calls it aot_pair.
 
@@ -156,7 +150,7 @@ def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
     return torch.sigmoid(beta * pairs.chosen_ratio) + torch.sigmoid(-beta * margin)
 
 
-def discopop(pairs: Pairs, *, beta: float, discopop_tau: float = 0.05) -> Tensor:
+def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
     """(1 − w)·(−log σ(z)) + w·exp(−z), z = β·m and w = σ(z/τ): the log-ratio modulated loss (DiscoPOP: Lu et al.,
     arXiv:2406.08414, equation 5)."""
     z = _finite(beta * pairs.margin)
@@ -171,7 +165,7 @@ def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
     return -F.logsigmoid(beta * pairs.margin_per_token)
 
 
-def simpo(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0, simpo_gamma: float = 0.5) -> Tensor:
+def simpo(pairs: Pairs, *, beta: float, label_smoothing: float, simpo_gamma: float) -> Tensor:
     """−log σ(β·(c − r) − γ), c and r the log-probabilities per token, no reference (SimPO: Meng et al.,
     arXiv:2405.14734, equation 6). The paper's β is 2 to 2.5, its γ about half of it. Label smoothing as in `sigmoid`,
     as TRL's CPO trainer has it."""
@@ -221,46 +215,28 @@ def _log_odds(logp: Tensor) -> Tensor:
     return logp - torch.where(near_one, log1m_near, log1m_far)
 
 
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """A loss and what it needs. f_divergence: the margin may be that of another divergence than the reverse KL.
+# The largest exponent taken: its exponential, times a few orders of magnitude, is still a number.
+_LARGEST_EXPONENT = {torch.float32: 80.0, torch.float64: 700.0}
 
-    whole_batch: a pair's loss depends on the other pairs of the call (bco_pair's only with bco_shift="batch").
+
+def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(t) for t = π/π_ref from log t, any shape, float32 or float64; a constant may be missing.
+
+    The score of an f-divergence that holds a policy to its reference: f-DPO (Wang et al., arXiv:2309.16240) puts
+    f'(π/π_ref) where DPO has log(π/π_ref); only differences of scores of one prompt mean anything, for a constant of
+    the prompt is left out.
+
+    reverse_kl        log t
+    forward_kl        1 − 1/t
+    js_divergence     log(2t/(1 + t))
+    alpha_divergence  (t^(α − 1) − 1)/(α − 1): forward_kl at α = 0, reverse_kl, the limit, at α = 1
+
+    α as in TRL 1.16, f_alpha_divergence_coef. The paper's α, and that of TRL 0.24, is 1 − this one. Exponents beyond
+    the dtype's range count as its largest, 80 in float32 (as in TRL) and 700 in float64, with a zero gradient there.
     """
-
-    function: Callable[..., Tensor]
-    needs_reference: bool = True
-    needs_lengths: bool = False
-    whole_batch: bool = False
-    f_divergence: bool = False
-
-    @cached_property
-    def options(self) -> frozenset[str]:
-        """Names of what the loss reads beside β."""
-        parameters = inspect.signature(self.function).parameters.values()
-        own = {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-        return frozenset(own - {"beta"} | ({"f_divergence", "f_alpha_divergence_coef"} if self.f_divergence else set()))
-
-
-LOSSES: Mapping[str, PreferenceLoss] = MappingProxyType(
-    {
-        "sigmoid": PreferenceLoss(sigmoid, f_divergence=True),
-        "hinge": PreferenceLoss(hinge, f_divergence=True),
-        "ipo": PreferenceLoss(ipo, needs_lengths=True, f_divergence=True),
-        "ipo_sum": PreferenceLoss(ipo_sum, f_divergence=True),
-        "robust": PreferenceLoss(robust, f_divergence=True),
-        "exo_pair": PreferenceLoss(exo_pair, f_divergence=True),
-        "nca_pair": PreferenceLoss(nca_pair),
-        "bco_pair": PreferenceLoss(bco_pair, whole_batch=True),
-        "sppo_hard": PreferenceLoss(sppo_hard),
-        "aot": PreferenceLoss(aot, whole_batch=True),
-        "aot_unpaired": PreferenceLoss(aot_unpaired, whole_batch=True),
-        "aot_pair": PreferenceLoss(aot_unpaired, whole_batch=True),
-        "apo_zero": PreferenceLoss(apo_zero),
-        "apo_down": PreferenceLoss(apo_down),
-        "discopop": PreferenceLoss(discopop, f_divergence=True),
-        "sigmoid_norm": PreferenceLoss(sigmoid_norm, needs_lengths=True, f_divergence=True),
-        "simpo": PreferenceLoss(simpo, needs_reference=False, needs_lengths=True),
-        "orpo": PreferenceLoss(orpo, needs_reference=False, needs_lengths=True),
-    }
-)
+    if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
+        return log_ratio
+    if divergence == "js_divergence":
+        return math.log(2) + F.logsigmoid(log_ratio)
+    power = -1.0 if divergence == "forward_kl" else alpha - 1
+    return torch.expm1((power * log_ratio).clamp(max=_LARGEST_EXPONENT[log_ratio.dtype])) / power

@@ -6,8 +6,7 @@ divided by counts of the global batch, so that the sum over micro-batches and ov
 whole.
 """
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,74 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.options import is_number
-from dtrain.losses.policy_correction import MODES, correction, off_policy_mask
-from dtrain.losses.policy_kl import ESTIMATORS, GRADIENTS, is_known, k3_of, kl_term
-from dtrain.losses.policy_losses import LOSSES, PolicyLoss, Surrogate, Tokens, bounded_exp, mean_by_sequence
-from dtrain.losses.sequences import Sequences
-
-LEVELS = ("token", "sequence", "sequence_token")
-
-SHARED: Mapping[str, Any] = MappingProxyType(
-    {
-        "importance_sampling_level": None,
-        "kl_estimator": "k3",
-        "kl_gradient": "importance",
-        "old_kl_coef": 0.0,
-        "entropy_coef": 0.0,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "sampling_correction": "sequence_mask",
-        "sampling_clip_min": None,
-        "sampling_clip_max": 3.0,
-    }
+from dtrain.losses import policy_losses
+from dtrain.losses.policy_losses import (
+    Surrogate,
+    Tokens,
+    bounded_exp,
+    correction,
+    is_known,
+    k3_of,
+    kl_term,
+    mean_by_sequence,
+    off_policy_mask,
 )
-"""Options of every loss, and their defaults: TRL 1.16's where it has them.
-
-importance_sampling_level   what r is: token, π/π_old; sequence, the geometric mean over the sequence (GSPO,
-                            arXiv:2507.18071, equation 7); sequence_token, sg[that]·π/sg[π] (equation 14). None: the
-                            loss's own. r enters the KL term too
-kl_estimator, kl_gradient   of the term β·KL(π ‖ π_ref): `policy_kl`
-old_kl_coef                 c of the term c·(log π/π_old)², normalised as the loss (Kimi K2.5, arXiv:2602.02276)
-entropy_coef                c of −c · mean entropy over the tokens, whatever the loss's normalisation
-top_entropy_quantile        ρ: only the tokens among the ρ of highest entropy keep their policy loss (Wang et al.,
-                            arXiv:2506.01939); the entropy term is over them too, the KL term over all
-off_policy_mask_threshold   leaves out sequences of negative advantage that have drifted off: `policy_correction`
-sampling_correction, ..     weights π_old/π_sampler where the sampler's log-probabilities are given: the same file
-"""
-
-_NUMBER = (lambda v: is_number(v), "a finite number")
-_POSITIVE = (lambda v: is_number(v) and v > 0, "a finite number above 0")
-_NOT_NEGATIVE = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0")
-_BOUND = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or None")
-_CAP = (lambda v: v is None or (is_number(v) and v > 1), "a finite number above 1, or None")
-
-
-def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
-    return (lambda v: v in choices, f"one of {', '.join(choices)}")
-
-
-# What an option may be, and that in words; one that is not named here is any finite number.
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "importance_sampling_level": (lambda v: v is None or v in LEVELS, f"one of {', '.join(LEVELS)}"),
-    "kl_estimator": _one_of(ESTIMATORS),
-    "kl_gradient": _one_of(GRADIENTS),
-    "old_kl_coef": _NOT_NEGATIVE,
-    "top_entropy_quantile": (lambda v: is_number(v) and 0 <= v <= 1, "from 0 to 1"),
-    "off_policy_mask_threshold": _BOUND,
-    "sampling_correction": _one_of(MODES),
-    "sampling_clip_min": _BOUND,
-    "sampling_clip_max": _BOUND,
-    "delta": _CAP,
-    "dual_clip": _CAP,
-    "dppo_ratio_cap": _POSITIVE,
-    "sapo_temperature_pos": _POSITIVE,
-    "sapo_temperature_neg": _POSITIVE,
-    "vespo_k_pos": _NOT_NEGATIVE,
-    "vespo_lambda_pos": _POSITIVE,
-    "vespo_k_neg": _NOT_NEGATIVE,
-    "vespo_lambda_neg": _POSITIVE,
-}
+from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
+from dtrain.losses.sequences import Sequences
+from dtrain.ranges import NUMBER, hint, is_number
 
 
 @dataclass(frozen=True)
@@ -100,15 +46,15 @@ class PolicySpec:
 
     def __post_init__(self) -> None:
         if self.name not in LOSSES:
-            raise ValueError(f"{self.name!r} is no policy loss{_hint(self.name, LOSSES)}")
+            raise ValueError(f"{self.name!r} is no policy loss{hint(self.name, LOSSES)}")
         read = {**SHARED, **self.loss.options}
         for key, value in self.options.items():
             if key not in read:
-                raise ValueError(f"{key} is no option of {self.name}{_hint(key, read)}")
-            check, words = _RANGES.get(key, _NUMBER)
+                raise ValueError(f"{key} is no option of {self.name}{hint(key, read)}")
+            check, words = RANGES.get(key, NUMBER)
             if not check(value):
-                raise ValueError(f"{key}={value!r} must be {words}")
-        if not (len(self.clip) == 2 and all(is_number(one) and one >= 0 for one in self.clip)):
+                raise ValueError(f"{key}={value!r} must be {words.replace('null', 'None')}")
+        if not is_clip(self.clip):
             raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1")
         if not (is_number(self.beta) and self.beta >= 0):
             raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0")
@@ -253,7 +199,7 @@ def policy_terms(
         )
     tokens = Tokens(logps, old_logps, log_ratio, ratio, advantages, possible, sequences, spec.clip, weights)
     own = {name: options[name] for name in spec.loss.options}
-    surrogate = spec.loss.function(tokens, **own)
+    surrogate = getattr(policy_losses, spec.loss.function)(tokens, **own)
 
     loss, kept = surrogate.loss, mask
     if options["off_policy_mask_threshold"] is not None:
@@ -295,6 +241,22 @@ def policy_terms(
     return total, sums
 
 
+def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
+    """The entropy that the top `quantile` of the tokens reach, and how many tokens reach it (arXiv:2506.01939).
+
+    entropies [N]: of all tokens of the global batch, in any order; quantile from 0 (the highest alone, and its equals)
+    to 1 (all). Interpolates between neighbours as torch.quantile and TRL do, at any N. No token: infinity and 0.
+    """
+    ordered = entropies.flatten().to(torch.promote_types(entropies.dtype, torch.float32)).sort().values
+    if ordered.numel() == 0:
+        return ordered.new_full((), torch.inf), ordered.new_zeros((), dtype=torch.int64)
+    place = (1 - quantile) * (ordered.numel() - 1)
+    below = int(place)
+    above = min(below + 1, ordered.numel() - 1)
+    threshold = torch.lerp(ordered[below], ordered[above], place - below)
+    return threshold, (ordered >= threshold).sum()
+
+
 def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, sequences: Sequences) -> Tensor:
     if level == "token":
         return torch.where(possible, bounded_exp(log_ratio), 0.0)
@@ -329,8 +291,3 @@ def _check_given(
 def _or_one(count: Any) -> Any:
     """A count to divide by: 1 in the place of 0."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
-
-
-def _hint(word: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"

@@ -1,18 +1,16 @@
-"""From log-probabilities and advantages to a policy loss per token: one small function per loss, and the table that
-says how each is normalised.
+"""From log-probabilities and advantages to a policy loss per token: one small function per loss. `policy_options` has
+the table of them: how each is normalised, its options and their defaults.
 
 r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
 (ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[..]. A
 loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
+
+After the losses: the divergence from a reference, and what corrects for completions that π_old did not draw.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +55,7 @@ class Surrogate(NamedTuple):
     clipped_high: Tensor | None = None
 
 
-def clipped(tokens: Tokens, *, delta: float | None = None, dual_clip: float | None = None) -> Surrogate:
+def clipped(tokens: Tokens, *, delta: float | None, dual_clip: float | None) -> Surrogate:
     """−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) (PPO: Schulman et al., arXiv:1707.06347, equation 7; GRPO: Shao et
     al., arXiv:2402.03300). ε_high above ε_low is DAPO's clip-higher (Yu et al., arXiv:2503.14476).
 
@@ -84,7 +82,7 @@ def cispo(tokens: Tokens) -> Surrogate:
     return Surrogate(-weights * tokens.advantages * tokens.logps, None, tokens.ratio > tokens.clip[1])
 
 
-def sapo(tokens: Tokens, *, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05) -> Surrogate:
+def sapo(tokens: Tokens, *, sapo_temperature_pos: float, sapo_temperature_neg: float) -> Surrogate:
     """−(4/τ)·σ(τ·(r − 1))·A, τ by the sign of A: a soft gate in the clip's place, whose slope at r = 1 is 1 (SAPO: Gao
     et al., arXiv:2511.20347)."""
     temperature = _by_sign(tokens.advantages > 0, sapo_temperature_pos, sapo_temperature_neg, tokens.advantages)
@@ -95,10 +93,10 @@ def sapo(tokens: Tokens, *, sapo_temperature_pos: float = 1.0, sapo_temperature_
 def vespo(
     tokens: Tokens,
     *,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
 ) -> Surrogate:
     """−sg[φ(W)]·A·log π with φ(W) = W^k · exp(λ·(1 − W)), W = Π π/π_old over the sequence, k and λ by the sign of A
     (VESPO: arXiv:2602.10693).
@@ -122,7 +120,7 @@ def vespo(
     return Surrogate(-phi * tokens.advantages * tokens.logps)
 
 
-def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
+def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
     """−min(r, c)·A where the token's probability has not moved too far, else 0 (DPPO, binary total variation: Qi et
     al., arXiv:2602.04879): π − π_old ≤ ε_high for A > 0, π_old − π ≤ ε_low otherwise.
 
@@ -133,7 +131,7 @@ def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
     return _trust_region(tokens, moved, dppo_ratio_cap)
 
 
-def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float = 20.0) -> Surrogate:
+def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
     """As `dppo_tv`, the distance being the KL divergence of "this token or another", from π_old to π (DPPO, binary KL:
     Qi et al., arXiv:2602.04879): only a move in the direction of A's sign is bounded."""
     old, now = tokens.old_logps.exp(), tokens.logps.detach().exp()
@@ -186,51 +184,97 @@ def _trust_region(tokens: Tokens, moved: Tensor, cap: float) -> Surrogate:
     return Surrogate(loss, too_low & (tokens.advantages < 0), too_high)
 
 
-Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
+def kl_term(logps: Tensor, ref_logps: Tensor, ratio: Tensor, estimator: str, gradient: str) -> Tensor:
+    """The KL divergence KL(π ‖ π_ref) as a term at each token [n, S], before β; ratio [n, S] is π/π_old with its
+    gradient.
 
+    Estimators at a token that π_old drew, x = log π/π_ref (Schulman, "Approximating KL divergence", 2020,
+    http://joschu.net/blog/kl-approx.html):
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A loss and how it becomes a number.
+        k1  x                    unbiased, may be negative
+        k2  x²/2                 biased, never negative
+        k3  exp(−x) − 1 + x      unbiased, never negative
 
-    normalised by: tokens, Σ over the tokens ÷ tokens of the global batch; sequences, Σ over the sequences of the mean
-    over their tokens ÷ sequences of the global batch; sequence_sums, Σ over the tokens ÷ sequences; longest, Σ over the
-    tokens ÷ (sequences · max_completion_length). level: the default of importance_sampling_level.
-    corrects_itself: reads the correction of the sampler's probabilities, which then does not multiply the loss.
-    by_sequence: no token's loss stands for itself, so that none can be left out.
+    An unbiased value has no unbiased gradient by itself: the derivative of k1 is zero in expectation, that of k3 is the
+    forward KL's, that of k2 the reverse KL's (Tang and Munos, arXiv:2506.09477; Liu et al., arXiv:2510.01555; Shah et
+    al., arXiv:2512.21852). So the gradient is chosen, r being π/π_old of the level of importance sampling:
+
+        importance  r·k, r with its gradient: the reverse KL's, off-policy too (DeepSeek-V3.2, arXiv:2512.02556,
+                    equation 7; TRL 1.16's default)
+        direct      k alone: with k3 the loss of GRPO's paper (arXiv:2402.03300, equation 4) and of TRL before
+        reward      value k, gradient that of sg[k]·r: as if −β·k had been a part of the token's reward. With k1 the
+                    reverse KL's, on-policy and off-policy
+        k2          value k, gradient that of k2 (verl's "k3+"): the reverse KL's, on-policy
     """
-
-    function: Callable[..., Surrogate]
-    normalisation: Normalisation = "tokens"
-    level: str = "token"
-    corrects_itself: bool = False
-    by_sequence: bool = False
-
-    @cached_property
-    def options(self) -> Mapping[str, float | None]:
-        """What the loss reads beside the clip, and the defaults."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    kl = estimate(logps, ref_logps, estimator)
+    if gradient == "direct":
+        return kl
+    if gradient == "importance":
+        return ratio * kl
+    value = kl.detach()
+    slope = estimate(logps, ref_logps, "k2") if gradient == "k2" else value * ratio
+    return value + (slope - slope.detach())
 
 
-# grpo: TRL divides by the sequences of a micro-batch and its micro-batches; equal where these are of one size.
-# bnpo: TRL divides by the tokens of a device's micro-batch and its micro-batches; here bnpo is dapo.
-# dapo, cispo, vespo: TRL divides a generation batch's tokens evenly over its steps; here each step has its own count.
-LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
-    {
-        "grpo": PolicyLoss(clipped, "sequences"),  # Shao et al., arXiv:2402.03300
-        "bnpo": PolicyLoss(clipped),  # as dapo; TRL's name for the mean over a batch's tokens
-        "dr_grpo": PolicyLoss(clipped, "longest"),  # Liu et al., arXiv:2503.20783
-        "dapo": PolicyLoss(clipped),  # Yu et al., arXiv:2503.14476
-        "gspo": PolicyLoss(clipped, "sequences", "sequence"),  # Zheng et al., arXiv:2507.18071, equation 5
-        "gspo_token": PolicyLoss(clipped, "sequences", "sequence_token"),  # the same, equation 13
-        "luspo": PolicyLoss(clipped, "sequence_sums", "sequence"),  # arXiv:2602.05261
-        "cispo": PolicyLoss(cispo),
-        "sapo": PolicyLoss(sapo, "sequences"),
-        "vespo": PolicyLoss(vespo, corrects_itself=True),
-        "dppo_tv": PolicyLoss(dppo_tv),
-        "dppo_kl": PolicyLoss(dppo_kl),
-        "gmpo": PolicyLoss(gmpo, "sequences", by_sequence=True),
-        "reinforce": PolicyLoss(reinforce),
-    }
-)
+def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
+    """k1, k2 or k3 of KL(π ‖ π_ref) at each token, of the arguments' shape, with its own derivative."""
+    log_ratio = logps - ref_logps
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return bounded_exp(-log_ratio) - 1 + log_ratio
+
+
+def k3_of(first: Tensor, second: Tensor) -> Tensor:
+    """k3 of KL(first ‖ second) at tokens that `first` drew, without gradient."""
+    return estimate(first.detach(), second.detach(), "k3")
+
+
+def is_known(logps: Tensor | None, mask: Tensor) -> Tensor:
+    """mask [n, S] less the tokens whose probability is 0: what a top-k or top-p filter leaves out has log −inf."""
+    return mask if logps is None else mask & (logps != -torch.inf)
+
+
+def correction(
+    old_logps: Tensor,
+    sampling_logps: Tensor,
+    known: Tensor,
+    sequences: Sequences,
+    *,
+    mode: str,
+    smallest: float | None,
+    largest: float | None,
+) -> Correction | None:
+    """Weights w = π_old/π_sampler by token, or their product over a sequence, as TRL 1.16 has them.
+
+    truncate: w is cut to [smallest, largest] (Yao et al., "Your efficient RL framework secretly brings you off-policy
+    RL training", 2025); mask: w is 0 outside (Liu et al., "When speed kills stability", 2025). None is no bound. known
+    [n, S]: the tokens with both log-probabilities; the others' weight is 1. No gradient.
+    """
+    if mode == "none":
+        return None
+    log_weights = torch.where(known, old_logps - sampling_logps, 0.0).detach()
+    by_sequence = mode.startswith("sequence")
+    if by_sequence:
+        log_weights = sequences.spread(sequences.sum(log_weights))
+    weights = bounded_exp(log_weights)
+    if mode.endswith("truncate"):
+        weights = weights.clamp(smallest or 0.0, math.inf if largest is None else largest)
+    else:
+        outside = torch.zeros_like(weights, dtype=torch.bool)
+        if smallest is not None:
+            outside |= weights < smallest
+        if largest is not None:
+            outside |= weights > largest
+        weights = weights.masked_fill(outside, 0.0)
+    return Correction(weights, by_sequence)
+
+
+def off_policy_mask(
+    logps: Tensor, sampling_logps: Tensor, advantages: Tensor, known: Tensor, sequences: Sequences, threshold: float
+) -> Tensor:
+    """[n, S] bool: true but where A < 0 and log π_sampler/π is above `threshold` in the mean of the sequence (DeepSeek-
+    V3.2's off-policy sequence masking, arXiv:2512.02556, equation 9)."""
+    drift = mean_by_sequence(torch.where(known, sampling_logps - logps, 0.0).detach(), sequences)
+    return (advantages >= 0) | (drift <= threshold)

@@ -1,32 +1,18 @@
 """Preference losses by name: over the pairs of a call, in weighted combinations, and as the weights that each
-log-probability of a global batch has in the gradient. `pair_losses` has the formulas.
+log-probability of a global batch has in the gradient. `pair_losses` has the formulas, `preference_options` the table.
 """
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtrain.losses.divergence import DIVERGENCES
-from dtrain.losses.options import is_number
-from dtrain.losses.pair_losses import LOSSES, Pairs, PreferenceLoss
-
-_NUMBER = (is_number, "a finite number")
-
-# What an option may be, and that in words; one that is not named here is any finite number. Values that switch an
-# option off are good for every loss.
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "beta": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
-    "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
-    "f_divergence": (lambda v: v in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}"),
-    "f_alpha_divergence_coef": _NUMBER,
-    "discopop_tau": (lambda v: is_number(v) and v > 0, "a finite number above 0"),
-    "simpo_gamma": (lambda v: is_number(v) and v >= 0, "a finite number, at least 0"),
-    "bco_shift": (lambda v: v == "batch" or is_number(v), "a finite number or batch"),
-}
-_OFF = {"label_smoothing": 0.0, "f_divergence": "reverse_kl"}
+from dtrain.batch import IGNORE
+from dtrain.losses import pair_losses
+from dtrain.losses.pair_losses import Pairs
+from dtrain.losses.preference_options import DIVERGENCE, LOSSES, OFF, RANGES, PreferenceLoss
+from dtrain.ranges import NUMBER, hint, nearest
 
 
 def preference_loss(
@@ -60,8 +46,8 @@ def preference_loss(
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     divergence = {key: given[key] for key in ("f_divergence", "f_alpha_divergence_coef") if key in given}
     pairs = _pairs(loss, name, logps, (chosen_lengths, rejected_lengths), divergence)
-    own = {key: value for key, value in given.items() if key in loss.options and not key.startswith("f_")}
-    return loss.function(pairs, beta=beta, **own)
+    own = {key: given.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
+    return getattr(pair_losses, loss.function)(pairs, beta=beta, **own)
 
 
 def combined_preference_loss(
@@ -87,7 +73,7 @@ def combined_preference_loss(
     if not names or len(weights) != len(names):
         raise ValueError(f"loss_weights: {len(weights)} weights for {len(names)} losses; one each is needed")
     known = [_known(name) for name in names]
-    in_use = {key: value for key, value in options.items() if key not in _OFF or value != _OFF[key]}
+    in_use = {key: value for key, value in options.items() if key not in OFF or value != OFF[key]}
     read = frozenset[str]().union(*(loss.options for loss in known))
     for key in in_use:
         if key not in read:
@@ -164,27 +150,58 @@ def preference_rewards(
         return PreferenceRewards(chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype))
 
 
+def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: float) -> Tensor:
+    """The weights of the labels' log-probabilities under LD-DPO (Liu et al., arXiv:2409.06411), float64, of labels'
+    shape: 1 up to the length of the pair's shorter completion, ld_alpha beyond it, 0 where there is no label.
+
+    document_ids, labels: int64 of one shape, [B, S] padded or packed. Documents 2i and 2i + 1 are a pair; the ids count
+    from 0 through the batch, −1 is padding, a document's positions stand in their order. labels are already shifted,
+    −100 where there is none; a completion's tokens are its document's labels, counted from the first.
+
+    The weights are for policy and reference alike, as in TRL 1.16; TRL 0.24 left the reference whole and counted
+    positions from the row's beginning, the prompt included. Raises ValueError for ld_alpha outside [0, 1] and for a
+    document without its partner. Reads the number of documents on the host.
+    """
+    if not 0 <= ld_alpha <= 1:
+        raise ValueError(f"ld_alpha={ld_alpha}: from 0 to 1")
+    if labels.numel() == 0:
+        return torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+    documents = int(document_ids.max()) + 1
+    if documents % 2:
+        raise ValueError(f"{documents} documents are no pairs: the last has no partner")
+    ids = document_ids.flatten() + 1  # padding is 0
+    has_label = (labels.flatten() != IGNORE) & (ids > 0)
+    counted = has_label.cumsum(0)  # labels up to here, this one among them
+    before = torch.full((documents + 1,), labels.numel(), device=labels.device)
+    before = before.scatter_reduce(0, ids, counted - has_label.long(), "amin")
+    lengths = torch.zeros_like(before).index_add(0, ids, has_label.long())[1:]
+    shorter = lengths.view(-1, 2).amin(1).repeat_interleave(2)  # [documents]
+    shorter = torch.cat([shorter.new_zeros(1), shorter])
+    position = counted - before[ids]  # 1 at the completion's first token
+    weights = has_label.to(torch.float64)
+    weights = torch.where(position > shorter[ids], ld_alpha * weights, weights)
+    return weights.view(labels.shape)
+
+
 def _known(name: str) -> PreferenceLoss:
     if name not in LOSSES:
-        near = difflib.get_close_matches(name, LOSSES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(LOSSES)}"
-        raise ValueError(f"{name!r} is no preference loss; {hint}")
+        raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
     return LOSSES[name]
 
 
-def _unread(option: str, name: str, known: frozenset[str]) -> str:
-    if option in _RANGES:
+def _unread(option: str, name: str, known: Iterable[str]) -> str:
+    if option in RANGES:
         return f"{option} is not read by {name}; it reads beta{''.join(f', {key}' for key in sorted(known))}"
-    near = difflib.get_close_matches(option, _RANGES, n=1)
-    return f"{option} is no option of {name}{f'; did you mean {near[0]}?' if near else ''}"
+    near = nearest(option, RANGES)
+    return f"{option} is no option of {name}{f'; did you mean {near}?' if near else ''}"
 
 
 def _check_options(name: str, loss: PreferenceLoss, beta: float, options: Mapping[str, Any]) -> None:
     for key, value in {"beta": beta, **options}.items():
-        is_off = key in _OFF and value == _OFF[key]
+        is_off = key in OFF and value == OFF[key]
         if key not in loss.options and key != "beta" and not is_off:
             raise ValueError(_unread(key, name, loss.options))
-        good, words = _RANGES.get(key, _NUMBER)
+        good, words = RANGES.get(key, NUMBER)
         if not isinstance(value, Tensor) and not good(value):
             raise ValueError(f"{key}={value!r}: {words}")
     if name == "exo_pair" and options["label_smoothing"] == 0:
@@ -216,7 +233,7 @@ def _pairs(
         ref_chosen = ref_rejected = torch.zeros_like(chosen)
     policy = (chosen.to(dtype), rejected.to(dtype))
     reference = (ref_chosen.to(chosen.device, dtype), ref_rejected.to(chosen.device, dtype))
-    return Pairs(*policy, *reference, *lengths, **divergence)
+    return Pairs(*policy, *reference, *lengths, **{**DIVERGENCE, **divergence})
 
 
 def _dtype(logps: Tensor) -> torch.dtype:

@@ -1,18 +1,29 @@
 """Methods: what a batch is, which loss, which metrics. One loop, small methods. README.md says how to add one.
 
-method                               what every method can do
-sft, dpo, grpo, distill              how each differs
-objective, precompute                dpo: what is minimised; the reference's sums, once
-collect, engines                     grpo: a rollout; what draws and judges it
-rollout_buffer, table                grpo: a rollout as tensors; on the terminal
+Names are imported when they are used: the facts are read where no torch is.
+
+    facts                        what is known of each method beforehand: data, checks, second models
+    dpo_section, grpo_section    what must hold in a section, for the recipe's check
+    registry                     the methods by name
+    method                       what every method can do
+    sft, dpo, grpo, distill      how each differs
+    objective, precompute        dpo: what is minimised; the reference's sums, once
+    collect, engines             grpo: a rollout; what draws and judges it
+    rollout_buffer, table        grpo: a rollout as tensors; on the terminal
 """
 
-from dtrain.methods.distill import Distill
-from dtrain.methods.dpo import Dpo
-from dtrain.methods.grpo import Grpo
-from dtrain.methods.method import Method, Run
-from dtrain.methods.sft import Sft
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-METHODS: dict[str, type[Method]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo, "distill": Distill}
+if TYPE_CHECKING:
+    from dtrain.methods.method import Method, Run
+    from dtrain.methods.registry import METHODS
 
+_HOMES = {"METHODS": "registry", "Method": "method", "Run": "method"}
 __all__ = ["METHODS", "Method", "Run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -13,7 +13,7 @@ from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
-from dtrain.losses.advantages import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.engines import Draws, Plays
 from dtrain.methods.rollout_buffer import Buffer, Sample
 from dtrain.rollout.request import AskStop, Request, SamplingParams

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
-from dtrain.losses.length import length_desensitised_weights
+from dtrain.losses.preference import length_desensitised_weights
 from dtrain.methods.method import Method, Run
 from dtrain.methods.objective import Objective, PairSums
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
@@ -31,20 +31,18 @@ class Dpo(Method):
     count, each over the global batch.
     """
 
-    kind = "pairs"
-
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.objective = Objective(recipe.dpo)
         stays = recipe.dpo.sync_every is None  # one that moves comes with the checkpoint
-        self.needs_start = self.objective.needs_reference and recipe.dpo.reference == "start" and stays
+        self.needs_start = self.facts.needs_reference(recipe) and recipe.dpo.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
         self._tables: Mapping[str, Tensor] = {}
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Keeps the reference: the weights as they are, or those of another model of the same shapes; with
         `dpo.precompute` only what it says of the data."""
-        if not self.objective.needs_reference:
+        if not self.facts.needs_reference(self.recipe):
             return
         path = self.recipe.dpo.reference
         keep = partial(policy.init_reference_model, None if path == "start" else path)

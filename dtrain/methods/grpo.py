@@ -17,12 +17,11 @@ from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch
 from dtrain.config.schema import Recipe
-from dtrain.data import Cursor, GlobalBatch, PromptOptions, Rows, Tokenizer
+from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
 from dtrain.data.order import permute
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
-from dtrain.losses.policy import top_entropy_threshold
-from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards
 from dtrain.methods.method import Method, Run
@@ -54,15 +53,13 @@ class Position:
 class Grpo(Method):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
 
-    kind = "prompts"
-
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         section, drawn = recipe.grpo, recipe.grpo.sampling
         self.spec = PolicySpec(section.loss, tuple(section.clip), section.beta, dict(section.kwargs))
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
         stays = section.sync_every is None  # one that moves comes with the checkpoint
-        self.needs_start = section.beta > 0 and section.reference == "start" and stays
+        self.needs_start = self.facts.needs_reference(recipe) and section.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
         self._buffer: Buffer | None = None
         self._position = Position()
@@ -70,11 +67,6 @@ class Grpo(Method):
         self._measured: dict[str, float] = {}
         self._began = 0.0
         self._is_idle = False
-
-    @property
-    def prompts(self) -> PromptOptions:
-        section = self.recipe.grpo
-        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
 
     @property
     def _longest(self) -> int:
@@ -106,7 +98,7 @@ class Grpo(Method):
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.recipe.grpo
-        if section.beta:
+        if self.facts.needs_reference(self.recipe):
             policy.init_reference_model(None if section.reference == "start" else section.reference)
             if section.sync_every is not None:
                 self._reference = policy.reference.tensors

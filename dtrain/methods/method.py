@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dtrain.batch import Batch, collate
 from dtrain.config.schema import Recipe
-from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
+from dtrain.data import Batches, Cursor, GlobalBatch, Rows
+from dtrain.methods.facts import facts_of
 from dtrain.metrics import Metrics
 from dtrain.policy import Batching, Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -48,22 +49,16 @@ class Method:
                  the ranks may ask for other pieces of them than were saved.
     """
 
-    kind = "examples"  # what a sample of the data is: examples, pairs or prompts
     needs_start = False  # whether `begin` wants the weights that training starts from, on a resume too
 
     def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-
-    @property
-    def prompts(self) -> PromptOptions | None:
-        """How the data's prompts are made, where it is prompts."""
-        return None
+        self.recipe, self.facts = recipe, facts_of(recipe)
+        self.kind, self.prompts = self.facts.kind, self.facts.prompts(recipe)
 
     @property
     def micro_rows(self) -> int | Batching:
-        """Rows of a batch that make one micro-batch, or how else they are made: a pair that is not packed is two."""
-        per_sample = 2 if self.kind == "pairs" and not self.recipe.data.packing else 1
-        return self.recipe.train.micro_batch * per_sample
+        """Rows of a batch that make one micro-batch, or how else they are made."""
+        return self.recipe.train.micro_batch * self.facts.rows_of_a_sample(self.recipe)
 
     @property
     def choices(self) -> list[str]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch
-from dtrain.config.preference import LOSSES, SFT
 from dtrain.config.schema import Dpo as Section
 from dtrain.losses.preference import combined_preference_loss, preference_rewards, preference_weights
+from dtrain.losses.preference_options import LOSSES, SFT
 
 
 class PairSums(NamedTuple):
@@ -69,8 +69,6 @@ class Objective:
         if section.kwargs.get("bco_shift") != "batch":
             per_batch.discard("bco_pair")
         self.whole_batch = bool(per_batch)
-        has_reference = section.reference not in (None, "none")
-        self.needs_reference = has_reference and any(LOSSES[name].needs_reference for name in self._names)
 
     def losses(self, sums: PairSums) -> Tensor:
         """[pairs], the weighted sum of the named losses, without the SFT term."""

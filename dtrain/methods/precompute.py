@@ -17,7 +17,7 @@ from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, sum_by
 from dtrain.checkpoint.identity import digest
 from dtrain.data import Rows
 from dtrain.data.packing import pack
-from dtrain.losses.length import length_desensitised_weights
+from dtrain.losses.preference import length_desensitised_weights
 from dtrain.policy import Policy
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make

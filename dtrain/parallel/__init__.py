@@ -7,7 +7,7 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     tensor, apply            tensor parallel: styles, a plan of them applied
     fsdp, placement, grads   FSDP2; which slice a rank holds and computes with; the gradient's norm
     layout, collectives      head-tail pieces of a sequence; collectives with derivatives
-    context, thd             context parallel for users; packed batches as one run of tokens
+    context                  a batch cut over context parallel, and put together again
     checkpointing            activations computed again
     parallelize              models onto meshes, for users
 """

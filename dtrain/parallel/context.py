@@ -1,174 +1,43 @@
-"""The public face of context parallel: batches cut to the head-tail layout, under the names that NeMo Automodel's users
-know. `layout` has the arithmetic, `thd` the flat form of packed batches; `attention.context` and `attention.ring` are
-the kernels that compute on such a layout.
+"""A batch under context parallel: cut to the head-tail layout, and put together again. `layout` has the arithmetic,
+`attention.context` and `attention.ring` are the kernels that compute on such a layout.
+
+The contexts and the flat batches that NeMo Automodel's users know by name are found here too; `dtrain.faces` has them.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+# ruff: noqa: F401
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import STREAMS
-from dtrain.parallel.layout import gather_sequence, shard_sequence
-from dtrain.parallel.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te, mesh_rank
+from dtrain.parallel.layout import gather_sequence, mesh_rank, shard_sequence
 
-__all__ = [
-    "_build_position_ids",
-    "_shard_thd_chunk_for_te",
-    "create_context_parallel_ctx",
-    "gather_tokens",
-    "get_train_context",
+if TYPE_CHECKING:
+    from dtrain.faces.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
+    from dtrain.faces.train_context import (
+        _build_position_ids,
+        create_context_parallel_ctx,
+        get_train_context,
+        make_cp_batch_and_ctx,
+    )
+
+_MODULES = {
+    "dtrain.faces.thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
+    "dtrain.faces.train_context": "_build_position_ids create_context_parallel_ctx get_train_context "
     "make_cp_batch_and_ctx",
-    "make_cp_batch_for_te",
-    "shard_tokens",
-]
-
-ROTATIONS = (None, "allgather", "alltoall", "ring")
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = ["cut_streams", "gather_tokens", "shard_tokens", *_HOMES]
 
 
-def get_train_context(
-    enable_loss_parallel: bool, enable_compiled_autograd: bool, cp_context: Any = None
-) -> Callable[[], Any]:
-    """A factory of contexts, used as `with train_context():`. The flags enter torch's `loss_parallel()` and compiled
-    autograd; `cp_context` is entered last. A `cp_context` can be entered once."""
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if enable_loss_parallel:
-                from torch.distributed.tensor.parallel import loss_parallel
-
-                stack.enter_context(loss_parallel())
-            if enable_compiled_autograd:
-                from torch._dynamo.utils import maybe_enable_compiled_autograd
-
-                stack.enter_context(maybe_enable_compiled_autograd(True))
-            if cp_context is not None:
-                stack.enter_context(cp_context)
-            yield
-
-    return context
-
-
-def create_context_parallel_ctx(
-    cp_mesh: DeviceMesh,
-    cp_buffers: Sequence[Tensor],
-    cp_seq_dims: Sequence[int],
-    cp_no_restore_buffers: Collection[Tensor],
-    cp_rotate_method: str | None = None,
-) -> AbstractContextManager[None]:
-    """A context inside which every buffer is this cp rank's part of itself, in place and head-tail along its dimension
-    of `cp_seq_dims`; on exit all but `cp_no_restore_buffers` are whole again, exceptions included. No collective.
-
-    It can be entered once. A buffer's tensor object changes its storage, so views made before keep the whole.
-    cp_rotate_method: how keys travel, None | allgather | alltoall (or ring); the model's kernel decides that when it is
-    built, the name is checked here.
-
-    Raises ValueError for another name, a buffer without a dimension, a length that 2·cp does not divide, and a buffer
-    with a gradient, which a change in place would lose.
-    """
-    if cp_rotate_method not in ROTATIONS:
-        raise ValueError(f"cp_rotate_method={cp_rotate_method!r}: there are {', '.join(map(repr, ROTATIONS))}")
-    if len(cp_buffers) != len(cp_seq_dims):
-        raise ValueError(f"{len(cp_buffers)} buffers and {len(cp_seq_dims)} sequence dimensions: give one per buffer")
-    for index, buffer in enumerate(cp_buffers):
-        if buffer.requires_grad:
-            raise ValueError(f"buffer {index} requires grad: cut it with shard_tokens, which keeps its gradient")
-    size, rank = cp_mesh.size(), mesh_rank(cp_mesh)
-    wholes = [buffer.detach() for buffer in cp_buffers]
-    parts = [shard_sequence(whole, rank, size, dim) for whole, dim in zip(wholes, cp_seq_dims, strict=True)]
-    kept = {id(buffer) for buffer in cp_no_restore_buffers}
-    return _exchanged(
-        [(buffer, part, whole) for buffer, part, whole in zip(cp_buffers, parts, wholes, strict=True)], kept
-    )
-
-
-@contextlib.contextmanager
-def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int]) -> Iterator[None]:
-    """Each (buffer, part, whole) holds its part inside, and its whole again after, unless its id is in `kept`."""
-    with torch.no_grad():
-        for buffer, part, _ in buffers:
-            buffer.set_(part)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, _, whole in buffers:
-                if id(buffer) not in kept:
-                    buffer.set_(whole)
-
-
-def make_cp_batch_and_ctx(
-    device_mesh: DeviceMesh | None,
-    batch: dict[str, Any],
-    loss_mask: Tensor | None = None,
-    use_te: bool = False,
-    padding_token_id: int = 0,
-    num_chunks: int = 1,
-    seq_lens_padding_value: int = -1000,
-    extra_seq_buffers: Mapping[str, int] | None = None,
-    labels: Tensor | None = None,
-) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """`(ctx, batch)`, used as `with ctx():` once, inside which the batch holds this cp rank's part. No collective.
-
-    Without context parallel: `contextlib.nullcontext` and the batch, untouched. With it the same dict: `attention_mask`
-    dropped, `position_ids` made where missing, every stream padded on the right to a multiple of 2·cp and cut on entry;
-    `position_ids` alone are whole again on exit. The streams are input_ids (or inputs_embeds [B, S, H]) padded with
-    `padding_token_id` (embeddings with 0), labels and loss_mask, which join the batch where they are given here, every
-    other tensor [B, S, ..] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
-    the dimension that is cut. Anything else stays as it is. A tensor that needs no padding is cut itself, the caller's
-    own; one that requires grad is cut at once, as a new tensor with its gradient. Raises KeyError where ids or labels
-    or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids.
-
-    use_te: `(nullcontext, make_cp_batch_for_te(...))`; extra_seq_buffers are then a ValueError.
-    """
-    cp_mesh = _submesh(device_mesh, "cp")
-    if use_te:
-        if extra_seq_buffers:
-            raise ValueError("extra_seq_buffers: the flat form of use_te cuts every stream by its shape")
-        return contextlib.nullcontext, make_cp_batch_for_te(
-            cp_mesh,
-            batch,
-            padding_token_id=padding_token_id,
-            num_chunks=num_chunks,
-            seq_lens_padding_value=seq_lens_padding_value,
-        )
-    if cp_mesh is None or cp_mesh.size() <= 1:
-        return contextlib.nullcontext, batch
-    batch |= {name: one for name, one in (("labels", labels), ("loss_mask", loss_mask)) if one is not None}
-    tokens = "inputs_embeds" if "inputs_embeds" in batch and "input_ids" not in batch else "input_ids"
-    for name in (tokens, "labels", *(extra_seq_buffers or ())):
-        if name not in batch:
-            raise KeyError(f"{name} is missing: context parallel cuts it")
-    batch.pop("attention_mask", None)
-    shape = batch[tokens].shape[:2]
-    _build_position_ids(batch, batch[tokens].device)
-    dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}  # which may be [3, B, S]
-    dims |= {"loss_mask": 1} if loss_mask is not None else {}
-    others = (name for name, one in batch.items() if isinstance(one, Tensor) and one.shape[:2] == shape)
-    dims |= {name: 1 for name in others if name not in dims} | dict(extra_seq_buffers or {})
-    for name, dim in dims.items():
-        if batch[name].shape[dim] != shape[1]:
-            raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
-    for name, dim in dims.items():
-        pad = STREAMS[name].pad if name in STREAMS else 0
-        if name == tokens:
-            pad = 0 if batch[name].is_floating_point() else padding_token_id
-        batch[name] = _pad_right(batch[name], 2 * cp_mesh.size(), pad, dim)
-        if batch[name].requires_grad:
-            batch[name] = shard_sequence(batch[name], mesh_rank(cp_mesh), cp_mesh.size(), dim)
-    dims = {name: dim for name, dim in dims.items() if not batch[name].requires_grad}
-    cp_context = create_context_parallel_ctx(
-        cp_mesh=cp_mesh,
-        cp_buffers=[batch[name] for name in dims],
-        cp_seq_dims=[*dims.values()],
-        cp_no_restore_buffers={batch[name] for name in dims if name != "position_ids"},
-    )
-    return get_train_context(False, False, cp_context), batch
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, beside: Collection[str] = ()) -> dict[str, Tensor]:
@@ -186,7 +55,7 @@ def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None =
     if cp_mesh is None or cp_mesh.size() <= 1:
         return tensor
     dim %= tensor.dim()
-    padded = _pad_right(tensor, 2 * cp_mesh.size(), pad, dim)
+    padded = pad_right(tensor, 2 * cp_mesh.size(), pad, dim)
     return shard_sequence(padded, mesh_rank(cp_mesh), cp_mesh.size(), dim)
 
 
@@ -200,15 +69,7 @@ def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int, dim: 
     return gather_sequence(tensor, cp_mesh.get_group(), dim).narrow(dim, 0, length)
 
 
-def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch, with `position_ids` [1, S] counting from 0 where it had none."""
-    if "position_ids" not in batch:
-        ids = batch["input_ids" if "input_ids" in batch else "inputs_embeds"]
-        batch["position_ids"] = torch.arange(ids.shape[1], device=device)[None]
-    return batch
-
-
-def _pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim: int) -> Tensor:
+def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim: int) -> Tensor:
     """[.., S, ..] padded along `dim` to a multiple; pad None: the values go on counting."""
     missing = -tensor.shape[dim] % multiple
     if not missing:
@@ -220,8 +81,3 @@ def _pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, di
     last = tensor.narrow(dim, tensor.shape[dim] - 1, 1)
     steps = torch.arange(1, missing + 1, device=tensor.device, dtype=tensor.dtype)
     return torch.cat([tensor, last + steps.view([-1 if axis == dim else 1 for axis in range(tensor.dim())])], dim)
-
-
-def _submesh(device_mesh: Any, name: str) -> Any:
-    """The dimension `name` of a mesh, or of a mapping that stands in for one; None where it has none."""
-    return device_mesh[name] if name in (getattr(device_mesh, "mesh_dim_names", None) or ()) else None

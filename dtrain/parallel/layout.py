@@ -5,7 +5,9 @@ mask every rank has the same work. Shard a stream to it, and gather it back in t
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.parallel.collectives import all_gather, reduce_scatter
 
@@ -55,3 +57,8 @@ class _GatherSequence(torch.autograd.Function):
         size = ctx.group.size()
         parts = torch.stack([shard_sequence(grad, rank, size, ctx.dim) for rank in range(size)])
         return reduce_scatter(parts, 0, ctx.group).squeeze(0), None, None
+
+
+def mesh_rank(mesh: DeviceMesh) -> int:
+    """This rank's place on a one-dimensional mesh, or on a stand-in for one that knows its group alone."""
+    return mesh.get_local_rank() if hasattr(mesh, "get_local_rank") else dist.get_rank(group=mesh.get_group())

@@ -13,6 +13,7 @@ from dtrain import models
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
+from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.apply import find_plan
 from dtrain.parallel.tensor import Style
@@ -118,12 +119,12 @@ def _in_words(style: str | Style | ParallelStyle) -> str:
 
 def row_length(recipe: Recipe) -> int:
     """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
-    return recipe.data.max_length * (2 if recipe.method == "dpo" and recipe.data.packing else 1)
+    return facts_of(recipe).row_length(recipe)
 
 
 def rows_of_a_sample(recipe: Recipe) -> int:
     """Rows that one of `train.global_batch` is: a pair that is not packed is two."""
-    return 2 if recipe.method == "dpo" and not recipe.data.packing else 1
+    return facts_of(recipe).rows_of_a_sample(recipe)
 
 
 def ready(recipe: Recipe) -> Recipe:

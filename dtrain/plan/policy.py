@@ -143,25 +143,19 @@ class _WatchedScorer(Scorer):
 def keep_beside(policy: PlannedPolicy, method: Method) -> None:
     """The other models that a method holds: a reference, a teacher."""
     storages, recipe = policy.watch.storages, policy.recipe
-    if _has_reference(recipe, method):
+    if method.facts.holds_reference(recipe):
         policy.init_reference_model()
         for tensor in policy.reference.tensors.values():
             storages.see(local_tensor(tensor), "reference")
-    if recipe.method == "distill":
+    if (teacher := method.facts.teacher(recipe)) is not None:
 
         def build(own, config, mesh, precision, device):
             return _lay_out(own, config, mesh, precision)
 
-        method.teacher = Teacher(policy, recipe.distill.teacher, build)
+        method.teacher = Teacher(policy, teacher, build)
         policy.plan_attention(method.teacher.model)
         for parameter in method.teacher.model.parameters():
             storages.see(local_tensor(parameter.detach()), "teacher")
-
-
-def _has_reference(recipe: Recipe, method: Method) -> bool:
-    if recipe.method == "dpo":
-        return method.objective.needs_reference and not recipe.dpo.precompute
-    return recipe.method == "grpo" and recipe.grpo.beta > 0
 
 
 def mark_layers(policy: PlannedPolicy) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from dtrain import config, optim
+from dtrain.check import RANGES
 from dtrain.config import schema
-from dtrain.config.check import RANGES
 
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
 

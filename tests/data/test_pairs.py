@@ -19,13 +19,13 @@ from dtrain.data.files import Chunk
 from dtrain.data.loader import Batches
 from dtrain.data.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit
 from dtrain.data.preferences import normalise_pair
-from dtrain.data.preview import preview
 from dtrain.data.rows import Cursor, Rows
 from dtrain.data.sample import Encoder
 from dtrain.data.sources import open_rows
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
+from dtrain.preview import preview
 from tests.data import templates
 from tests.data.makers import byte_level, metaspace, save, write_jsonl
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dtrain.data.preview import preview
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
+from dtrain.preview import preview
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 

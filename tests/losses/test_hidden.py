@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.losses import weighted_logprob_sum
-from dtrain.losses.shard import VocabShard
+from dtrain.losses.vocabulary import VocabShard
 from tests.world import run_world
 
 

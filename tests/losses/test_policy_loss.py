@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck
 
-from dtrain.config import policy_losses as config
-from dtrain.losses import policy_core
-from dtrain.losses.policy import policy_loss, top_entropy_threshold
-from dtrain.losses.policy_core import MEANS, SHARED, Counts, PolicySpec, means, policy_terms
-from dtrain.losses.policy_losses import LOSSES
+from dtrain.faces.policy_loss import policy_loss
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+from dtrain.losses.policy_options import LOSSES, SHARED
 from dtrain.losses.sequences import Documents, Rows
+from dtrain.methods.grpo_section import loss_problems
 from tests.world import run_world
 
 TRL = json.loads(Path(__file__).with_name("trl_policy.json").read_text())
@@ -518,36 +517,23 @@ def test_what_is_refused(name, options, message):
         policy_loss("dapo", torch.zeros(2, 3), None, torch.zeros(3), torch.ones(2, 3))
 
 
-def test_the_recipes_table_is_the_functions():
-    assert {name: dict(loss.options) for name, loss in LOSSES.items()} == config.LOSSES
-    assert dict(SHARED) == dict(config.SHARED)
-    assert policy_core._RANGES.keys() == config.RANGES.keys()
-    for key, (check, words) in config.RANGES.items():
-        assert words.replace("null", "None") == policy_core._RANGES[key][1]
-        for value in (None, True, -1, 0, 0.5, 1, 2.0, math.inf, math.nan, "k3", "sequence", "token_mask", "direct"):
-            assert bool(check(value)) == bool(policy_core._RANGES[key][0](value)), (key, value)
-    assert set(MEANS) >= {"kl", "entropy"}
-
-
 def test_what_a_recipe_may_say():
-    assert config.problems("dapo", (0.2, 0.28), 0.0, {"delta": 2.0, "entropy_coef": 0.01}) == []
-    found = config.problems("gsop", (0.2, 0.2), 0.0, {})
+    assert loss_problems("dapo", (0.2, 0.28), 0.0, {"delta": 2.0, "entropy_coef": 0.01}) == []
+    found = loss_problems("gsop", (0.2, 0.2), 0.0, {})
     assert found == ["grpo.loss=gsop is no policy loss; did you mean gspo?"]
-    found = config.problems("dapo", (0.2, -1), -0.1, {"detla": 2, "delta": 0.5})
+    found = loss_problems("dapo", (0.2, -1), -0.1, {"detla": 2, "delta": 0.5})
     assert found == [
         "grpo.clip=(0.2, -1) must be two numbers of at least 0: how far below and above 1 the ratio may go",
         "grpo.beta=-0.1 must be a finite number, at least 0",
         "grpo.kwargs.detla is not read by dapo; did you mean grpo.kwargs.delta?",
         "grpo.kwargs.delta=0.5 must be a finite number above 1, or null",
     ]
-    assert "caps the ratio itself" in config.problems("cispo", (0.2, 0.2), 0.0, {})[0]
-    assert config.problems("cispo", (0.0, 5.0), 0.0, {}) == []
-    assert config.problems("gmpo", (0.4, 0.4), 0.0, {"top_entropy_quantile": 0.2}) != []
+    assert "caps the ratio itself" in loss_problems("cispo", (0.2, 0.2), 0.0, {})[0]
+    assert loss_problems("cispo", (0.0, 5.0), 0.0, {}) == []
+    assert loss_problems("gmpo", (0.4, 0.4), 0.0, {"top_entropy_quantile": 0.2}) != []
     for options in ({"delta": 2.0, "dual_clip": 3.0}, {"sampling_clip_min": 4.0}):
-        assert len(config.problems("dapo", (0.2, 0.2), 0.0, options)) == 1
-    assert (
-        len(config.problems("dapo", (0.2, 0.2), 0.0, {"kl_gradient": "direct"})) == 1
-    )  # without beta nothing reads it
+        assert len(loss_problems("dapo", (0.2, 0.2), 0.0, options)) == 1
+    assert len(loss_problems("dapo", (0.2, 0.2), 0.0, {"kl_gradient": "direct"})) == 1  # without beta nothing reads it
 
 
 HOSTILE = (None, math.nan, math.inf, -math.inf, -1, 0, 0.0, 1e-300, 1e-12, 1e-10, 0.5, 1, 1.0, 2, 1e10, 1e12, 1e308)
@@ -576,7 +562,7 @@ def test_what_a_recipe_may_say_gives_finite_numbers_and_nothing_else_is_taken(na
             given = {"clip": (0.2, 5.0), "beta": 0.1} | {key: (0.2, value) if key == "clip" else value}
             clip, beta = given["clip"], given["beta"]
             options = {key: value} if key in SHARED or key in LOSSES[name].options else {}
-            if config.problems(name, clip, beta, options):
+            if loss_problems(name, clip, beta, options):
                 if not (name == "cispo" and key == "clip") and not (beta in (0, 0.0) and key != "beta"):
                     with pytest.raises(ValueError, match=key):
                         one_step(name, **given)
@@ -589,7 +575,7 @@ def test_what_a_recipe_may_say_gives_finite_numbers_and_nothing_else_is_taken(na
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_truncation_without_bounds_is_the_weight_itself(level):
     free = {"sampling_correction": f"{level}_truncate", "sampling_clip_max": None}
-    assert config.problems("dapo", (0.2, 0.2), 0.0, free) == []
+    assert loss_problems("dapo", (0.2, 0.2), 0.0, free) == []
     assert torch.equal(one_step("dapo", **free), one_step("dapo", **free | {"sampling_clip_max": 1e10}))
     lowest = {**free, "sampling_clip_min": 1.0}  # one bound alone
     assert torch.equal(one_step("dapo", **lowest), one_step("dapo", **lowest | {"sampling_clip_max": 1e10}))

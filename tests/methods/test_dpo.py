@@ -5,7 +5,7 @@ import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
-from dtrain.config.preference import LOSSES
+from dtrain.losses.preference_options import LOSSES
 from dtrain.methods.dpo import Dpo
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh

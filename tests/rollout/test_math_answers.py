@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.config import rewards as config
 from dtrain.errors import UserError
+from dtrain.methods.grpo_section import reward_problems
 from dtrain.rollout.rewards import BUILT_IN
 from dtrain.rollout.rewards.format_tags import format_tags
 from dtrain.rollout.rewards.json_valid import json_valid
@@ -200,21 +200,6 @@ def test_the_docstrings_examples(name):
     assert not doctest.testmod(importlib.import_module("dtrain.rollout.rewards.math_answers")).failed
 
 
-def test_the_recipes_table_is_the_functions():
-    import inspect
-
-    for name, options in config.REWARDS.items():
-        module, _, function = BUILT_IN[name].partition(":")
-        parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters.values()
-        own = {
-            p.name: config.REQUIRED if p.default is p.empty else p.default
-            for p in parameters
-            if p.kind is p.KEYWORD_ONLY
-        }
-        assert own == options
-    assert config.REWARDS.keys() == BUILT_IN.keys()
-
-
 @dataclass
 class Reward:
     fn: str | None
@@ -231,7 +216,7 @@ def test_what_a_recipe_may_say():
         Reward("my.module.fn", 1, {"anything": [1]}),
         Reward("my.module:fn"),
     ]
-    assert config.problems(good) == []
+    assert reward_problems(good) == []
     for reward, message in (
         (Reward("math_exat"), ".fn=math_exat is no reward; did you mean math_exact?"),
         (Reward("my module.fn"), ".fn=my module.fn is no reward; there are math_exact, "),
@@ -243,6 +228,6 @@ def test_what_a_recipe_may_say():
         (Reward("length_penalty", 1, {"target_tokens": 9, "max_tokens": 9}), ".kwargs.target_tokens=9 must be below"),
         (Reward("format_tags", 1, {"tags": []}), ".kwargs.tags=[] must be"),
     ):
-        (found,) = config.problems([good[0], reward])
+        (found,) = reward_problems([good[0], reward])
         assert found.startswith(f"grpo.rewards[1]{message}"), found
-    assert len(config.problems([Reward("regex", 1, {"colum": 1, "full": 3})])) == 3
+    assert len(reward_problems([Reward("regex", 1, {"colum": 1, "full": 3})])) == 3

@@ -9,7 +9,7 @@ completions as text without special tokens, completion_ids as lists of ints, eve
 None says that it has no opinion on a completion. Options of the recipe are given by keyword too; an import path may
 also name a class, which is made with the options and then called.
 
-    find                            an import path or a name to a function
+    find, options                   an import path or a name to a function; the options of those of our own
     scoring, worker                 `Rewards` scores with a list of them, in a process of its own
     calls                           what the process does with a function
     math_exact, math_answers        those that come with dtrain: right answers, and reading them

@@ -1,17 +1,14 @@
-"""From a student's logits and a teacher's to a distillation loss: log-probabilities at the teacher's top-k, and the
-Kullback-Leibler divergences between them.
-"""
+"""From a student's logits and a teacher's top-k to the log-probabilities that `losses.forward_kl` and the like take."""
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtrain.losses.context import allgather_cp_sharded_tensor
-from dtrain.losses.entropy import ChunkedDistributedEntropy
-from dtrain.losses.logprob import logprob_at
-from dtrain.losses.next_token import local_logits
-from dtrain.losses.shard import Group, shard_start
-from dtrain.losses.topk import gather_logits_at_global_indices, shard_like
+from dtrain.faces.groups import allgather_cp_sharded_tensor, shard_like, shard_start
+from dtrain.faces.logprob import logprob_at
+from dtrain.faces.next_token import local_logits
+from dtrain.faces.softmax import ChunkedDistributedEntropy
+from dtrain.faces.topk import gather_logits_at_global_indices
+from dtrain.losses.vocabulary import Group
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -64,51 +61,3 @@ def get_distillation_topk_logprobs_from_logits(
         neg_entropy = ChunkedDistributedEntropy.apply(logits, None, tp_group)
         neg_entropy = allgather_cp_sharded_tensor(neg_entropy, cp_group)[:, : length - 1]
     return student[:, :-1], teacher[:, :-1], neg_entropy
-
-
-def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """Σ p_teacher · (log p_teacher − log p_student) over the last dimension, [.., K] -> [..]; 0 where p_teacher is 0
-    (Hinton et al., arXiv:1503.02531)."""
-    return _expected(teacher_logprobs, teacher_logprobs, student_logprobs)
-
-
-def reverse_kl(
-    student_logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    student_neg_entropy: Tensor | None = None,
-    log_outside: float = -100.0,
-) -> Tensor:
-    """Σ p_student · (log p_student − log p_teacher) over the last dimension, [.., K] -> [..] (Gu et al.,
-    arXiv:2306.08543).
-
-    With student_neg_entropy [..], Σ p·log p over the whole vocabulary, the log-probabilities are those at the teacher's
-    top-k, and the rest of the student counts against a teacher whose log-probability there is `log_outside`.
-    """
-    inside = _expected(student_logprobs, student_logprobs, teacher_logprobs)
-    if student_neg_entropy is None:
-        return inside
-    p = student_logprobs.exp()
-    rest_entropy = student_neg_entropy - torch.where(p == 0, 0, p * student_logprobs).sum(-1)
-    return inside + rest_entropy - log_outside * (1 - p.sum(-1))
-
-
-def mixed_kl(
-    student_logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    weight: float = 0.5,
-    student_neg_entropy: Tensor | None = None,
-    log_outside: float = -100.0,
-) -> Tensor:
-    """weight · forward_kl + (1 − weight) · reverse_kl, [.., K] -> [..]; weight in [0, 1], else ValueError."""
-    if not 0 <= weight <= 1:
-        raise ValueError(f"weight={weight}: the forward KL's share lies between 0 and 1")
-    reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
-    return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
-
-
-def _expected(of: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Σ exp(of) · (first − second) over the last dimension, 0 where exp(of) is 0; gradients finite there too."""
-    p = of.exp()
-    nowhere = p == 0
-    difference = torch.where(nowhere, 0, first) - torch.where(nowhere, 0, second)
-    return (p * difference).sum(-1)

@@ -8,8 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.losses.shard import Group, check_bounds, group_size, on_shard, pick
-from dtrain.losses.softmax_stats import Stats, compute_dtype, merge_over, part_stats, tile_rows, tiles
+from dtrain.faces.groups import check_bounds
+from dtrain.losses.vocabulary import (
+    Group,
+    Stats,
+    compute_dtype,
+    fill_rows_,
+    group_size,
+    merge_over,
+    on_shard,
+    part_stats,
+    pick,
+    tile_rows,
+    tiles,
+)
 
 
 def rows_within(logits: Tensor, chunk_size: int | None) -> int:
@@ -26,14 +38,6 @@ def tile_buffer(logits: Tensor, rows: int) -> Tensor:
     """Memory for one tile of `rows` rows in the compute dtype, flat."""
     rows = min(rows, logits.shape[:-1].numel())
     return torch.empty(rows * logits.shape[-1], dtype=compute_dtype(logits.dtype), device=logits.device)
-
-
-def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
-    """Sets the rows of tile [.., v] to `value` where dead [..], whatever they hold."""
-    if tile.is_cuda:
-        tile.masked_fill_(dead.unsqueeze(-1), value)
-    elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
-        tile[dead] = value
 
 
 class _LogprobAt(torch.autograd.Function):

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.parallel.layout import chunks_of
+from dtrain.parallel.layout import chunks_of, mesh_rank
 
 CONSUMED = ("seq_lens", "seq_lens_padded", "attention_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 
@@ -114,11 +113,6 @@ def _shard_thd_chunk_for_te(
         "max_seqlen": lengths.amax() if lengths.numel() else ends.new_zeros(()),
         "qkv_format": qkv_format,
     }
-
-
-def mesh_rank(mesh: DeviceMesh) -> int:
-    """This rank's place on a one-dimensional mesh, or on a stand-in for one that knows its group alone."""
-    return mesh.get_local_rank() if hasattr(mesh, "get_local_rank") else dist.get_rank(group=mesh.get_group())
 
 
 def _held_tokens(ends: Tensor, total: int, size: int, rank: int) -> Tensor:

@@ -1,16 +1,16 @@
 """What must hold in a recipe's `grpo` section and around it. No torch, no file is read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain.config.numbers import is_number
-from dtrain.config.policy_losses import problems as loss_problems
-from dtrain.config.rewards import problems as reward_problems
 from dtrain.config.schema import Recipe
+from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
+from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
+from dtrain.rollout.rewards import options as rewards
 
-# As `check.RANGES`.
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+# As `dtrain.check.RANGES`.
+SECTION_RANGES = (
     ("grpo.prompts_per_step", lambda v: v >= 1, "at least 1"),
     ("grpo.group_size", lambda v: v >= 1, "at least 1"),
     ("grpo.updates_per_rollout", lambda v: v >= 1, "at least 1"),
@@ -41,7 +41,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def problems(recipe: Recipe) -> list[str]:
     """What is wrong with a recipe of method grpo, beside its ranges, one line each."""
     section = recipe.grpo
-    found = loss_problems(section.loss, clip=section.clip, beta=section.beta, options=section.kwargs)
+    found = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
     found += _sizes(recipe)
     found += _rewards(recipe)
     found += _engine(recipe)
@@ -126,4 +126,78 @@ def _engine(recipe: Recipe) -> list[str]:
             f"rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or more, or "
             "to 0"
         )
+    return found
+
+
+def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a `grpo` section's loss, one line each, keys as the recipe has them; options: its kwargs."""
+    if loss not in LOSSES:
+        return [f"grpo.loss={loss} is no policy loss{hint(loss, LOSSES)}"]
+    found = []
+    if not is_clip(clip):
+        found.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
+                     + next((words for one in clip if (words := sizes_for(one))), ""))  # fmt: skip
+    elif loss == "cispo" and clip[1] < 1:
+        found.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every token's "
+                     "weight; its papers take 5")  # fmt: skip
+    if not (is_number(beta) and beta >= 0):
+        found.append(f"grpo.beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
+    read = {**SHARED, **LOSSES[loss].options}
+    for key, value in options.items():
+        if key not in read:
+            found.append(f"grpo.kwargs.{key} is not read by {loss}{hint(key, read, 'grpo.kwargs.')}")
+        elif not (allowed := RANGES.get(key, NUMBER))[0](value):
+            found.append(f"grpo.kwargs.{key}={value} must be {allowed[1]}{sizes_for(value)}")
+        elif key in ("kl_estimator", "kl_gradient") and not beta:
+            found.append(f"grpo.kwargs.{key} says how the divergence is measured, and grpo.beta=0 leaves it out")
+    return found or _combinations(loss, read | dict(options))
+
+
+def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
+    found = []
+    if options.get("delta") is not None and options.get("dual_clip") is not None:
+        found.append("grpo.kwargs: delta and dual_clip bound the same ratio; give one of them")
+    if LOSSES[loss].by_sequence and options["top_entropy_quantile"] < 1:
+        found.append(f"grpo.kwargs.top_entropy_quantile: {loss} is a loss of whole sequences, which keep all tokens")
+    smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+    if smallest is not None and largest is not None and smallest >= largest:
+        found.append(f"grpo.kwargs.sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
+    return found
+
+
+def reward_problems(listed: Sequence[Any]) -> list[str]:
+    """What is wrong with `grpo.rewards`, a line each; each reward has fn, weight and kwargs. Import paths are not
+    looked up here: `dtrain.rollout.rewards.find` does."""
+    found = []
+    for index, reward in enumerate(listed):
+        key, name = f"grpo.rewards[{index}]", reward.fn
+        if not is_number(reward.weight):
+            found.append(f"{key}.weight={reward.weight} must be a finite number")
+        if not name:
+            found.append(f"{key}.fn is missing: name a reward ({', '.join(rewards.REWARDS)}), or give an import path")
+        elif name in rewards.REWARDS:
+            found += _of_options(f"{key}.kwargs", name, reward.kwargs)
+        elif not rewards.is_path(name):
+            paths = "" if nearest(name, rewards.REWARDS) else ", and import paths"
+            found.append(f"{key}.fn={name} is no reward{hint(name, rewards.REWARDS)}{paths}")
+    return found
+
+
+def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
+    known = rewards.REWARDS[name]
+    found = [
+        f"{key}.{option} is required by {name}"
+        for option, default in known.items()
+        if default is rewards.REQUIRED and option not in options
+    ]
+    for option, value in options.items():
+        if option not in known:
+            near = nearest(option, known)
+            slip = f"; did you mean {key}.{near}?" if near else f"; it reads {', '.join(known)}"
+            found.append(f"{key}.{option} is not read by {name}{slip}")
+        elif not rewards.RANGES[option][0](value):
+            found.append(f"{key}.{option}={value} must be {rewards.RANGES[option][1]}")
+    target, most = options.get("target_tokens"), options.get("max_tokens")
+    if not found and name == "length_penalty" and target >= most:
+        found.append(f"{key}.target_tokens={target} must be below {key}.max_tokens={most}")
     return found

@@ -4,19 +4,19 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
 
 from dtrain.batch import IGNORE
+from dtrain.config import Recipe
 from dtrain.data.cache import Samples
-from dtrain.data.prompts import PromptOptions
 from dtrain.data.rows import Row, Rows
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
+from dtrain.methods.facts import facts_of
 
-KINDS = {"dpo": "pairs", "grpo": "prompts"}
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
 BUCKETS, BAR = 12, 40
@@ -24,7 +24,7 @@ BLOCK = 1 << 16  # samples read at once
 
 
 def preview(
-    recipe: Any,
+    recipe: Recipe,
     samples: int = 3,
     color: bool | None = None,
     out: TextIO | None = None,
@@ -47,8 +47,8 @@ def preview(
     cache_dir = Path(recipe.run.dir) / ".cache"
     rows = open_rows(
         recipe.data,
-        kind=KINDS.get(recipe.method, "examples"),
-        prompts=_prompt_options(recipe) if recipe.method == "grpo" else None,
+        kind=facts_of(recipe).kind,
+        prompts=facts_of(recipe).prompts(recipe),
         tokenizer=tokenizer,
         seed=recipe.run.seed,
         cache_dir=cache_dir,
@@ -75,10 +75,6 @@ def preview(
     say()
     for line in packing(rows):
         say(line)
-
-
-def _prompt_options(recipe: Any) -> PromptOptions:
-    return PromptOptions.within(recipe.data.max_length, recipe.grpo.sampling.max_new_tokens, recipe.grpo.system_prompt)
 
 
 def documents(row: Row, tokenizer: Tokenizer, color: bool) -> Iterator[str]:

@@ -1,5 +1,7 @@
-"""What a softmax over a cut vocabulary needs to know of each row, in a form that parts of the vocabulary can be merged
-in, whether the parts are tiles on one rank or shards on several.
+"""A softmax over a vocabulary that may be cut over ranks and into tiles: which ids a rank holds, and what must be known
+of each row of a part so that parts can be merged, tiles on one rank or shards on several.
+
+A group of None, or of one rank, means that the whole vocabulary is here: no collective then.
 
 Of a part with logits z, of each row: the maximum m = max z and l = log Σ exp(z − m), kept apart because their sum would
 lose the digits of l where m is large; on request E = Σ p·log p and Q = Σ p² of the softmax p over the part alone.
@@ -9,25 +11,34 @@ once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.losses.shard import Group, group_rank, group_size
 from dtrain.parallel.collectives import all_gather
 
-# Elements of one tile of logits: near a CPU core's cache, few large kernels on a GPU.
-_TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
+Group = Any  # a torch ProcessGroup, or None
+
+# Largest block of logits [tokens, ids]: on a CPU core both near the cache, on a GPU few large products.
+_BLOCK = {"cpu": (512, 1024), "cuda": (4096, 32768)}
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What losses are computed in: max(float32, dtype)."""
-    return torch.promote_types(dtype, torch.float32)
+def block(device_type: str) -> tuple[int, int]:
+    """Tokens and ids of the largest tile of logits, where both are cut."""
+    return _BLOCK.get(device_type, _BLOCK["cuda"])
 
 
-def tile_rows(columns: int, device_type: str) -> int:
-    """Rows per tile of [rows, columns] logits that are read where they lie."""
-    return max(8, _TILE_ELEMENTS.get(device_type, 2**27) // max(columns, 1))
+def tile_rows(columns: int, device_type: str, *, blocks: int = 2, least: int = 8) -> int:
+    """Rows of a tile of logits [rows, columns], where only rows are cut: of `blocks` blocks on a CPU, at least `least`.
+
+    The defaults are for logits that are read where they lie. Tiles that are products with the head's weight take four
+    blocks and 64 rows: each reads the whole weight, and a product of few rows is bound by that.
+    """
+    tokens, ids = block(device_type)
+    elements = tokens * ids * (blocks if device_type == "cpu" else 1)
+    return max(least, elements // max(columns, 1))
 
 
 def tiles(shape: torch.Size, rows: int) -> Iterator[tuple[int | slice, ...]]:
@@ -45,6 +56,55 @@ def tiles(shape: torch.Size, rows: int) -> Iterator[tuple[int | slice, ...]]:
     for outer in range(shape[0]):
         for index in tiles(shape[1:], rows):
             yield (outer, *index)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What losses are computed in: max(float32, dtype)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows [start, start + rows of its weight) of a vocabulary cut over `group`; shards may be uneven or
+    empty, but cover the vocabulary. largest: the rows of the largest shard; None: the ranks ask one another."""
+
+    start: int
+    group: Group
+    largest: int | None = None
+
+
+def group_size(group: Group) -> int:
+    """Ranks in `group`; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This rank's place in `group`; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
+    """Every rank's number of columns, on the host. One all-gather of a number, on the CPU where the group can do
+    that.
+    """
+    if group_size(group) == 1:
+        return [columns]
+    on_host = torch.device("cpu") in group._device_types
+    return all_gather(torch.full((1,), columns, device="cpu" if on_host else device), 0, group).tolist()
+
+
+def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Global ids as columns of a shard that begins at `start`, and whether they are there; column 0 where not."""
+    local = ids - start
+    is_mine = (local >= 0) & (local < columns)
+    return torch.where(is_mine, local, 0), is_mine
+
+
+def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -> Tensor:
+    """logits [.., v] at columns [.., k] in `dtype`, 0 where they are not mine; v may be 0."""
+    if not logits.shape[-1]:
+        return torch.zeros(columns.shape, dtype=dtype, device=logits.device)
+    return torch.where(is_mine, logits.gather(-1, columns).to(dtype), 0)
 
 
 @dataclass
@@ -66,6 +126,14 @@ class Stats:
         parts = iter(packed.unbind())
         fields = (self.m, self.l, self.neg_entropy, self.squares)
         return Stats(*(None if field is None else next(parts) for field in fields))
+
+
+def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
+    """Sets the rows of tile [.., v] to `value` where dead [..], whatever they hold."""
+    if tile.is_cuda:
+        tile.masked_fill_(dead.unsqueeze(-1), value)
+    elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
+        tile[dead] = value
 
 
 def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:

@@ -1,20 +1,19 @@
 """What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
 
-No torch and no file is read here: `dtrain.preflight` adds what the model's directory and the data files tell.
+No torch and no file is read here: `dtrain.preflight` adds what the model's directory and the data files tell. What a
+method asks of its section is its own: `dtrain.methods.facts`.
 """
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtrain.config.load import keys
-from dtrain.config.numbers import is_number
-from dtrain.config.preference import problems as preference_problems
-from dtrain.config.rollouts import RANGES as ROLLOUT_RANGES
-from dtrain.config.rollouts import problems as rollout_problems
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
+from dtrain.config.sizes import batch_problems, mesh_problems
+from dtrain.methods.facts import FACTS, facts_of
+from dtrain.ranges import shown
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
@@ -46,67 +45,32 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.every", lambda v: v >= 1, "at least 1, or null for no checkpoints"),
     ("checkpoint.keep_last", lambda v: v >= 1, "at least 1, or null to keep all"),
     ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
-    ("distill.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary"),
-    ("distill.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
-    ("distill.mixed_kl_weight", lambda v: 0 <= v <= 1, "from 0 to 1"),
-    ("dpo.sft_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
-    ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),
-    ("dpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
-    ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
-    *ROLLOUT_RANGES,
+    *(one for facts in FACTS.values() for one in facts.ranges),
 )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers that follow from a recipe in a world: global_batch = micro_batch × accumulation × dp."""
-
-    world_size: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-
-    @property
-    def dp(self) -> int:
-        """Ranks, or groups of cp×tp ranks, that see different data."""
-        return self.dp_replicate * self.dp_shard
-
-    def __str__(self) -> str:
-        mesh = [f"{name} {getattr(self, name)}" for name in ("dp_replicate", "dp_shard", "cp", "tp")]
-        shape = " × ".join(part for part in mesh if not part.endswith(" 1")) or "one process"
-        return (
-            f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
-            f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"
-        )
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes, in the user's terms; empty if there is none."""
-    wrong = [(key, f"{key}={_shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
+    wrong = [(key, f"{key}={shown(value)} must be {sentence}") for key, value, sentence in _out_of_range(recipe)]
     problems = [text for _, text in wrong]
     problems += _required(recipe)
     problems += _names(recipe)
     problems += _formats(recipe)
-    problems += _dpo(recipe) if recipe.method == "dpo" else []
-    problems += rollout_problems(recipe) if recipe.method == "grpo" else []
+    problems += facts_of(recipe).problems(recipe)
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
     problems += _best(recipe)
     problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
     if not any(key.startswith("parallel.") for key, _ in wrong):
-        mesh_problems, shape = _mesh(recipe, world_size)
-        problems += mesh_problems
+        of_mesh, shape = mesh_problems(recipe, world_size)
+        problems += of_mesh
         problems += _sequence(recipe)
         if not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
             # Where the mesh does not fit its world, what its keys say of dp: of dp_shard=-1 that it is 1 or more.
             replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
-            problems += _batch(recipe, replicate * shard)
+            problems += batch_problems(recipe, replicate * shard)
     return problems
 
 
@@ -121,20 +85,6 @@ def _varlen(recipe: Recipe) -> list[str]:
         f"model.attention=varlen is for CUDA, bfloat16 or float16, and parallel.cp=1, and {' and '.join(named)}: set "
         "model.attention=auto, which takes it where it can"
     ] * bool(named)
-
-
-def sizes(recipe: Recipe, world_size: int) -> Sizes:
-    """The derived sizes of a recipe in which `check` found no problem."""
-    problems, shape = _mesh(recipe, world_size)
-    if problems or not shape:
-        raise ValueError("; ".join(problems))
-    replicate, shard, cp, tp = shape
-    accumulation, rest = divmod(recipe.train.global_batch, recipe.train.micro_batch * replicate * shard)
-    if rest:
-        raise ValueError("; ".join(_batch(recipe, replicate * shard)))
-    return Sizes(
-        world_size, replicate, shard, cp, tp, recipe.train.global_batch, recipe.train.micro_batch, accumulation
-    )
 
 
 def _get(recipe: Recipe, key: str) -> Any:
@@ -154,8 +104,7 @@ def _required(recipe: Recipe) -> list[str]:
     problems = []
     if not recipe.model.path:
         problems.append("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    if recipe.method == "distill" and not recipe.distill.teacher:
-        problems.append("distill.teacher is missing: set it to the directory of a model with the student's vocabulary")
+    problems += facts_of(recipe).missing(recipe)
     problems += _source(recipe.data.train, "data.train")
     if recipe.data.val is not None:
         problems += _source(recipe.data.val, "data.val")
@@ -190,7 +139,7 @@ def _source(source: DataSource, key: str) -> list[str]:
 
 
 def _formats(recipe: Recipe) -> list[str]:
-    """Preferences are for dpo, and dpo is for preferences; prompts are for grpo."""
+    """Rows of each format are for some of the methods."""
     problems = []
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
         if split is None:
@@ -198,46 +147,9 @@ def _formats(recipe: Recipe) -> list[str]:
         named = [(f"data.{name}.format", split.format)]
         named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
         for key, format in named:
-            if recipe.method == "grpo" and format in ("preference", "text"):
-                problems.append(
-                    f"{key}={format}: method=grpo draws its own answers to prompts; give it messages, question or "
-                    "prompt_completion"
-                )
-            elif format == "question" and recipe.method != "grpo":
-                problems.append(f"{key}=question: a question has no answer to train on; method=grpo draws its own")
-            elif recipe.method == "dpo" and format not in ("auto", "preference", "tokenized"):
-                problems.append(f"{key}={format}: method=dpo trains on pairs; set it to preference, or method=sft")
-            elif recipe.method != "dpo" and format == "preference":
-                problems.append(f"{key}=preference: method={recipe.method} does not train on pairs; set method=dpo")
+            if (why := facts_of(recipe).refuses(recipe, format)) is not None:
+                problems.append(f"{key}={format}: {why}")
     return problems
-
-
-def _dpo(recipe: Recipe) -> list[str]:
-    section = recipe.dpo
-    has_reference = section.reference not in (None, "none")
-    found = preference_problems(
-        section.loss,
-        section.loss_weights,
-        has_reference=has_reference,
-        beta=section.beta,
-        label_smoothing=section.label_smoothing,
-        f_divergence=section.f_divergence,
-        options=section.kwargs,
-    )
-    if section.sync_every is not None and section.precompute:
-        found.append(
-            "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "
-            "or dpo.precompute=false"
-        )
-    if recipe.data.loss_on != "assistant":
-        found.append(
-            f"data.loss_on={recipe.data.loss_on} plays no part under method=dpo: what follows the prompt is trained; "
-            "leave it out"
-        )
-    for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
-        if value is not None and not has_reference:
-            found.append(f"dpo.{key}={_shown(value)} needs a reference, and dpo.reference is none: set it to start")
-    return found
 
 
 def _names(recipe: Recipe) -> list[str]:
@@ -278,13 +190,7 @@ def _stages(recipe: Recipe) -> list[str]:
 
 def other_models(recipe: Recipe) -> list[tuple[str, str]]:
     """Key and path of the models that the method needs beside the one that it trains."""
-    if recipe.method == "dpo":
-        return [("dpo.reference", recipe.dpo.reference)] if recipe.dpo.reference not in (None, "none", "start") else []
-    if recipe.method == "grpo" and recipe.grpo.beta:
-        return [("grpo.reference", recipe.grpo.reference)] if recipe.grpo.reference != "start" else []
-    if recipe.method == "distill":
-        return [("distill.teacher", recipe.distill.teacher)] if recipe.distill.teacher else []  # check says so
-    return []
+    return facts_of(recipe).other_models(recipe)
 
 
 def _schedule(recipe: Recipe) -> list:
@@ -310,39 +216,17 @@ def _best(recipe: Recipe) -> list[str]:
     best, every, validate = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.validate_every
     if best is None or best == "loss":
         return []
-    if (best == "val_reward_mean") != (recipe.method == "grpo") and best in BEST:
-        measured = [name for name in BEST if (name != "val_loss" if recipe.method == "grpo" else "reward" not in name)]
+    measured = [name for name in BEST if name in facts_of(recipe).best]
+    if best in BEST and best not in measured:
         return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
     if best not in BEST:
         return [f"checkpoint.keep_best={best} is none of {', '.join(BEST)}, nor null"]
     if every is not None and (validate is None or every % validate):
         return [
             f"checkpoint.keep_best={best} needs a validation at every save, and checkpoint.every={every} is no "
-            f"multiple of train.validate_every={_shown(validate)}: set train.validate_every={every}"
+            f"multiple of train.validate_every={shown(validate)}: set train.validate_every={every}"
         ]
     return []
-
-
-def _mesh(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
-    """Problems of the mesh in this world, and its sizes (dp_replicate, dp_shard, cp, tp) where there is none."""
-    p = recipe.parallel
-    fixed = p.dp_replicate * p.cp * p.tp
-    world = f"{world_size} process{'es' * (world_size != 1)} (launch.nproc, or what torchrun or SLURM started)"
-    named = f"dp_replicate {p.dp_replicate} × cp {p.cp} × tp {p.tp}"
-    if p.dp_shard == -1:
-        if world_size % fixed:
-            return [
-                f"parallel: {named} = {fixed} does not divide {world}; "
-                f"set launch.nproc to a multiple of {fixed}, or change one of the three"
-            ], None
-        return [], (p.dp_replicate, world_size // fixed, p.cp, p.tp)
-    if fixed * p.dp_shard != world_size:
-        fits = f"parallel.dp_shard={world_size // fixed} or -1, or " if world_size % fixed == 0 else ""
-        return [
-            f"parallel: dp_shard {p.dp_shard} × {named} = {fixed * p.dp_shard} is not {world}; "
-            f"set {fits}launch.nproc={fixed * p.dp_shard}"
-        ], None
-    return [], (p.dp_replicate, p.dp_shard, p.cp, p.tp)
 
 
 def _sequence(recipe: Recipe) -> list[str]:
@@ -354,27 +238,3 @@ def _sequence(recipe: Recipe) -> list[str]:
         f"parallel.cp={cp} cuts a sequence into {2 * cp} pieces, and data.max_length={length} has fewer tokens; "
         f"set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
     ]
-
-
-def _batch(recipe: Recipe, dp: int) -> list[str]:
-    total, micro = recipe.train.global_batch, recipe.train.micro_batch
-    unit = micro * dp
-    if total % unit == 0:
-        return []
-    lower = total // unit * unit
-    fixes = [f"train.global_batch={size}" for size in (lower, lower + unit) if size]
-    if total % dp == 0:
-        per_rank = total // dp
-        fixes.append(f"train.micro_batch={max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)}")
-    return [
-        f"train.global_batch={total} is not micro_batch × accumulation × dp: "
-        f"micro_batch {micro} × dp {dp} = {unit} does not divide it; set {_either(fixes)}"
-    ]
-
-
-def _either(options: Sequence[str]) -> str:
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,11 +4,10 @@ tensor parallel ranks. Thin faces over `head.logprobs_from_hidden_states`.
 
 from torch import Tensor
 
-from dtrain.losses.context import allgather_cp_sharded_tensor
-from dtrain.losses.head import default_tile, logprobs_from_hidden_states
-from dtrain.losses.next_token import next_tokens
-from dtrain.losses.shard import Group, VocabShard, check_bounds, group_size
-from dtrain.losses.topk import shard_like
+from dtrain.faces.groups import allgather_cp_sharded_tensor, check_bounds, shard_like
+from dtrain.faces.next_token import next_tokens
+from dtrain.losses.head import logprobs_from_hidden_states
+from dtrain.losses.vocabulary import Group, VocabShard, block, group_size
 from dtrain.parallel.collectives import gather_along
 
 
@@ -44,7 +43,7 @@ class ChunkedDistributedHiddenStatesToLogprobs:
             raise ValueError(f"hidden states of [S, B] {held} do not fit a target of [B, S] {tuple(target.shape)}")
         tile = None
         if chunk_size is not None:
-            rows, ids = default_tile(hidden.device.type)
+            rows, ids = block(hidden.device.type)
             tile = (max(1, min(rows, chunk_size * hidden.shape[1])), ids)
         return logprobs_from_hidden_states(
             hidden,

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms
+from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.losses.sequences import Rows
 
 
@@ -27,11 +26,11 @@ def policy_loss(
     entropy_tokens: Tensor | float | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of B completions, a scalar, and its metrics, by the loss's name in `policy_losses.LOSSES`.
+    """The loss of B completions, a scalar, and its metrics, by the loss's name in `policy_options.LOSSES`.
 
     logps, old_logps, ref_logps, sampling_logps, entropies [B, T]; advantages [B] or [B, T]; mask [B, T], true or 1 at
     the completions' tokens. `policy_terms` says what each is, which may be None, and what infinities mean. clip is
-    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `policy_core.SHARED`.
+    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `policy_options.SHARED`.
 
     normalizer: what the loss's sum is divided by, for a batch that is a part of a larger one: its tokens (bnpo, dapo,
     cispo, vespo, dppo_tv, dppo_kl, reinforce), its sequences (grpo, gspo, gspo_token, sapo, luspo, gmpo), or its
@@ -75,19 +74,3 @@ def policy_loss(
         entropy_threshold=entropy_threshold,
     )
     return loss, means(sums)
-
-
-def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
-    """The entropy that the top `quantile` of the tokens reach, and how many tokens reach it (arXiv:2506.01939).
-
-    entropies [N]: of all tokens of the global batch, in any order; quantile from 0 (the highest alone, and its equals)
-    to 1 (all). Interpolates between neighbours as torch.quantile and TRL do, at any N. No token: infinity and 0.
-    """
-    ordered = entropies.flatten().to(torch.promote_types(entropies.dtype, torch.float32)).sort().values
-    if ordered.numel() == 0:
-        return ordered.new_full((), torch.inf), ordered.new_zeros((), dtype=torch.int64)
-    place = (1 - quantile) * (ordered.numel() - 1)
-    below = int(place)
-    above = min(below + 1, ordered.numel() - 1)
-    threshold = torch.lerp(ordered[below], ordered[above], place - below)
-    return threshold, (ordered >= threshold).sum()

@@ -7,12 +7,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from dtrain.losses.context import allgather_cp_sharded_tensor
-from dtrain.losses.filtering import TrainingSamplingParams, need_top_k_or_top_p_filtering
-from dtrain.losses.logprob import ChunkedDistributedLogprob, DistributedLogprob
-from dtrain.losses.sampling import ChunkedDistributedLogprobWithSampling, DistributedLogprobWithSampling
-from dtrain.losses.shard import Group, group_size, shard_start
-from dtrain.losses.topk import shard_like
+from dtrain.faces.groups import allgather_cp_sharded_tensor, shard_like, shard_start
+from dtrain.faces.logprob import ChunkedDistributedLogprob, DistributedLogprob
+from dtrain.faces.sampling import ChunkedDistributedLogprobWithSampling, DistributedLogprobWithSampling
+from dtrain.losses.head_filtered import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from dtrain.losses.vocabulary import Group, group_size
 from dtrain.parallel.collectives import all_gather
 from dtrain.parallel.placement import chunk_bounds
 

@@ -7,9 +7,9 @@ back from the device.
 import torch
 from torch import Tensor
 
-from dtrain.losses.filtering import TrainingSamplingParams
-from dtrain.losses.next_token import NO_TARGET, logprobs_of_targets
-from dtrain.losses.shard import Group, group_rank, group_size
+from dtrain.faces.next_token import NO_TARGET, logprobs_of_targets
+from dtrain.losses.head_filtered import TrainingSamplingParams
+from dtrain.losses.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along
 
 

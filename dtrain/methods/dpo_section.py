@@ -1,0 +1,95 @@
+"""What must hold in a recipe's `dpo` section and around it. No torch, no file is read."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from dtrain.config.schema import Recipe
+from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT
+from dtrain.ranges import NUMBER, hint, is_number, nearest, shown, sizes_for
+
+# As `dtrain.check.RANGES`.
+SECTION_RANGES = (
+    ("dpo.sft_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
+    ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),
+    ("dpo.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
+    ("dpo.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
+)
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """What is wrong with a recipe of method dpo, beside its ranges, one line each."""
+    section = recipe.dpo
+    has_reference = section.reference not in (None, "none")
+    found = loss_problems(
+        section.loss,
+        section.loss_weights,
+        has_reference=has_reference,
+        beta=section.beta,
+        label_smoothing=section.label_smoothing,
+        f_divergence=section.f_divergence,
+        options=section.kwargs,
+    )
+    if section.sync_every is not None and section.precompute:
+        found.append(
+            "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "
+            "or dpo.precompute=false"
+        )
+    if recipe.data.loss_on != "assistant":
+        found.append(
+            f"data.loss_on={recipe.data.loss_on} plays no part under method=dpo: what follows the prompt is trained; "
+            "leave it out"
+        )
+    for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
+        if value is not None and not has_reference:
+            found.append(f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none: set it to start")
+    return found
+
+
+def loss_problems(
+    names: str | Sequence[str],
+    loss_weights: Sequence[float] | None,
+    *,
+    has_reference: bool,
+    beta: float,
+    label_smoothing: float = 0.0,
+    f_divergence: str = "reverse_kl",
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """What is wrong with the section's losses, one line each, keys as the recipe has them. `options`: its kwargs.
+
+    An option has to be read by one loss of the list at least; another divergence than reverse_kl by all of them.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        return ["dpo.loss: no loss is named"]
+    known = (*LOSSES, SFT)
+    found = [f"dpo.loss={name} is no preference loss{hint(name, known)}" for name in names if name not in known]
+    if loss_weights is not None:
+        if len(loss_weights) != len(names):
+            found.append(f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each")
+        found.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
+    losses = {name: LOSSES[name] for name in names if name in LOSSES}
+    given = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
+    read = frozenset({"beta"}).union(*(loss.options for loss in losses.values()))
+    for key, value in given.items():
+        within = "kwargs." if key in options else ""
+        is_off = key in OFF and value == OFF[key]
+        good, words = RANGES.get(key, NUMBER)
+        if (key in RANGES or key in read) and not good(value):
+            found.append(f"dpo.{within}{key}={value} must be {words}{sizes_for(value)}")
+        elif key not in read and not is_off and losses:
+            near = nearest(key, read)
+            slip = f"; did you mean dpo.{'kwargs.' if near in KWARGS else ''}{near}?" if near else ""
+            found.append(f"dpo.{within}{key} is not read by {' + '.join(losses)}{slip}")
+    if f_divergence in DIVERGENCES and f_divergence != "reverse_kl":
+        without = [name for name, loss in losses.items() if not loss.f_divergence]
+        if without and "f_divergence" in read:
+            found.append(f"dpo.f_divergence={f_divergence} has no meaning for {without[0]}")
+        if not has_reference:
+            found.append(f"dpo.f_divergence={f_divergence} needs a reference to diverge from; dpo.reference is none")
+    if "f_alpha_divergence_coef" in options and f_divergence != "alpha_divergence":
+        found.append("dpo.kwargs.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
+    if "exo_pair" in names and label_smoothing == 0:
+        found.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
+    return found

@@ -1,0 +1,163 @@
+"""What is known of a method before anything is built: what the recipe's check, the preview, a plan and the start of a
+run must know of it. A class per method; nobody outside this package asks for a method's name. No torch.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dtrain.config.schema import Recipe
+from dtrain.data.prompts import PromptOptions
+from dtrain.losses.preference_options import LOSSES
+from dtrain.methods import dpo_section, grpo_section
+from dtrain.ranges import is_number
+
+
+class Facts:
+    """Of a method without a section, a second model or rows of its own: supervised fine-tuning.
+
+    kind: what a sample of the data is, examples, pairs or prompts. ranges: of its section's keys, as
+    `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures.
+    """
+
+    kind = "examples"
+    ranges: tuple = ()
+    best: tuple[str, ...] = ("val_loss", "loss")
+
+    def missing(self, recipe: Recipe) -> list[str]:
+        """What the section must say and does not, one line each."""
+        return []
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        """What is wrong in the section and around it, beside its ranges, one line each."""
+        return []
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        """Why rows of a format (`data.*.format`) are not for this method; None: they are."""
+        if format == "question":
+            return "a question has no answer to train on; method=grpo draws its own"
+        return f"method={recipe.method} does not train on pairs; set method=dpo" if format == "preference" else None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        """Key and path of the models that are needed beside the one that is trained."""
+        return []
+
+    def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
+        """(key, name or import path, what it is) of the code that the section may name."""
+        return []
+
+    def prompts(self, recipe: Recipe) -> PromptOptions | None:
+        """How the data's prompts are made, where it is prompts."""
+        return None
+
+    def rows_of_a_sample(self, recipe: Recipe) -> int:
+        """Rows of a batch that one of `train.global_batch` is: a pair that is not packed is two."""
+        return 2 if self.kind == "pairs" and not recipe.data.packing else 1
+
+    def row_length(self, recipe: Recipe) -> int:
+        """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
+        return recipe.data.max_length * (2 if self.kind == "pairs" and recipe.data.packing else 1)
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        """Whether the loss compares with a reference."""
+        return False
+
+    def holds_reference(self, recipe: Recipe) -> bool:
+        """Whether the reference's weights stay on the devices beside the policy's."""
+        return self.needs_reference(recipe)
+
+    def teacher(self, recipe: Recipe) -> str | None:
+        """The path of a teacher that stays on the devices beside the policy."""
+        return None
+
+    def sends_weights(self, recipe: Recipe) -> bool:
+        """Whether updated weights leave the run over a process group that reaches beyond this host."""
+        return False
+
+
+class DpoFacts(Facts):
+    kind = "pairs"
+    ranges = dpo_section.SECTION_RANGES
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        return dpo_section.problems(recipe)
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format == "question":
+            return super().refuses(recipe, format)
+        if format not in ("auto", "preference", "tokenized"):
+            return "method=dpo trains on pairs; set it to preference, or method=sft"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        path = recipe.dpo.reference
+        return [("dpo.reference", path)] if path not in (None, "none", "start") else []
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        """Not where every loss of the list goes without."""
+        section = recipe.dpo
+        names = [section.loss] if isinstance(section.loss, str) else section.loss
+        reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)
+        return reads and section.reference not in (None, "none")
+
+    def holds_reference(self, recipe: Recipe) -> bool:
+        return self.needs_reference(recipe) and not recipe.dpo.precompute
+
+
+class GrpoFacts(Facts):
+    kind = "prompts"
+    ranges = grpo_section.SECTION_RANGES
+    best = ("loss", "val_reward_mean")
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        return grpo_section.problems(recipe)
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format in ("preference", "text"):
+            return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        is_another = self.needs_reference(recipe) and recipe.grpo.reference != "start"
+        return [("grpo.reference", recipe.grpo.reference)] if is_another else []
+
+    def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
+        named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+        return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
+
+    def prompts(self, recipe: Recipe) -> PromptOptions:
+        section = recipe.grpo
+        return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        return bool(recipe.grpo.beta)
+
+    def sends_weights(self, recipe: Recipe) -> bool:
+        return recipe.grpo.server.weights == "broadcast"
+
+
+class DistillFacts(Facts):
+    ranges = (
+        ("distill.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for the whole vocabulary"),
+        ("distill.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
+        ("distill.mixed_kl_weight", lambda v: 0 <= v <= 1, "from 0 to 1"),
+    )
+
+    def missing(self, recipe: Recipe) -> list[str]:
+        if recipe.distill.teacher:
+            return []
+        return ["distill.teacher is missing: set it to the directory of a model with the student's vocabulary"]
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        return [("distill.teacher", recipe.distill.teacher)] if recipe.distill.teacher else []
+
+    def teacher(self, recipe: Recipe) -> str | None:
+        return recipe.distill.teacher
+
+
+FACTS: Mapping[str, Facts] = MappingProxyType(
+    {"sft": Facts(), "dpo": DpoFacts(), "grpo": GrpoFacts(), "distill": DistillFacts()}
+)
+
+
+def facts_of(recipe: Recipe) -> Facts:
+    return FACTS[recipe.method]
