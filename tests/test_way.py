@@ -9,10 +9,10 @@ from tests.world import run_world
 from tools.count_way import count, tiny
 
 MOST = {  # files of a step; files of the whole way; frames to the loss
-    "sft": (17, 33, 8),
-    "dpo": (22, 41, 8),
-    "distill": (20, 36, 8),
-    "grpo": (24, 54, 8),
+    "sft": (15, 32, 8),
+    "dpo": (21, 41, 8),
+    "distill": (18, 35, 8),
+    "grpo": (21, 51, 8),
 }
 
 
