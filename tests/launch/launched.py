@@ -1,6 +1,6 @@
-"""A process for `test_launch` to watch: launches a tiny recipe with one of the fake trainings below.
+"""A process for tests to watch: launches a tiny recipe with one of the fake trainings below.
 
-python -m tests.launched DIRECTORY TRAINING [key=value ...]
+python -m tests.launch.launched DIRECTORY TRAINING [key=value ...]
 """
 
 import os
@@ -164,6 +164,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Under its own name, so that workers find the functions where this process did.
-    from tests import launched
+    from tests.launch import launched
 
     sys.exit(launched.main())

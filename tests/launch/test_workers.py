@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Beat, Standstill, Worker
-from tests.test_launch import Launched, wait_until_gone
+from tests.launch.processes import Launched, wait_until_gone
 
 LOST = 5  # seconds
 BUSY = 15  # seconds more, for processes to end on a busy machine
