@@ -5,11 +5,11 @@ agent        several ranks on this machine: the launcher, and the worker that it
 workers      those processes, watched by their beats
 job          the private directory that launcher and workers share
 rank         one rank: its device, its signals, its log, what running out of memory means
-rendezvous   where a rank is among those of its run, and the store where they find one another
-meeting      ranks that no launcher of ours started meet; the process group comes up
-hosts        what those hosts must have in common
-pulse        who is there, and still there: a lost rank is named
-contact      how ranks reach rank 0's host
+store        where a rank is among those of its run, and the store where they find one another
+rendezvous   ranks that no launcher of ours started meet; the process group comes up
+consistency  what those hosts must have in common
+coordinator  heartbeats between hosts: a lost rank is named
+connection   how ranks reach rank 0's host
 """
 
 from dtrain.launch.start import launch, work

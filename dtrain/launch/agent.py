@@ -26,7 +26,7 @@ from dtrain.launch.rank import (
     SAME_SECONDS,
     STOPPING,
     OutOfMemory,
-    Place,
+    RankPlace,
     Train,
     choose_device,
     log_file,
@@ -36,7 +36,7 @@ from dtrain.launch.rank import (
     run_rank,
     write_to_log,
 )
-from dtrain.launch.workers import LOOK_SECONDS, Heart, Worker
+from dtrain.launch.workers import LOOK_SECONDS, HeartbeatSource, RankProcess
 from dtrain.orphans import end_with
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Report:
+class ExitReport:
     """How a worker ended. kind: user (a UserError), memory (too little of it), stopped (Stopped), crash (the rest)."""
 
     rank: int
@@ -72,7 +72,7 @@ class Report:
 def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str], train: Train | None = None) -> None:
     """Run `recipe` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
     nproc = recipe.launch.nproc
-    choose_device(recipe.launch.device, Place(world_size=nproc, local_world_size=nproc))
+    choose_device(recipe.launch.device, RankPlace(world_size=nproc, local_world_size=nproc))
     with job_directory() as job:
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
@@ -115,7 +115,7 @@ def _attempt(
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             place["TORCHELASTIC_RESTART_COUNT"] = attempt
             given = {**environ, **{name: str(value) for name, value in place.items()}}
-            workers.append(Worker(rank, command, given, recipe.launch.lost_after))
+            workers.append(RankProcess(rank, command, given, recipe.launch.lost_after))
             stack.callback(workers[-1].end)
         if lost := _watch(workers, asked):
             return WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}"), _is_asked(workers, asked)
@@ -127,12 +127,12 @@ def _attempt(
     return None, bool(asked)
 
 
-def _is_asked(workers: list[Worker], asked: list[int]) -> bool:
+def _is_asked(workers: list[RankProcess], asked: list[int]) -> bool:
     """Whether this process or a worker was asked to stop; a batch system may signal the workers alone."""
-    return bool(asked) or any(worker.standstill.last.signum for worker in workers)
+    return bool(asked) or any(worker.stalled.last.signum for worker in workers)
 
 
-def _watch(workers: list[Worker], asked: list[int]) -> str | None:
+def _watch(workers: list[RankProcess], asked: list[int]) -> str | None:
     """Until all have ended, or one did not end well; or what is wrong with those that have not."""
     is_asked = False
     while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
@@ -145,9 +145,9 @@ def _watch(workers: list[Worker], asked: list[int]) -> str | None:
         if not is_asked and _is_asked(workers, asked):
             is_asked = True
             for worker in workers:
-                worker.standstill.seconds = 0.0
+                worker.stalled.seconds = 0.0
         living = [worker for worker in workers if worker.status is None]
-        if is_asked and living and all(worker.standstill.is_over for worker in living):
+        if is_asked and living and all(worker.stalled.is_over for worker in living):
             stood = "; ".join(worker.stood for worker in living)
             return f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
     until = time.monotonic() + SETTLE_SECONDS
@@ -156,7 +156,7 @@ def _watch(workers: list[Worker], asked: list[int]) -> str | None:
     return None
 
 
-def _reason(recipe: Recipe, reports: list[Report], exits: Mapping[int, int], stood: str = "") -> Exception:
+def _reason(recipe: Recipe, reports: list[ExitReport], exits: Mapping[int, int], stood: str = "") -> Exception:
     """Of all that the workers said, and how they exited, what began it. stood: whose main thread had hung before."""
     mistakes = list(dict.fromkeys(report.text for report in reports if report.kind == "user"))
     if mistakes:
@@ -183,9 +183,9 @@ def _see_log(recipe: Recipe, rank: int) -> str:
     return f"; what it printed is in {log_file(recipe, rank)}" if rank > 0 else ""
 
 
-def _reports(job: Path, attempt: int) -> list[Report]:
+def _reports(job: Path, attempt: int) -> list[ExitReport]:
     """In the order of time."""
-    found = [Report(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
+    found = [ExitReport(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
     return sorted(found, key=lambda report: report.time)
 
 
@@ -196,7 +196,7 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def work(job: Path, beats: int, place: Place) -> None:
+def work(job: Path, beats: int, place: RankPlace) -> None:
     """A worker from its first line to its last. Never returns. beats: the pipe for them."""
     os.set_inheritable(beats, False)
     setup = json.loads((job / "job.json").read_text())
@@ -209,9 +209,9 @@ def work(job: Path, beats: int, place: Place) -> None:
     from dtrain.parallel.runtime import StopFlag
 
     stop = StopFlag()
-    heart = Heart(stop, threading.get_ident())
-    pulse = (job, setup["launcher"], stop, lambda: heart.send(beats))
-    threading.Thread(target=_listen, args=pulse, daemon=True).start()
+    source = HeartbeatSource(stop, threading.get_ident())
+    beat = (job, setup["launcher"], stop, lambda: source.send(beats))
+    threading.Thread(target=_listen, args=beat, daemon=True).start()
     place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
     status, kind, text, signum, recipe = 0, "", "", 0, None
     try:
@@ -234,7 +234,7 @@ def work(job: Path, beats: int, place: Place) -> None:
         status, kind, text = 1, "crash", traceback.format_exc()
     if kind:
         text = hidden(text, recipe) if recipe else text
-        report = Report(place.rank, place.attempt, kind, text, time.time(), signum)
+        report = ExitReport(place.rank, place.attempt, kind, text, time.time(), signum)
         _write(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
         if place.rank > 0:
             print(text, file=sys.stderr)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.meeting import inside, join, watched
-from dtrain.launch.rendezvous import Place, Voices, within
-from dtrain.launch.workers import LOOK_SECONDS, Heart, Standstill
+from dtrain.launch.rendezvous import init_process_group, loopback_only, rendezvous
+from dtrain.launch.store import Callbacks, RankPlace, within
+from dtrain.launch.workers import LOOK_SECONDS, HeartbeatSource, StallTimer
 from dtrain.orphans import descendants, kill
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing wh
 
 def run_rank(
     recipe: Recipe,
-    place: Place,
+    place: RankPlace,
     stop: "StopFlag",
     threads: int | None,
     train: Train | None = None,
@@ -58,7 +58,7 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
-    from dtrain.launch.hosts import same_on_all
+    from dtrain.launch.consistency import same_on_all
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:
@@ -75,14 +75,14 @@ def run_rank(
         stack.enter_context(memory_errors(recipe, place, device))
         met = None
         if place.watches:
-            voices = Voices(partial(_tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
-            met = stack.enter_context(watched(place, recipe.launch.lost_after, voices))
+            callbacks = Callbacks(partial(_tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
+            met = stack.enter_context(rendezvous(place, recipe.launch.lost_after, callbacks))
             stack.enter_context(memory_errors(recipe, place, device))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         if place.is_inside:
-            stack.enter_context(inside(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
+            stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
         if place.world_size > 1:
-            join(place, device, met)
+            init_process_group(place, device, met)
         if met is not None:
             same_on_all(recipe)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
@@ -96,7 +96,7 @@ def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
     return train is not None or (recipe.method == "grpo" and recipe.grpo.server.weights == "broadcast")
 
 
-def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train | None = None) -> None:
+def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: Train | None = None) -> None:
     """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
     from dtrain.parallel.runtime import StopFlag
 
@@ -127,11 +127,11 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
 
 def _end_hung(recipe: Recipe, stop: "StopFlag", main: int, ended: threading.Event) -> None:
     """End this process where its `main` thread was asked to stop and gets nothing done."""
-    heart, still = Heart(stop, main), Standstill(recipe.launch.lost_after)
+    source, still = HeartbeatSource(stop, main), StallTimer(recipe.launch.lost_after)
     while not ended.wait(LOOK_SECONDS):
         if not stop.signum:
             continue
-        still.look(heart.beat())
+        still.look(source.beat())
         if still.is_over:
             text = f"asked to stop, the run has stood at {still.last.place} for {still.seconds:.0f} s"
             os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
@@ -140,7 +140,7 @@ def _end_hung(recipe: Recipe, stop: "StopFlag", main: int, ended: threading.Even
 
 
 @contextmanager
-def told_to_all(place: Place | None) -> Iterator[None]:
+def told_to_all(place: RankPlace | None) -> Iterator[None]:
     """Where the block finds that the run cannot begin (UserError) and `place` is one of several hosts, the other ranks
     are told, rather than left to wait for this one. Raises UserError with what all have found, or SystemExit where
     another process of this host tells of it.
@@ -153,14 +153,14 @@ def told_to_all(place: Place | None) -> Iterator[None]:
         _come_with(place, problem)
 
 
-def _come_with(place: Place, problem: UserError) -> NoReturn:
+def _come_with(place: RankPlace, problem: UserError) -> NoReturn:
     from dtrain.parallel.runtime import StopFlag
 
     stop = StopFlag()
-    voices = Voices(lambda who: who, _end_lost, partial(_note, None), stop)
+    callbacks = Callbacks(lambda who: who, _end_lost, partial(_note, None), stop)
     with on_signals(stop.request):
         try:
-            with watched(place, TOLD_SECONDS, voices, str(problem)):
+            with rendezvous(place, TOLD_SECONDS, callbacks, str(problem)):
                 pass
         except UserError:
             if threading.current_thread() is threading.main_thread():
@@ -211,7 +211,7 @@ def resumed(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def choose_device(wanted: str, place: Place) -> "torch.device":
+def choose_device(wanted: str, place: RankPlace) -> "torch.device":
     """The device of this rank: `launch.device`, auto being cuda where there is one. Raises UserError."""
     import torch
 
@@ -230,12 +230,8 @@ def choose_device(wanted: str, place: Place) -> "torch.device":
     return torch.device("cuda", place.local_rank)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
-def memory_errors(recipe: Recipe, place: Place, device: "torch.device") -> Iterator[None]:
+def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> Iterator[None]:
     """Turn an allocation that failed into an error with the peak and the keys that lower it."""
     import torch
 
@@ -249,7 +245,7 @@ def memory_errors(recipe: Recipe, place: Place, device: "torch.device") -> Itera
         raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
 
 
-def _memory_advice(recipe: Recipe, place: Place, device: "torch.device", first: str) -> str:
+def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
     if device.type == "cuda":

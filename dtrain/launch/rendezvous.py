@@ -1,192 +1,200 @@
-"""Where the ranks of one start find one another: their places, and the store that they sign in to."""
+"""How the ranks of a run meet, and how those on several hosts watch over one another."""
 
-import errno
+import json
+import resource
+import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dtrain.addresses import address_to_listen_at, listen
-from dtrain.errors import Stopped, UserError
-from dtrain.launch import contact
+from dtrain.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback
+from dtrain.errors import Stopped, Unavailable, UserError
+from dtrain.launch import connection
+from dtrain.launch.coordinator import Coordinator, Member, OnLost
+from dtrain.launch.store import (
+    NOTE_SECONDS,
+    PATIENCE,
+    POLL_SECONDS,
+    Callbacks,
+    RankPlace,
+    Responses,
+    check_stop,
+    did_not_come,
+    listed,
+    open_store,
+    served,
+)
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
-    from dtrain.parallel.runtime import StopFlag
-
-T = TypeVar("T")
-
-PATIENCE = timedelta(minutes=10)  # for the others to come
-SERVED_SECONDS = 60.0  # for a store to answer that must be there
-NAME_SECONDS = 120.0  # for a host's name to be known; Kubernetes gives names to pods as they come
-NOTE_SECONDS = 60.0  # until it is said who is waited for
-POLL_SECONDS = 0.1
+PROBLEM_SECONDS = 60.0  # for the others to come where one that has come knows that the run cannot begin
+FILES = 65536
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among those of the run.
+class Rendezvous:
+    """What the ranks of one start have once they have met: a store that no other start wrote to, and the attempt that
+    it is, by the rank that has counted the most."""
 
-    started_by  torchrun, or slurm; None: this process is alone, or a launcher or one of its ranks
-    attempt     restarts of all processes before this one
-    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
-    file        where the ranks of one launcher meet instead
-    environ     the environment of this process, where gloo's interface is named unless its user has
+    store: "dist.Store"
+    attempt: int = 0
+
+
+def init_process_group(place: RankPlace, device: "torch.device", met: Rendezvous | None) -> None:
+    """The process group of the whole run. Collective.
+
+    met: None where one launcher started all ranks; they meet in a file of its private directory.
+    """
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(place.file), place.world_size) if met is None else met.store
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device_id)
+
+
+@contextmanager
+def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
+    """While the block runs, the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone,
+    unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
+    name = loopback()
+    named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
+    given = {key: value for key, value in named.items() if key not in place.environ}
+    place.environ.update(given)
+    try:
+        yield
+    finally:  # a process may run another recipe, or start processes that reach other hosts
+        for key in given:
+            place.environ.pop(key, None)
+
+
+@contextmanager
+def rendezvous(
+    place: RankPlace, patience: float, callbacks: Callbacks, problem: str | None = None
+) -> Iterator[Rendezvous]:
+    """Meet, and watch while the block runs: where a rank is lost, from when it has come on, `end(tell(who and why))` is
+    called in a thread, at the latest `patience` + 1 seconds after its last sign of life (rank 0's patience counts); or,
+    where this rank failed because of it, Unavailable is raised with what `tell` returned. Collective, by sockets alone:
+    no process group is up yet.
+
+    Once all have come, the `problem` of any is a UserError on every one. Raises UserError too where ranks do not come
+    within PATIENCE, and Stopped where this process is asked to end meanwhile. The interface that leads to the others is
+    named to gloo, which takes the one of the host's name, and that may be a loopback.
     """
 
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    started_by: str | None = None
-    attempt: int = 0
-    master: tuple[str, int] = ("localhost", 0)
-    agent_store: bool = False
-    file: Path | None = None
-    environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    def lost(who: str) -> None:
+        callbacks.end(callbacks.tell(who))
 
-    @property
-    def watches(self) -> bool:
-        """Whether the ranks watch over one another; those of a launcher are watched by it."""
-        return self.world_size > 1 and self.started_by is not None
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether all ranks are known to be on this host: SLURM does not always say."""
-        return self.world_size == 1 or (self.world_size == self.local_world_size and self.started_by != "slurm")
-
-
-@dataclass(frozen=True)
-class Voices:
-    """How a rank is heard. tell: what there is to say of ranks that are lost, told and returned; end: the last of this
-    process, with that; note: a line for its user; stop: set where this process is asked to end."""
-
-    tell: Callable[[str], str]
-    end: Callable[[str], None]
-    note: Callable[[str], None]
-    stop: "StopFlag"
-
-
-def open_store(place: Place, voices: Voices) -> "dist.Store":
-    """The store where the ranks meet."""
-    import torch.distributed as dist
-
-    host, port = place.master
-    if place.rank > 0 or place.agent_store:
-        _reach(place, voices)
-        return served(place, lambda: dist.TCPStore(host, port, is_master=False, timeout=dist.default_pg_timeout))
-    address = address_to_listen_at(host, port)
-    if not address:
-        voices.note(
-            f"note: {host} is no address of this host that others know: port {port} is open at all of its addresses; "
-            "MASTER_ADDR=<the address that leads to the other hosts> opens it there alone"
-        )
-    try:
-        listener = listen(address, port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise UserError(f"port {port} of {socket.gethostname()}, where the ranks meet: {error.strerror}") from error
-        raise UserError(
-            f"port {port} of {socket.gethostname()}, where the ranks meet, is taken by another process: set "
-            "MASTER_PORT to a free one, the same for every rank"
-        ) from error
-    return dist.TCPStore(
-        address or "localhost",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=dist.default_pg_timeout,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def served(place: Place, ask: Callable[[], T]) -> T:
-    """What `ask` gets from the store. torch waits without end for what listens there and does not answer."""
-    import torch.distributed as dist
-
-    try:
-        got, why = within(SERVED_SECONDS, ask), f"no answer for {SERVED_SECONDS:g} s"
-    except dist.DistError as error:
-        got, why = None, str(error).splitlines()[0]
-    if got is None:
-        host, port = place.master
-        raise UserError(
-            f"{host}:{port}, where the ranks meet, is gone, or something else listens there ({why}): is rank 0's host "
-            "up, and are MASTER_ADDR and MASTER_PORT right?"
-        )
-    return got
-
-
-def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
-    process back."""
-    done: Future[T] = Future()
-
-    def run() -> None:
+    _allow_files()
+    me = connection.JoinRequest(place.rank, socket.gethostname(), place.attempt, problem)
+    if place.rank == 0:
+        monitor, token, store = _coordinate(place, me, patience, lost, callbacks)
+    else:
         try:
-            done.set_result(act())
-        except BaseException as error:  # raised below
-            done.set_exception(error)
+            monitor, token, store = _join(place, me, lost, callbacks)
+        except UserError as error:  # rank 0 knows nothing of it
+            callbacks.note(str(error))
+            raise
+    together = monitor.all
+    if together.problem:
+        monitor.close()
+        raise UserError(together.problem)
+    if GLOO not in place.environ:
+        address = monitor.address if place.rank and not is_loopback(monitor.address) else together.address
+        if name := interface_of(address):
+            place.environ[GLOO] = name
+    try:
+        import torch.distributed as dist
 
-    threading.Thread(target=run, daemon=True).start()
-    return done.result() if wait([done], seconds).done else None
+        yield Rendezvous(dist.PrefixStore(token, store), together.attempt)
+    except Stopped:
+        monitor.close()
+        raise
+    except UserError as error:
+        monitor.close(failed=str(error))
+        raise
+    except BaseException as error:  # a lost rank shows as whatever the collective library makes of it
+        lines = str(error).strip().splitlines()
+        who = monitor.close(failed=f"{type(error).__name__}: {lines[0] if lines else ''}")
+        if who is None:
+            raise
+        raise Unavailable(callbacks.tell(who)) from error
+    monitor.close()
 
 
-def _reach(place: Place, voices: Voices) -> None:
-    """Wait until something listens where the ranks meet. Raises UserError after PATIENCE; torchrun's agent has listened
-    since before it started this process."""
-    host, port = place.master
+def _allow_files() -> None:
+    """Connections to every other rank, of which gloo holds one per group, are more than systems allow at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+
+
+def _coordinate(
+    place: RankPlace, me: connection.JoinRequest, patience: float, on_lost: OnLost, callbacks: Callbacks
+) -> tuple[Coordinator, str, "dist.Store"]:
+    """Rank 0: the coordinator, once all have come, the token of this start, and the store where the ranks meet."""
+    store = open_store(place, callbacks)
+    own = "127.0.0.1" if place.is_inside else None
+    listener, token = listen(own or address_to_listen_at(*place.master), 0), secrets.token_hex(16)
+    addresses = (own,) if own else (place.master[0], *connection.addresses(place.master))
+    coordinator = Coordinator(me, place.world_size, patience, on_lost, listener, token)
+    coordinator.start()
+    answers = Responses(store, json.dumps([me.host, addresses, listener.getsockname()[1], token, patience]))
     begun, is_noted = time.monotonic(), False
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=contact.CONNECT_SECONDS).close()
-            return
-        except OSError as error:
-            patience = SERVED_SECONDS if place.agent_store else PATIENCE.total_seconds()
-            patience = NAME_SECONDS if isinstance(error, socket.gaierror) else patience
-            said = f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0's host at {host}:{port} ({error})"
-        waited = time.monotonic() - begun
-        if waited > patience:
-            raise UserError(f"{said} for {waited:.0f} s: is it up, and are MASTER_ADDR and MASTER_PORT right?")
-        if waited > NOTE_SECONDS and not is_noted:
-            voices.note(f"note: {said} for {waited:.0f} s")
-            is_noted = True
-        heed(voices.stop)
-        time.sleep(POLL_SECONDS * 5)
+    try:
+        while coordinator.wait(POLL_SECONDS) is None:
+            missing, waited = coordinator.missing, time.monotonic() - begun
+            answers.give(missing)
+            if coordinator.has_problem and waited > PROBLEM_SECONDS:
+                coordinator.wait_no_longer()
+            elif waited > PATIENCE.total_seconds():
+                raise did_not_come(place.world_size, missing, PATIENCE)
+            elif waited > NOTE_SECONDS and not is_noted:
+                is_noted = True
+                callbacks.note(
+                    f"note: for {waited:.0f} s, {len(missing)} of {place.world_size} ranks have not come: "
+                    f"{listed(missing)}; they look for {me.host} at {place.master[0]}:{place.master[1]}"
+                )
+            check_stop(callbacks.stop)
+    except BaseException as error:
+        coordinator.close(failed=str(error))
+        raise
+    return coordinator, token, store
 
 
-def heed(stop: "StopFlag") -> None:
-    if stop.signum:
-        raise Stopped(stop.signum, "stopped before all ranks had come; there was nothing to save")
-
-
-class Answers:
-    """Rank 0's answer to every word that another rank signed in with; that of an earlier start comes first, perhaps."""
-
-    def __init__(self, store: "dist.Store", answer: str):
-        self._store, self._answer = store, answer
-        self._answered: dict[int, str] = {}
-
-    def give(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if self._store.check([f"here/{rank}"]):
-                word = self._store.get(f"here/{rank}").decode()
-                if word != self._answered.get(rank):
-                    self._answered[rank] = word
-                    self._store.set(f"answer/{word}", self._answer)
-
-
-def absent(size: int, missing: list[int], patience: timedelta) -> UserError:
-    return UserError(
-        f"of {size} ranks, {len(missing)} did not come within {patience.total_seconds():g} s: {listed(missing)}"
-    )
-
-
-def listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+def _join(
+    place: RankPlace, me: connection.JoinRequest, on_lost: OnLost, callbacks: Callbacks
+) -> tuple[Member, str, "dist.Store"]:
+    """Another rank: its connection to the coordinator, once all have come, and as `_coordinate`."""
+    store = open_store(place, callbacks)
+    word = uuid.uuid4().hex
+    served(place, lambda: store.set(f"here/{place.rank}", word) or word)
+    begun = time.monotonic()
+    while not served(place, lambda: (store.check([f"answer/{word}"]),))[0]:
+        if time.monotonic() - begun > PATIENCE.total_seconds():
+            raise UserError(f"rank 0 did not come within {PATIENCE.total_seconds():g} s")
+        check_stop(callbacks.stop)
+        time.sleep(2 * POLL_SECONDS)
+    meeting = connection.CoordinatorAddress(*json.loads(store.get(f"answer/{word}")))
+    link = connection.connect(meeting, me)
+    if link is None:
+        raise UserError(
+            f"rank {me.rank} on {me.host} reaches {meeting.host} at port {place.master[1]} but not at port "
+            f"{meeting.port}: ranks talk over ports that their systems pick, which no firewall may close between hosts"
+        )
+    member = Member(me, meeting.host, meeting.patience, on_lost, link)
+    member.start()
+    try:
+        while member.wait(POLL_SECONDS) is None:
+            check_stop(callbacks.stop)
+    except Stopped as error:
+        member.close(failed=str(error))
+        raise
+    return member, meeting.token, store

@@ -18,7 +18,7 @@ from pathlib import Path
 from dtrain.config import Recipe, hiding, notes
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
-from dtrain.launch.rank import Place, Train, run_in_place, told_to_all
+from dtrain.launch.rank import RankPlace, Train, run_in_place, told_to_all
 from dtrain.preflight import named_code, not_here, preflight, with_local_model
 from dtrain.rollout.child import search_path
 
@@ -42,14 +42,14 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
         _start(recipe, place, train)
 
 
-def _start(recipe: Recipe, place: Place | None, train: Train | None) -> None:
+def _start(recipe: Recipe, place: RankPlace | None, train: Train | None) -> None:
     _admit_code(recipe, place is None or place.rank == 0)
     if place is None and recipe.launch.nproc == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.nproc > 1:
         agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train)
     else:
-        place = place or Place(environ=os.environ)
+        place = place or RankPlace(environ=os.environ)
         run = _recorded(run_in_place) if place.started_by == "torchrun" else run_in_place
         per_task = _number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
         run(recipe, place, _threads(place.local_world_size, per_task), train)
@@ -108,7 +108,7 @@ def _threads(processes: int, per_task: int | None = None) -> int | None:
     return min(cores, per_task) if per_task else max(1, cores // processes)
 
 
-def find_place(environ: MutableMapping[str, str], nproc: int) -> Place | None:
+def find_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace | None:
     """Where torchrun or SLURM put this process, or None where nobody started it as one of several ranks.
 
     Of SLURM's processes srun's tasks are ranks; a batch script and a shell of salloc are none, and neither is a step of
@@ -117,7 +117,7 @@ def find_place(environ: MutableMapping[str, str], nproc: int) -> Place | None:
     """
     if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         world = _number(environ, "WORLD_SIZE")
-        place = Place(
+        place = RankPlace(
             rank=_number(environ, "RANK"),
             local_rank=_number(environ, "LOCAL_RANK"),
             world_size=world,
@@ -133,7 +133,7 @@ def find_place(environ: MutableMapping[str, str], nproc: int) -> Place | None:
         world = _number(environ, tasks)
         if world == 1 < nproc:
             return None
-        place = Place(
+        place = RankPlace(
             rank=_number(environ, "SLURM_PROCID"),
             local_rank=_number(environ, "SLURM_LOCALID"),
             world_size=world,

@@ -29,7 +29,7 @@ OWN_IO = Path("/proc/self/io")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life. progress: a number that changes with what the main thread gets done; signum: of the signal that
     asked it to stop; place: where in the code it is."""
 
@@ -39,18 +39,18 @@ class Beat:
     place: str = ""
 
 
-class Heart:
+class HeartbeatSource:
     """Makes the beats of this process, whose main thread ticks `stop`. A save's progress is what is written."""
 
     def __init__(self, stop: "StopFlag", main: int):
         self._stop, self._main = stop, main
         self._sent = 0
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         stop, frame = self._stop, sys._current_frames().get(self._main)
         progress = stop.progress + (self._written() if stop.is_saving else 0)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        return Beat(progress, stop.is_saving, stop.signum, place[-1000:])
+        return Heartbeat(progress, stop.is_saving, stop.signum, place[-1000:])
 
     def send(self, pipe: int) -> None:
         line = json.dumps(list(asdict(self.beat()).values())).encode() + b"\n"
@@ -64,15 +64,15 @@ class Heart:
         return 0
 
 
-class Standstill:
+class StallTimer:
     """How long beats have shown no progress, by their reader's looks."""
 
     def __init__(self, lost_after: float):
         self.lost_after = lost_after
-        self.last = Beat()
+        self.last = Heartbeat()
         self.seconds = 0.0
 
-    def look(self, beat: Beat) -> None:
+    def look(self, beat: Heartbeat) -> None:
         self.seconds = 0.0 if beat.progress != self.last.progress else self.seconds + LOOK_SECONDS
         self.last = beat
 
@@ -82,14 +82,14 @@ class Standstill:
         return self.seconds >= (max(SAVE_SECONDS, self.lost_after) if self.last.is_saving else self.lost_after)
 
 
-class Worker:
+class RankProcess:
     """The process of `rank`, in a session of its own, started by `command` with the number of its pipe as a last word.
 
-    silent: seconds since its last beat; standstill: of its main thread.
+    silent: seconds since its last beat; stalled: of its main thread.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], lost_after: float):
-        self.rank, self.standstill = rank, Standstill(lost_after)
+        self.rank, self.stalled = rank, StallTimer(lost_after)
         self.silent = 0.0
         self._beats, into = os.pipe()
         os.set_blocking(self._beats, False)
@@ -110,17 +110,17 @@ class Worker:
     def look(self) -> None:
         """To be called every LOOK_SECONDS."""
         self.silent += LOOK_SECONDS
-        beat = self.standstill.last
+        beat = self.stalled.last
         with suppress(BlockingIOError, ValueError, TypeError):  # nothing came, or a beat that was cut
             lines = os.read(self._beats, 1 << 16).split(b"\n")  # as much as a pipe holds
             if len(lines) > 1:
-                beat = Beat(*json.loads(lines[-2]))
+                beat = Heartbeat(*json.loads(lines[-2]))
                 self.silent = 0.0
-        self.standstill.look(beat)
+        self.stalled.look(beat)
 
     def lost(self, early: float = 0.0) -> str | None:
         """How this process is lost, or will be within `early` seconds if it stays silent, in words."""
-        still = self.standstill
+        still = self.stalled
         if self.status is not None or self.silent < still.lost_after - early:
             return None
         is_stopped = _is_stopped(self.process.pid)
@@ -132,7 +132,7 @@ class Worker:
     @property
     def stood(self) -> str | None:
         """Where its main thread has hung for longer than a sign of life may take, in words."""
-        still = self.standstill
+        still = self.stalled
         if still.seconds < still.lost_after:
             return None
         return f"{self.name} has stood at {still.last.place} for {still.seconds:.0f} s"

@@ -13,8 +13,8 @@ import torch
 from dtrain import config
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import launch
-from dtrain.launch.agent import ENDED, Report, WorkerFailed, _reason
-from dtrain.launch.rank import OutOfMemory, Place, choose_device, memory_errors
+from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
+from dtrain.launch.rank import OutOfMemory, RankPlace, choose_device, memory_errors
 from dtrain.launch.start import find_place, first_host
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
@@ -38,12 +38,12 @@ def test_the_place_that_torchrun_gives():
     assert find_place({"RANK": "0", "WORLD_SIZE": "2"}, 1) is None  # nodes, not processes
     agent = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = find_place({**TORCHRUN, **agent, "TORCHELASTIC_RESTART_COUNT": "2"}, 8)
-    assert found == Place(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
+    assert found == RankPlace(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
 
 
 def test_the_place_that_slurm_gives():
     found = find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, 8)
-    assert found == Place(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
+    assert found == RankPlace(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
     assert find_place({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
     assert find_place({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
     assert find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, 1).world_size == 6  # under --preserve-env
@@ -130,27 +130,27 @@ def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without CUDA")
 def test_cuda_where_there_is_none():
-    assert choose_device("auto", Place()) == torch.device("cpu")
+    assert choose_device("auto", RankPlace()) == torch.device("cpu")
     with pytest.raises(UserError, match="launch.device=cuda: torch sees no CUDA device"):
-        choose_device("cuda", Place())
+        choose_device("cuda", RankPlace())
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60), lambda: bytearray(2**62)])
 def test_running_out_of_memory_names_the_peak_and_the_keys(tmp_path, allocate):
     recipe = tiny_recipe(tmp_path)
-    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, Place(), torch.device("cpu")):
+    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, RankPlace(), torch.device("cpu")):
         allocate()
     text = str(caught.value)
     assert "out of memory on rank 0 (cpu), at a peak of " in text
     for key in ("train.micro_batch (now 2)", "train.activation_checkpointing=full", "data.max_length (now 32)"):
         assert key in text
     assert "launch.nproc" in text
-    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, Place(), torch.device("cpu")):
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, RankPlace(), torch.device("cpu")):
         raise RuntimeError("shapes do not fit")
 
 
 def report(rank, kind, text, seconds=0.0):
-    return Report(rank, 0, kind, text, seconds)
+    return ExitReport(rank, 0, kind, text, seconds)
 
 
 def test_of_several_failures_the_one_that_began_it_is_told(tmp_path):

@@ -16,9 +16,9 @@ LONGEST_PROBLEM = 4000  # characters, of which JSON may make six bytes each
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the hub is: rank 0's host, addresses of it to try, in order, and a token that only this start's ranks
-    know; and the seconds of silence after which a rank is lost, which count for all."""
+class CoordinatorAddress:
+    """Where the coordinator is: rank 0's host, addresses of it to try, in order, and a token that only this
+    start's ranks know; and the seconds of silence after which a rank is lost, which count for all."""
 
     host: str
     addresses: tuple[str, ...]
@@ -28,7 +28,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Guest:
+class JoinRequest:
     """A rank that comes. problem: what it has found that the run cannot begin with; attempt: as it counts them."""
 
     rank: int
@@ -37,7 +37,7 @@ class Guest:
     problem: str | None = None
 
 
-class Line:
+class Connection:
     """One connection, in lines of text. It never blocks; `is_open` turns False when the other end is gone."""
 
     def __init__(self, link: socket.socket):
@@ -72,8 +72,8 @@ def addresses(master: tuple[str, int]) -> tuple[str, ...]:
     return (*([own] if own else []), socket.gethostname())
 
 
-def connect(meeting: Meeting, me: Guest) -> socket.socket | None:
-    """A connection to the hub that has answered with the token; None where no address leads to it."""
+def connect(meeting: CoordinatorAddress, me: JoinRequest) -> socket.socket | None:
+    """A connection to the coordinator that has answered with the token; None where no address leads to it."""
     problem = me.problem and me.problem[:LONGEST_PROBLEM]
     hello = f"{meeting.token} {json.dumps([me.rank, me.host, me.attempt, problem])}\n".encode()
     for address in dict.fromkeys(meeting.addresses):
@@ -92,9 +92,9 @@ def connect(meeting: Meeting, me: Guest) -> socket.socket | None:
     return None
 
 
-def read_guest(text: str) -> Guest | None:
+def read_request(text: str) -> JoinRequest | None:
     try:
         rank, host, attempt, problem = json.loads(text)
-        return Guest(int(rank), str(host), int(attempt), problem)
+        return JoinRequest(int(rank), str(host), int(attempt), problem)
     except (ValueError, TypeError):
         return None

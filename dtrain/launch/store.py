@@ -1,0 +1,192 @@
+"""Where the ranks of one start find one another: their places, and the store that they sign in to."""
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dtrain.addresses import address_to_listen_at, listen
+from dtrain.errors import Stopped, UserError
+from dtrain.launch import connection
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dtrain.parallel.runtime import StopFlag
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(minutes=10)  # for the others to come
+SERVED_SECONDS = 60.0  # for a store to answer that must be there
+NAME_SECONDS = 120.0  # for a host's name to be known; Kubernetes gives names to pods as they come
+NOTE_SECONDS = 60.0  # until it is said who is waited for
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """This process among those of the run.
+
+    started_by  torchrun, or slurm; None: this process is alone, or a launcher or one of its ranks
+    attempt     restarts of all processes before this one
+    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
+    file        where the ranks of one launcher meet instead
+    environ     the environment of this process, where gloo's interface is named unless its user has
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    started_by: str | None = None
+    attempt: int = 0
+    master: tuple[str, int] = ("localhost", 0)
+    agent_store: bool = False
+    file: Path | None = None
+    environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def watches(self) -> bool:
+        """Whether the ranks watch over one another; those of a launcher are watched by it."""
+        return self.world_size > 1 and self.started_by is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether all ranks are known to be on this host: SLURM does not always say."""
+        return self.world_size == 1 or (self.world_size == self.local_world_size and self.started_by != "slurm")
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """How a rank is heard. tell: what there is to say of ranks that are lost, told and returned; end: the last of this
+    process, with that; note: a line for its user; stop: set where this process is asked to end."""
+
+    tell: Callable[[str], str]
+    end: Callable[[str], None]
+    note: Callable[[str], None]
+    stop: "StopFlag"
+
+
+def open_store(place: RankPlace, callbacks: Callbacks) -> "dist.Store":
+    """The store where the ranks meet."""
+    import torch.distributed as dist
+
+    host, port = place.master
+    if place.rank > 0 or place.agent_store:
+        _reach(place, callbacks)
+        return served(place, lambda: dist.TCPStore(host, port, is_master=False, timeout=dist.default_pg_timeout))
+    address = address_to_listen_at(host, port)
+    if not address:
+        callbacks.note(
+            f"note: {host} is no address of this host that others know: port {port} is open at all of its addresses; "
+            "MASTER_ADDR=<the address that leads to the other hosts> opens it there alone"
+        )
+    try:
+        listener = listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise UserError(f"port {port} of {socket.gethostname()}, where the ranks meet: {error.strerror}") from error
+        raise UserError(
+            f"port {port} of {socket.gethostname()}, where the ranks meet, is taken by another process: set "
+            "MASTER_PORT to a free one, the same for every rank"
+        ) from error
+    return dist.TCPStore(
+        address or "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=dist.default_pg_timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def served(place: RankPlace, ask: Callable[[], T]) -> T:
+    """What `ask` gets from the store. torch waits without end for what listens there and does not answer."""
+    import torch.distributed as dist
+
+    try:
+        got, why = within(SERVED_SECONDS, ask), f"no answer for {SERVED_SECONDS:g} s"
+    except dist.DistError as error:
+        got, why = None, str(error).splitlines()[0]
+    if got is None:
+        host, port = place.master
+        raise UserError(
+            f"{host}:{port}, where the ranks meet, is gone, or something else listens there ({why}): is rank 0's host "
+            "up, and are MASTER_ADDR and MASTER_PORT right?"
+        )
+    return got
+
+
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
+    process back."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result() if wait([done], seconds).done else None
+
+
+def _reach(place: RankPlace, callbacks: Callbacks) -> None:
+    """Wait until something listens where the ranks meet. Raises UserError after PATIENCE; torchrun's agent has listened
+    since before it started this process."""
+    host, port = place.master
+    begun, is_noted = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=connection.CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            patience = SERVED_SECONDS if place.agent_store else PATIENCE.total_seconds()
+            patience = NAME_SECONDS if isinstance(error, socket.gaierror) else patience
+            said = f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0's host at {host}:{port} ({error})"
+        waited = time.monotonic() - begun
+        if waited > patience:
+            raise UserError(f"{said} for {waited:.0f} s: is it up, and are MASTER_ADDR and MASTER_PORT right?")
+        if waited > NOTE_SECONDS and not is_noted:
+            callbacks.note(f"note: {said} for {waited:.0f} s")
+            is_noted = True
+        check_stop(callbacks.stop)
+        time.sleep(POLL_SECONDS * 5)
+
+
+def check_stop(stop: "StopFlag") -> None:
+    if stop.signum:
+        raise Stopped(stop.signum, "stopped before all ranks had come; there was nothing to save")
+
+
+class Responses:
+    """Rank 0's answer to every word that another rank signed in with; that of an earlier start comes first, perhaps."""
+
+    def __init__(self, store: "dist.Store", answer: str):
+        self._store, self._answer = store, answer
+        self._answered: dict[int, str] = {}
+
+    def give(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if self._store.check([f"here/{rank}"]):
+                word = self._store.get(f"here/{rank}").decode()
+                if word != self._answered.get(rank):
+                    self._answered[rank] = word
+                    self._store.set(f"answer/{word}", self._answer)
+
+
+def did_not_come(size: int, missing: list[int], patience: timedelta) -> UserError:
+    return UserError(
+        f"of {size} ranks, {len(missing)} did not come within {patience.total_seconds():g} s: {listed(missing)}"
+    )
+
+
+def listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
