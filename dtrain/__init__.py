@@ -4,6 +4,7 @@
 last line, which stands beside:
 
     cli                      the `dtrain` command
+    hosts                    the watch over several hosts; a room beside the core, which `launch` loads by name
     launch, environment      the start of a run, on one machine or many; versions for a bug report
     plan                     what each rank would hold and send, without a GPU
     preflight                what is wrong before anything starts

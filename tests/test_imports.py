@@ -16,6 +16,7 @@ PACKAGE = Path(dtrain.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("hosts",),
     ("launch", "environment"),
     ("plan",),
     ("preflight",),
@@ -39,7 +40,9 @@ DOORS = {
     ("rollout", "checkpoint"),
     ("rollout", "data"),
 }
-KNOW_THE_RECIPE = {"cli", "launch", "plan", "preflight", "trainer", "resume", "methods", "policy"}
+# Rooms beside the core: loaded by name (import_module) where they are needed, and imported by nobody.
+ROOMS = {"hosts"}
+KNOW_THE_RECIPE = {"cli", "hosts", "launch", "plan", "preflight", "trainer", "resume", "methods", "policy"}
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
@@ -78,7 +81,19 @@ def test_imports_run_downwards():
     wrong = [
         f"{path} imports {used}"
         for path, room, used in rooms_used()
-        if used in FLOOR and not (FLOOR.get(room, len(FLOORS)) < FLOOR[used] or (room, used) in DOORS)
+        if used in FLOOR.keys() - ROOMS and not (FLOOR.get(room, len(FLOORS)) < FLOOR[used] or (room, used) in DOORS)
+    ]
+    assert not wrong
+
+
+def test_nobody_imports_a_room_beside_the_core():
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imported(node)
+        if name.startswith("dtrain.") and name.split(".")[1] in ROOMS - {room_of(path)}
     ]
     assert not wrong
 

@@ -8,21 +8,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, TypeVar
 
+from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.rendezvous import init_process_group, loopback_only, rendezvous
-from dtrain.launch.store import Callbacks, RankPlace, within
+from dtrain.launch.place import RankPlace
 from dtrain.launch.workers import LOOK_SECONDS, HeartbeatSource, StallTimer
 from dtrain.orphans import descendants, kill
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from dtrain.parallel.runtime import Runtime, StopFlag
 
@@ -31,10 +33,11 @@ class OutOfMemory(UserError):
     """An allocation failed; every rank that got so far may have one of its own."""
 
 
+T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
-TOLD_SECONDS = 60.0  # of silence after which a rank is lost, where no recipe could be read that says so
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
@@ -58,7 +61,6 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
-    from dtrain.launch.consistency import same_on_all
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:
@@ -73,22 +75,49 @@ def run_rank(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         stack.enter_context(memory_errors(recipe, place, device))
-        met = None
+        hosts = met = None
         if place.watches:
-            callbacks = Callbacks(partial(_tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
-            met = stack.enter_context(rendezvous(place, recipe.launch.lost_after, callbacks))
+            hosts = importlib.import_module("dtrain.hosts.watch")
+            met = stack.enter_context(hosts.watch(recipe, place, stop, terminal))
             stack.enter_context(memory_errors(recipe, place, device))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         if place.is_inside:
             stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
         if place.world_size > 1:
-            init_process_group(place, device, met)
-        if met is not None:
-            same_on_all(recipe)
+            init_process_group(place, device, met and met.store)
+        if hosts is not None:
+            hosts.same_on_all(recipe)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
+
+
+def init_process_group(place: RankPlace, device: "torch.device", store: "dist.Store | None") -> None:
+    """The process group of the whole run. Collective.
+
+    store: where the ranks met; None where one launcher started all, and they meet in a file of its private directory.
+    """
+    import torch.distributed as dist
+
+    store = store or dist.FileStore(str(place.file), place.world_size)
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device_id)
+
+
+@contextmanager
+def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
+    """While the block runs, the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone,
+    unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
+    name = loopback()
+    named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
+    given = {key: value for key, value in named.items() if key not in place.environ}
+    place.environ.update(given)
+    try:
+        yield
+    finally:  # a process may run another recipe, or start processes that reach other hosts
+        for key in given:
+            place.environ.pop(key, None)
 
 
 def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
@@ -150,32 +179,7 @@ def told_to_all(place: RankPlace | None) -> Iterator[None]:
     except UserError as problem:
         if place is None or not place.watches:
             raise
-        _come_with(place, problem)
-
-
-def _come_with(place: RankPlace, problem: UserError) -> NoReturn:
-    from dtrain.parallel.runtime import StopFlag
-
-    stop = StopFlag()
-    callbacks = Callbacks(lambda who: who, _end_lost, partial(_note, None), stop)
-    with on_signals(stop.request):
-        try:
-            with rendezvous(place, TOLD_SECONDS, callbacks, str(problem)):
-                pass
-        except UserError:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another process here has ended
-            if place.local_rank == 0:
-                raise
-    sys.exit(1)
-
-
-def _tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
-    """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
-    text = f"{who}; the run cannot go on without. {newest_checkpoint(recipe)}"
-    if terminal is not None:
-        os.write(terminal, f"\ndtrain: {text}\n".encode())
-    return text
+        importlib.import_module("dtrain.hosts.watch").fail_together(place, problem)
 
 
 def newest_checkpoint(recipe: Recipe) -> str:
@@ -185,21 +189,26 @@ def newest_checkpoint(recipe: Recipe) -> str:
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
 
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
+    process back."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result() if wait([done], seconds).done else None
+
+
 def _newest(checkpoints: Path) -> str:
     steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
     if steps:
         return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
     return "No checkpoint was saved yet: the same command starts over"
-
-
-def _end_lost(text: str) -> None:
-    """The last of this process, whose main thread waits in a collective for a rank that is lost."""
-    within(FILE_SECONDS, partial(os.write, 2, f"\ndtrain: {text}\n".encode()))
-    os._exit(1)
-
-
-def _note(terminal: int | None, text: str) -> None:
-    os.write(2 if terminal is None else terminal, f"dtrain: {text}\n".encode())
 
 
 def resumed(recipe: Recipe) -> Recipe:

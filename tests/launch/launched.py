@@ -32,6 +32,11 @@ def ends(recipe, runtime):
     _mark(recipe, runtime, f"{runtime.world_size} {total.item()} {torch.get_num_threads()} {runtime.device}")
 
 
+def loads_no_watch(recipe, runtime):
+    assert not [name for name in sys.modules if name.startswith("dtrain.hosts")]
+    ends(recipe, runtime)
+
+
 def mistaken(recipe, runtime):
     raise UserError("data.train.path: line 7 is not JSON")
 

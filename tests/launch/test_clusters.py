@@ -21,8 +21,9 @@ import yaml
 from dtrain import cli, config
 from dtrain.config import schema
 from dtrain.errors import UserError
+from dtrain.hosts import watch
 from dtrain.launch import rank
-from dtrain.launch.start import find_place
+from dtrain.launch.place import find_place
 from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe
@@ -257,9 +258,9 @@ def test_torchrun_starts_the_survivors_again_and_they_go_on_with_the_node_that_c
 def test_a_lost_rank_is_told_of_though_the_file_system_went_with_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(rank, "FILE_SECONDS", 0.1)
     recipe = tiny_recipe(tmp_path)
-    assert "No checkpoint was saved yet" in rank._tell_lost(recipe, None, "rank 3 on b is lost")
+    assert "No checkpoint was saved yet" in watch.tell_lost(recipe, None, "rank 3 on b is lost")
     monkeypatch.setattr(rank, "_newest", lambda checkpoints: time.sleep(30))
-    text = rank._tell_lost(recipe, 2, "rank 3 on b is lost")
+    text = watch.tell_lost(recipe, 2, "rank 3 on b is lost")
     assert "rank 3 on b is lost; " in text and "checkpoints does not answer: the same command goes on" in text
     assert capfd.readouterr().err == f"\ndtrain: {text}\n"
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from dtrain import addresses
 from dtrain.errors import Stopped, UserError
-from dtrain.launch import connection, coordinator, rendezvous, store
-from dtrain.launch.store import Callbacks, RankPlace, within
+from dtrain.hosts import connection, coordinator, rendezvous, store
+from dtrain.hosts.store import Callbacks
+from dtrain.launch.place import RankPlace
+from dtrain.launch.rank import within
 from dtrain.parallel.runtime import StopFlag
 
 HOSTS = ("a", "a", "b", "b")

@@ -14,8 +14,8 @@ from dtrain import config
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import launch
 from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
-from dtrain.launch.rank import OutOfMemory, RankPlace, choose_device, memory_errors
-from dtrain.launch.start import find_place, first_host
+from dtrain.launch.place import RankPlace, find_place, first_host
+from dtrain.launch.rank import OutOfMemory, choose_device, memory_errors
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
@@ -174,6 +174,12 @@ def test_a_mistake_that_every_rank_finds_is_told_once(tmp_path):
     status, _, err = Launched(tmp_path, "mistaken", "launch.nproc=2").end()
     assert status == 1
     assert err.strip() == "data.train.path: line 7 is not JSON"
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_on_one_host_does_not_load_the_watch_over_several(tmp_path, nproc):
+    status, out, err = Launched(tmp_path, "loads_no_watch", f"launch.nproc={nproc}").end()
+    assert status == 0 and "hello from 0" in out, err
 
 
 def test_ctrl_c_gives_the_ranks_time_to_save_and_has_a_status_of_its_own(tmp_path):

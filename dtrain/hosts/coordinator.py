@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dtrain.addresses import is_loopback, plain
-from dtrain.launch.connection import LONGEST_PROBLEM, Connection, JoinRequest, read_request
+from dtrain.hosts.connection import LONGEST_PROBLEM, Connection, JoinRequest, read_request
 
 MISSED_BEATS = 6  # beats that may be missed
 SETTLE_SECONDS = 1.0  # seconds

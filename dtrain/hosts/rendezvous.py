@@ -1,4 +1,4 @@
-"""How the ranks of a run meet, and how those on several hosts watch over one another."""
+"""The ranks of a start meet, and watch over one another from then on."""
 
 import json
 import resource
@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dtrain.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback
+from dtrain.addresses import address_to_listen_at, interface_of, is_loopback, listen
 from dtrain.errors import Stopped, Unavailable, UserError
-from dtrain.launch import connection
-from dtrain.launch.coordinator import Coordinator, Member, OnLost
-from dtrain.launch.store import (
+from dtrain.hosts import connection
+from dtrain.hosts.coordinator import Coordinator, Member, OnLost
+from dtrain.hosts.store import (
     NOTE_SECONDS,
     PATIENCE,
     POLL_SECONDS,
     Callbacks,
-    RankPlace,
     Responses,
     check_stop,
     did_not_come,
@@ -28,14 +27,14 @@ from dtrain.launch.store import (
     open_store,
     served,
 )
+from dtrain.launch.place import RankPlace
+from dtrain.launch.rank import GLOO
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
 PROBLEM_SECONDS = 60.0  # for the others to come where one that has come knows that the run cannot begin
 FILES = 65536
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
 
 @dataclass(frozen=True)
@@ -45,33 +44,6 @@ class Rendezvous:
 
     store: "dist.Store"
     attempt: int = 0
-
-
-def init_process_group(place: RankPlace, device: "torch.device", met: Rendezvous | None) -> None:
-    """The process group of the whole run. Collective.
-
-    met: None where one launcher started all ranks; they meet in a file of its private directory.
-    """
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(place.file), place.world_size) if met is None else met.store
-    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device_id)
-
-
-@contextmanager
-def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
-    """While the block runs, the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone,
-    unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
-    name = loopback()
-    named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
-    given = {key: value for key, value in named.items() if key not in place.environ}
-    place.environ.update(given)
-    try:
-        yield
-    finally:  # a process may run another recipe, or start processes that reach other hosts
-        for key in given:
-            place.environ.pop(key, None)
 
 
 @contextmanager

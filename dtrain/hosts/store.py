@@ -1,19 +1,18 @@
-"""Where the ranks of one start find one another: their places, and the store that they sign in to."""
+"""The store where the ranks of one start find one another."""
 
 import errno
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dtrain.addresses import address_to_listen_at, listen
 from dtrain.errors import Stopped, UserError
-from dtrain.launch import connection
+from dtrain.hosts import connection
+from dtrain.launch.place import RankPlace
+from dtrain.launch.rank import within
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,39 +26,6 @@ SERVED_SECONDS = 60.0  # for a store to answer that must be there
 NAME_SECONDS = 120.0  # for a host's name to be known; Kubernetes gives names to pods as they come
 NOTE_SECONDS = 60.0  # until it is said who is waited for
 POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """This process among those of the run.
-
-    started_by  torchrun, or slurm; None: this process is alone, or a launcher or one of its ranks
-    attempt     restarts of all processes before this one
-    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
-    file        where the ranks of one launcher meet instead
-    environ     the environment of this process, where gloo's interface is named unless its user has
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    started_by: str | None = None
-    attempt: int = 0
-    master: tuple[str, int] = ("localhost", 0)
-    agent_store: bool = False
-    file: Path | None = None
-    environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def watches(self) -> bool:
-        """Whether the ranks watch over one another; those of a launcher are watched by it."""
-        return self.world_size > 1 and self.started_by is not None
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether all ranks are known to be on this host: SLURM does not always say."""
-        return self.world_size == 1 or (self.world_size == self.local_world_size and self.started_by != "slurm")
 
 
 @dataclass(frozen=True)
@@ -121,21 +87,6 @@ def served(place: RankPlace, ask: Callable[[], T]) -> T:
             "up, and are MASTER_ADDR and MASTER_PORT right?"
         )
     return got
-
-
-def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
-    process back."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(act())
-        except BaseException as error:  # raised below
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done.result() if wait([done], seconds).done else None
 
 
 def _reach(place: RankPlace, callbacks: Callbacks) -> None:
