@@ -6,7 +6,6 @@ launcher watches needs none of it.
 watch        what `launch` calls: the watch around a run, and the end of a run that cannot begin
 rendezvous   the ranks of a start meet
 store        the store where they find one another
-connection   how ranks reach rank 0's host
 coordinator  heartbeats between hosts
 consistency  what hosts must have in common
 """

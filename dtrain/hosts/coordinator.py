@@ -1,41 +1,66 @@
 """Heartbeats between hosts: who is there, and still there, and which rank was lost.
 
 torch does not tell: gloo waits half an hour for a host that fell silent, NCCL ten minutes, and neither says which it
-was. Rank 0 runs the coordinator, every other rank holds one TCP connection to it. Each end writes a line every
-`patience` ÷ 6 seconds, from a thread of its own, since the main thread may be deep in a collective:
+was. Rank 0's process runs the coordinator, every rank holds one TCP connection to it. The coordinator writes a line
+every `lost_after` ÷ MISSED_BEATS seconds, and every rank answers it; each in a thread of its own, since the main thread
+may be deep in a collective:
 
-    rank → coordinator   `TOKEN {join request}`, then `beat` again and again, at last `done` or `failed REASON`
-    coordinator → rank   `TOKEN`, then `beat` again and again, `all {join response}` once all ranks have come, at last
+    rank → coordinator   `TOKEN {join request}`, `beat` for each that came, at last `done` or `failed REASON`
+    coordinator → rank   `TOKEN`, `beat` again and again, `all {join response}` once all ranks have come, at last
                          `done` or `lost {ranks, text}`
 
-A connection that ends without a last word is a process that died; one that is silent for `patience` seconds is a host
+A connection that ends without a last word is a process that died; one that is silent for `lost_after` seconds is a host
 or a network that did. SETTLE_SECONDS after the first such sign the coordinator tells all ranks who it was, the dead
 before those that failed in words, which may be the dead's doing. Silence is counted in looks of our own, not by the
 clock: a job that was suspended as a whole finds everybody alive. Standard library only.
 """
 
+import asyncio
 import json
-import selectors
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
 from dtrain.addresses import is_loopback, plain
-from dtrain.hosts.connection import LONGEST_PROBLEM, Connection, JoinRequest, read_request
 
-MISSED_BEATS = 6  # beats that may be missed
-SETTLE_SECONDS = 1.0  # seconds
+MISSED_BEATS = 6  # in a row: lost
+SETTLE_SECONDS = 1.0
+CONNECT_SECONDS = 5.0
+LONGEST_LINE = 2**16  # bytes; a stranger may send anything
+LONGEST_PROBLEM = 4000  # characters, of which JSON may make six bytes each
 
 OnLost = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class CoordinatorAddress:
+    """Where the coordinator is: rank 0's host, addresses of it to try, in order, and a token that only this start's
+    ranks know; and the seconds of silence after which a rank is lost, which count for all."""
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    lost_after: float
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A rank that comes. problem: what it has found that the run cannot begin with; attempt: as it counts them."""
+
+    rank: int
+    host: str
+    attempt: int = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
 class JoinResponse:
     """What all ranks know once they have come: the problems of all, in words; the attempt that this start is, by the
-    rank that has counted the most; and the address at which other hosts reached the
-    coordinator's (a loopback address where there is one host)."""
+    rank that has counted the most; and the address at which other hosts reached the coordinator's (a loopback address
+    where there is one host)."""
 
     problem: str | None
     attempt: int
@@ -46,114 +71,164 @@ class JoinResponse:
 class LostRanks:
     """Who was lost, and that in words."""
 
-    ranks: tuple[int, ...]
+    ranks: Collection[int]
     text: str
 
 
-class Monitor:
-    """This rank's end. `lost(text)` is called in the pulse's thread once another rank is lost, unless this rank's main
-    thread is in `close` by then, which returns that text."""
+def connect(coordinator: CoordinatorAddress, me: JoinRequest) -> socket.socket | None:
+    """A connection to the coordinator that has answered with the token; None where no address leads to it."""
+    request = [me.rank, me.host, me.attempt, me.problem and me.problem[:LONGEST_PROBLEM]]
+    token = f"{coordinator.token}\n".encode()
+    for address in dict.fromkeys(coordinator.addresses):
+        with suppress(OSError):
+            connection = socket.create_connection((address, coordinator.port), timeout=CONNECT_SECONDS)
+            with suppress(OSError):
+                connection.sendall(f"{coordinator.token} {json.dumps(request)}\n".encode())
+                if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                    return connection
+            connection.close()
+    return None
 
-    def __init__(self, me: JoinRequest, patience: float, on_lost: OnLost):
-        self.rank, self.hosts, self.patience, self.on_lost = me.rank, {me.rank: me.host}, patience, on_lost
-        self.all: JoinResponse | None = None  # once all have come
+
+class Member:
+    """A rank's end of the watch. `on_lost(text)` is called in its thread once another rank is lost, unless this rank's
+    main thread is in `close` by then, which returns that text."""
+
+    def __init__(self, me: JoinRequest, host: str, lost_after: float, on_lost: OnLost, connection: socket.socket):
+        self.rank, self.coordinator_host, self.lost_after, self.on_lost = me.rank, host, lost_after, on_lost
+        self.address = plain(connection.getsockname()[0])  # of this host, on the way to the coordinator
+        self.coordinator: Coordinator | None = None  # where this process runs it
+        self.joined: JoinResponse | None = None  # once all have come
         self.lost: LostRanks | None = None
-        self._ended = False
-        self._have_come = threading.Event()
-        self._lock = threading.Lock()
-        self._last: str | None = None  # word of this rank
-        self._waker, self._wake = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._waker, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="dtrain-pulse", daemon=True)
+        self._is_closing = self._is_released = False
+        self._have_joined, self._lock = threading.Event(), threading.Lock()
+        self._connection = connection
+        connection.settimeout(lost_after / MISSED_BEATS)
+        self._thread = threading.Thread(target=self._listen, name="dtrain-heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wait(self, seconds: float) -> JoinResponse | None:
         """Wait so long for all ranks to come."""
-        self._have_come.wait(seconds)
-        return self.all
+        self._have_joined.wait(seconds)
+        return self.joined
 
     def close(self, failed: str | None = None) -> str | None:
         """This rank is done, or has `failed` for that reason; then this waits some seconds for what the coordinator
         says. Returns who else was lost, in words; None: nobody that is known of."""
         with self._lock:
-            self._last = "done" if failed is None else f"failed {failed}"
-        self._wake.send(b".")
+            self._is_closing = True
+        self._say("done" if failed is None else f"failed {failed}".replace("\n", " ")[:LONGEST_PROBLEM])
+        if failed is None:
+            self._is_released = True
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(SETTLE_SECONDS + 2)
+        if self.coordinator is not None:
+            self.coordinator.join()
         return self.lost.text if self.lost and self.rank not in self.lost.ranks else None
 
-    def _run(self) -> None:
-        step = self.patience / MISSED_BEATS
-        look = time.monotonic() + step
-        while not self._ended:
-            for key, _ in self._selector.select(max(0.0, min(look, self._due()) - time.monotonic())):
-                if key.fileobj is self._waker:
-                    self._waker.recv(64)
-                else:
-                    self._hear(key)
-            if time.monotonic() >= look:
-                look = time.monotonic() + step
-                self._look()
-            self._act()
+    def _say(self, text: str) -> None:
+        with suppress(OSError), self._lock:  # where the coordinator is gone, its last word is still to be read
+            self._connection.sendall(f"{text}\n".encode())
 
-    def _decide(self, lost: LostRanks) -> None:
-        """This rank knows who was lost. Its main thread tells, where it is in `close`; else this one does."""
+    def _listen(self) -> None:
+        rest, missed = b"", 0
+        while self.lost is None:
+            try:
+                data = self._connection.recv(65536)
+            except TimeoutError:
+                missed += 1
+                if missed == MISSED_BEATS:
+                    self._coordinator_lost(_silence(self.lost_after))
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._coordinator_lost("ended without a word")
+                break
+            missed = 0
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._hear(*line.decode().partition(" ")[::2])
+
+    def _hear(self, word: str, rest: str) -> None:
+        if word == "beat":
+            self._say("beat")
+        elif word == "all":
+            self.joined = JoinResponse(*json.loads(rest))
+            self._have_joined.set()
+        elif word == "done":
+            self._is_released = True
+        elif word == "lost":
+            self._tell(LostRanks(*json.loads(rest)))
+
+    def _coordinator_lost(self, why: str) -> None:
+        if not self._is_released:
+            self._tell(LostRanks([0], f"{_named([0], {0: self.coordinator_host})} is lost: {why}"))
+
+    def _tell(self, lost: LostRanks) -> None:
+        """This rank's main thread tells, where it is in `close`; else this one does."""
         with self._lock:
-            self.lost, is_closing = lost, self._last is not None
+            self.lost, is_closing = lost, self._is_closing
         if not is_closing:
             self.on_lost(lost.text)
 
-    def _due(self) -> float:
-        return float("inf")
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        raise NotImplementedError
+class _Link(asyncio.Protocol):
+    """A connection to the coordinator. rank: who is there, once it has said so; missed: beats; is_done: whether it has
+    had its last word."""
 
-    def _look(self) -> None:
-        raise NotImplementedError
+    def __init__(self, coordinator: "Coordinator"):
+        self._coordinator, self._rest = coordinator, b""
+        self.rank, self.missed, self.is_done = None, 0, False
 
-    def _act(self) -> None:
-        raise NotImplementedError
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
 
+    def data_received(self, data: bytes) -> None:
+        self.missed = 0
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            word, _, rest = line.decode(errors="replace").partition(" ")
+            self._coordinator.hear(self, word, rest)
+        if len(self._rest) > LONGEST_LINE:
+            self.transport.abort()
 
-@dataclass
-class _Peer:
-    line: Connection
-    address: str  # of ours, that it came to
-    rank: int | None = None
-    missed: int = 0
-    is_done: bool = False
+    def connection_lost(self, error: Exception | None) -> None:
+        self._coordinator.hear_end(self)
 
-
-@dataclass
-class _Failures:
-    """What went wrong: silent and died ranks, and the reasons of those that failed in words, in order."""
-
-    silent: set[int] = field(default_factory=set)
-    died: set[int] = field(default_factory=set)
-    failed: dict[int, str] = field(default_factory=dict)
+    def write(self, text: str) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(f"{text}\n".encode())
 
 
-class Coordinator(Monitor):
-    """Rank 0's end: hears all others, and tells them when all `size` ranks have come, and who is lost."""
+class Coordinator:
+    """Hears all `size` ranks, that of its own process too, and tells them when all have come, and who is lost. It ends
+    when rank 0 has had its last word, or when a rank is lost."""
 
-    def __init__(
-        self, me: JoinRequest, size: int, patience: float, on_lost: OnLost, listener: socket.socket, token: str
-    ):
-        super().__init__(me, patience, on_lost)
-        self.size, self._listener, self._token = size, listener, token
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._peers: list[_Peer] = []
-        self._requests, self._twice, self._waits = {0: me}, [], True
-        self._signs, self._since = _Failures(), float("inf")
+    def __init__(self, size: int, lost_after: float, listener: socket.socket, token: str):
+        self.size, self.lost_after, self._listener, self._token = size, lost_after, listener, token
+        self._requests: dict[int, JoinRequest] = {}
+        self._twice: list[str] = []
+        self._links: set[_Link] = set()
+        self._silent, self._died, self._failed = set(), set(), {}  # ranks; of those that failed, why
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="dtrain-coordinator", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._is_up.wait()
+
+    def join(self) -> None:
+        """Wait for what there is to tell to be told."""
+        self._thread.join(SETTLE_SECONDS + 2)
 
     @property
     def missing(self) -> list[int]:
         """The ranks that have not come."""
-        return [rank for rank in range(self.size) if rank not in self.hosts]
+        return [rank for rank in range(self.size) if rank not in self._requests]
 
     @property
     def has_problem(self) -> bool:
@@ -161,144 +236,89 @@ class Coordinator(Monitor):
 
     def wait_no_longer(self) -> None:
         """Those that have come are all that will."""
-        self._waits = False
-        self._wake.send(b".")
+        self._loop.call_soon_threadsafe(self._respond)
 
-    def _due(self) -> float:
-        return self._since + SETTLE_SECONDS if self.lost is None else float("inf")
-
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        if key.fileobj is self._listener:
+    async def _run(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        server = await self._loop.create_server(lambda: _Link(self), sock=self._listener, backlog=4096)
+        self._is_up.set()
+        while not self._over.is_set():
             try:
-                line = Connection(self._listener.accept()[0])
-            except OSError:  # it has gone again
-                return
-            peer = _Peer(line, plain(line.link.getsockname()[0]))
-            self._peers.append(peer)
-            self._selector.register(line.link, selectors.EVENT_READ, peer)
-            return
-        peer = key.data
-        for text in peer.line.read():
-            peer.missed = 0
-            word, _, rest = text.partition(" ")
-            if peer.rank is None:
-                request = read_request(rest) if word == self._token else None
-                if request is None or not self._admit(request):
-                    peer.line.is_open = False
-                    break
-                peer.rank = request.rank
-                peer.line.write(self._token)
-            elif word == "failed":
-                self._signs.failed.setdefault(peer.rank, rest[:1000])
-                peer.is_done = True
-            elif word == "done":
-                peer.is_done = True
-        if not peer.line.is_open:
-            self._selector.unregister(peer.line.link)
-            peer.line.link.close()
-            self._peers.remove(peer)
-            if peer.rank is not None and not peer.is_done:
-                self._signs.died.add(peer.rank)
+                await asyncio.wait_for(self._over.wait(), self.lost_after / MISSED_BEATS)
+            except TimeoutError:
+                self._beat()
+        server.close()
+        for link in list(self._links):
+            link.transport.close()
 
-    def _admit(self, request: JoinRequest) -> bool:
-        if not 0 < request.rank < self.size:
+    def _beat(self) -> None:
+        for link in self._links:
+            link.write("beat")
+            link.missed += 1
+        if silent := self._silent_for(MISSED_BEATS):
+            self._silent |= silent
+            self._settle()
+
+    def _silent_for(self, beats: int) -> set[int]:
+        return {link.rank for link in self._links if link.missed >= beats and not link.is_done}
+
+    def hear(self, link: _Link, word: str, rest: str) -> None:
+        if link.rank is None:
+            if word != self._token or not self._admit(link, JoinRequest(*json.loads(rest))):
+                link.transport.abort()
+        elif word == "failed":
+            link.is_done = True
+            self._failed.setdefault(link.rank, rest[:1000])
+            self._settle()
+        elif word == "done":
+            link.is_done = True
+            if link.rank == 0 and not (self._silent or self._died or self._failed):
+                self._end("done")
+
+    def hear_end(self, link: _Link) -> None:
+        self._links.discard(link)
+        if link.rank is not None and not link.is_done:
+            self._died.add(link.rank)
+            self._settle()
+
+    def _admit(self, link: _Link, request: JoinRequest) -> bool:
+        if not 0 <= request.rank < self.size:
             return False
         if request.rank in self._requests:
             first = self._requests[request.rank].host
             self._twice.append(f"two processes came as rank {request.rank}, from {first} and from {request.host}")
             return False
-        self._requests[request.rank] = request
-        self.hosts[request.rank] = request.host
+        link.rank, self._requests[request.rank] = request.rank, request
+        self._links.add(link)
+        link.write(self._token)
+        if not self.missing:
+            self._respond()
         return True
 
-    def _tell_all(self) -> None:
+    def _respond(self) -> None:
         """All have come."""
-        outside = [peer.address for peer in self._peers if not is_loopback(peer.address)]
-        problem = "\n".join([*self._twice, *_problems(self._requests)])
+        reached = [plain(link.transport.get_extra_info("sockname")[0]) for link in self._links if link.rank]
+        outside = [address for address in reached if not is_loopback(address)]
+        problem = "\n".join([*self._twice, *_problems(self._requests)])[:LONGEST_PROBLEM]
         attempt = max(request.attempt for request in self._requests.values())
-        self.all = JoinResponse(problem or None, attempt, outside[0] if outside else "127.0.0.1")
-        for peer in self._peers:
-            peer.line.write(f"all {json.dumps([problem[:LONGEST_PROBLEM], attempt, self.all.address])}")
-        self._have_come.set()
+        for link in self._links:
+            link.write(f"all {json.dumps([problem or None, attempt, outside[0] if outside else '127.0.0.1'])}")
 
-    def _look(self) -> None:
-        for peer in self._peers:
-            peer.line.write("beat")
-            peer.missed += 1
-        silent = {peer.rank for peer in self._peers if peer.missed >= MISSED_BEATS and not peer.is_done}
-        self._signs.silent |= silent - {None}
+    def _settle(self) -> None:
+        """Something went wrong: wait for what else did, then tell."""
+        self._loop.call_later(SETTLE_SECONDS, self._tell)
 
-    def _act(self) -> None:
-        signs = self._signs
-        if self.all is None and (not self.missing or not self._waits):
-            self._tell_all()
-        if self._last is not None and self._last.startswith("failed "):
-            signs.failed.setdefault(0, self._last.removeprefix("failed ")[:1000])
-        if (signs.silent or signs.died or signs.failed) and self._since == float("inf"):
-            self._since = time.monotonic()
-        if time.monotonic() >= self._due():
-            if signs.silent:  # those of the same host began to be silent at about the same time
-                signs.silent |= {p.rank for p in self._peers if p.missed >= MISSED_BEATS - 1 and not p.is_done} - {None}
-            lost = _lost_ranks(signs, self.hosts, self.patience)
-            for peer in self._peers:
-                peer.line.write(f"lost {json.dumps([lost.ranks, lost.text])}")
-            self._decide(lost)
-        if self._last is not None and (self._since == float("inf") or self.lost is not None):
-            for peer in self._peers:
-                if self.lost is None:
-                    peer.line.write("done")
-            self._ended = True
-            self._listener.close()
+    def _tell(self) -> None:
+        if self._silent:  # those of the same host began to be silent at about the same time
+            self._silent |= self._silent_for(MISSED_BEATS - 1)
+        hosts = {rank: request.host for rank, request in self._requests.items()}
+        lost = _lost_ranks(self._silent, self._died, self._failed, hosts, self.lost_after)
+        self._end(f"lost {json.dumps([sorted(lost.ranks), lost.text])}")
 
-
-class Member(Monitor):
-    """Another rank's end."""
-
-    def __init__(self, me: JoinRequest, host: str, patience: float, on_lost: OnLost, link: socket.socket):
-        super().__init__(me, patience, on_lost)
-        self.hosts[0] = host
-        self.address = plain(link.getsockname()[0])  # of this host, on the way to the coordinator
-        self._line, self._missed, self._is_released, self._has_spoken = Connection(link), 0, False, False
-        self._selector.register(link, selectors.EVENT_READ)
-
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        for text in self._line.read():
-            self._missed = 0
-            word, _, rest = text.partition(" ")
-            if word == "lost" and self.lost is None:
-                ranks, said = json.loads(rest)
-                self._decide(LostRanks(tuple(ranks), said))
-            elif word == "all":
-                problem, attempt, address = json.loads(rest)
-                self.all = JoinResponse(problem or None, attempt, address)
-                self._have_come.set()
-            elif word == "done":
-                self._is_released = True
-        if not self._line.is_open:
-            self._selector.unregister(self._line.link)
-            self._end("ended without a word")
-
-    def _look(self) -> None:
-        self._line.write("beat")
-        self._missed += 1
-        if self._missed >= MISSED_BEATS:
-            self._end(_silence(self.patience))
-
-    def _end(self, why: str) -> None:
-        """The coordinator is gone."""
-        if not self._is_released and self.lost is None:
-            self._decide(LostRanks((0,), f"{_named({0}, self.hosts)} is lost: {why}"))
-        self._ended = True
-
-    def _act(self) -> None:
-        if self._last is None or self._has_spoken:
-            if self.lost is not None:
-                self._ended = True
-            return
-        self._has_spoken = True
-        self._line.write(self._last)
-        if self._last == "done" or self.lost is not None:
-            self._ended = True
+    def _end(self, word: str) -> None:
+        for link in self._links:
+            link.write(word)
+        self._over.set()
 
 
 def _problems(requests: Mapping[int, JoinRequest]) -> list[str]:
@@ -314,22 +334,25 @@ def _problems(requests: Mapping[int, JoinRequest]) -> list[str]:
     ]
 
 
-def _lost_ranks(signs: _Failures, hosts: Mapping[int, str], patience: float) -> LostRanks:
-    said, gone = [], signs.died | signs.silent
-    for ranks, why in ((signs.died, "ended without a word"), (signs.silent - signs.died, _silence(patience))):
-        if ranks:
-            said.append(f"{_named(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'} lost: {why}")
-    if not gone:
-        rank, reason = next(iter(signs.failed.items()))
+def _lost_ranks(
+    silent: set[int], died: set[int], failed: Mapping[int, str], hosts: Mapping[int, str], lost_after: float
+) -> LostRanks:
+    if not silent | died:
+        rank, reason = next(iter(failed.items()))
         return LostRanks((rank,), f"{_named({rank}, hosts)} failed: {reason}")
-    return LostRanks(tuple(sorted(gone)), "; ".join(said))
+    said = [
+        f"{_named(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'} lost: {why}"
+        for ranks, why in ((died, "ended without a word"), (silent - died, _silence(lost_after)))
+        if ranks
+    ]
+    return LostRanks(silent | died, "; ".join(said))
 
 
-def _silence(patience: float) -> str:
-    return f"no sign of life for {patience:g} s (launch.lost_after)"
+def _silence(lost_after: float) -> str:
+    return f"no sign of life for {lost_after:g} s (launch.lost_after)"
 
 
-def _named(ranks: set[int], hosts: Mapping[int, str]) -> str:
+def _named(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
     """`rank 3 on b`, `ranks 2, 3 on b and rank 5 on c`."""
     by_host: dict[str, list[int]] = {}
     for rank in sorted(ranks):

@@ -3,14 +3,13 @@
 import errno
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from dtrain.addresses import address_to_listen_at, listen
 from dtrain.errors import Stopped, UserError
-from dtrain.hosts import connection
+from dtrain.hosts.coordinator import CONNECT_SECONDS
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import within
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=10)  # for the others to come
+MEET_SECONDS = 600.0  # for the others to come
 SERVED_SECONDS = 60.0  # for a store to answer that must be there
 NAME_SECONDS = 120.0  # for a host's name to be known; Kubernetes gives names to pods as they come
 NOTE_SECONDS = 60.0  # until it is said who is waited for
@@ -90,20 +89,20 @@ def served(place: RankPlace, ask: Callable[[], T]) -> T:
 
 
 def _reach(place: RankPlace, callbacks: Callbacks) -> None:
-    """Wait until something listens where the ranks meet. Raises UserError after PATIENCE; torchrun's agent has listened
-    since before it started this process."""
+    """Wait until something listens where the ranks meet, for at most MEET_SECONDS; torchrun's agent has listened since
+    before it started this process. Raises UserError."""
     host, port = place.master
     begun, is_noted = time.monotonic(), False
     while True:
         try:
-            socket.create_connection((host, port), timeout=connection.CONNECT_SECONDS).close()
+            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
             return
         except OSError as error:
-            patience = SERVED_SECONDS if place.agent_store else PATIENCE.total_seconds()
-            patience = NAME_SECONDS if isinstance(error, socket.gaierror) else patience
+            longest = SERVED_SECONDS if place.agent_store else MEET_SECONDS
+            longest = NAME_SECONDS if isinstance(error, socket.gaierror) else longest
             said = f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0's host at {host}:{port} ({error})"
         waited = time.monotonic() - begun
-        if waited > patience:
+        if waited > longest:
             raise UserError(f"{said} for {waited:.0f} s: is it up, and are MASTER_ADDR and MASTER_PORT right?")
         if waited > NOTE_SECONDS and not is_noted:
             callbacks.note(f"note: {said} for {waited:.0f} s")
@@ -115,29 +114,3 @@ def _reach(place: RankPlace, callbacks: Callbacks) -> None:
 def check_stop(stop: "StopFlag") -> None:
     if stop.signum:
         raise Stopped(stop.signum, "stopped before all ranks had come; there was nothing to save")
-
-
-class Responses:
-    """Rank 0's answer to every word that another rank signed in with; that of an earlier start comes first, perhaps."""
-
-    def __init__(self, store: "dist.Store", answer: str):
-        self._store, self._answer = store, answer
-        self._answered: dict[int, str] = {}
-
-    def give(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if self._store.check([f"here/{rank}"]):
-                word = self._store.get(f"here/{rank}").decode()
-                if word != self._answered.get(rank):
-                    self._answered[rank] = word
-                    self._store.set(f"answer/{word}", self._answer)
-
-
-def did_not_come(size: int, missing: list[int], patience: timedelta) -> UserError:
-    return UserError(
-        f"of {size} ranks, {len(missing)} did not come within {patience.total_seconds():g} s: {listed(missing)}"
-    )
-
-
-def listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)

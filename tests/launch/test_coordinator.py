@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from dtrain import addresses
 from dtrain.errors import Stopped, UserError
-from dtrain.hosts import connection, coordinator, rendezvous, store
+from dtrain.hosts import rendezvous, store
+from dtrain.hosts.coordinator import SETTLE_SECONDS, Coordinator, CoordinatorAddress, JoinRequest, Member, connect
 from dtrain.hosts.store import Callbacks
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import within
@@ -25,36 +26,38 @@ HOSTS = ("a", "a", "b", "b")
 
 
 class World:
-    """A coordinator and three members, two hosts; `told[rank]` is what that rank's `lost` was called with.
+    """A coordinator and four members, two hosts; `told[rank]` is what that rank's `lost` was called with.
 
-    problems: what ranks bring; come: the members that have come.
+    problems: what ranks bring; come: the members that have come beside rank 0.
     """
 
-    def __init__(self, patience=30.0, problems=None, come=(1, 2, 3)):
+    def __init__(self, lost_after=30.0, problems=None, come=(1, 2, 3)):
         listener, token = addresses.listen("127.0.0.1", 0), "0f" * 16
-        self.meeting = connection.CoordinatorAddress("a", ("127.0.0.1",), listener.getsockname()[1], token, patience)
-        self.told, self.patience, self.problems = {}, patience, problems or {}
-        self.monitors = {0: coordinator.Coordinator(self.request(0), 4, patience, self.lost(0), listener, token)}
-        self.monitors[0].start()
-        for rank in come:
+        self.address = CoordinatorAddress("a", ("127.0.0.1",), listener.getsockname()[1], token, lost_after)
+        self.told, self.lost_after, self.problems, self.members = {}, lost_after, problems or {}, {}
+        self.coordinator = Coordinator(4, lost_after, listener, token)
+        self.coordinator.start()
+        for rank in (0, *come):
             self.come(rank)
+        self.members[0].coordinator = self.coordinator
+        self.start(0)
 
     def request(self, rank):
-        return connection.JoinRequest(rank, HOSTS[rank], rank, self.problems.get(rank))
+        return JoinRequest(rank, HOSTS[rank], rank, self.problems.get(rank))
 
     def come(self, rank):
-        link = connection.connect(self.meeting, self.request(rank))
-        self.monitors[rank] = coordinator.Member(self.request(rank), "a", self.patience, self.lost(rank), link)
+        connection = connect(self.address, self.request(rank))
+        self.members[rank] = Member(self.request(rank), "a", self.lost_after, self.lost(rank), connection)
 
     def close(self):
-        return [self.monitors[rank].close() for rank in sorted(self.monitors, reverse=True)]
+        return [self.members[rank].close() for rank in sorted(self.members, reverse=True)]
 
     def lost(self, rank):
         return lambda text: self.told.setdefault(rank, text)
 
     def start(self, *ranks):
         for rank in ranks:
-            self.monitors[rank].start()
+            self.members[rank].start()
 
     def wait(self, *ranks, seconds=20.0):
         deadline = time.monotonic() + seconds
@@ -64,11 +67,11 @@ class World:
 
     def kill(self, rank):
         """As the system does with a process: the connection ends without a word."""
-        self.monitors[rank]._line.link.shutdown(socket.SHUT_RDWR)
+        self.members[rank]._connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_ranks_that_end_in_order_are_not_lost():
-    world = World(patience=1.2)
+    world = World(lost_after=1.2)
     world.start(1, 2, 3)
     time.sleep(1.5)  # longer than a silence may be
     assert world.close() == [None] * 4
@@ -82,27 +85,27 @@ def test_the_others_are_told_of_ranks_that_died_at_once():
     world.kill(2)
     world.kill(3)
     world.wait(0, 1)
-    assert time.monotonic() - began < coordinator.SETTLE_SECONDS + 5  # not the patience, which is 30 s
+    assert time.monotonic() - began < SETTLE_SECONDS + 5  # not `lost_after`, which is 30 s
     assert set(world.told.values()) == {"ranks 2, 3 on b are lost: ended without a word"}
 
 
-def test_silent_ranks_are_lost_after_the_patience_and_not_before():
-    world = World(patience=3.0)
+def test_silent_ranks_are_lost_after_their_time_and_not_before():
+    world = World(lost_after=3.0)
     began = time.monotonic()
     world.start(1)  # 2 and 3 hold their connections and say nothing, as hosts behind a cut wire do
     world.wait(0, 1)
-    assert 2.0 < time.monotonic() - began < 3.0 + coordinator.SETTLE_SECONDS + 5
+    assert 2.0 < time.monotonic() - began < 3.0 + SETTLE_SECONDS + 5
     assert set(world.told.values()) == {"ranks 2, 3 on b are lost: no sign of life for 3 s (launch.lost_after)"}
 
 
 def test_a_coordinator_that_is_gone_is_rank_0():
-    world = World(patience=3.0)
+    world = World(lost_after=3.0)
     world.start(2)
-    world.monitors[0].close()  # in order: nobody is lost
-    assert world.monitors[2].close() is None
+    world.members[0].close()  # in order: nobody is lost
+    assert world.members[2].close() is None
     listener = socket.create_server(("127.0.0.1", 0))  # a coordinator that says nothing
     link = socket.create_connection(listener.getsockname())
-    member = coordinator.Member(world.request(3), "a", 1.2, world.lost(3), link)
+    member = Member(world.request(3), "a", 1.2, world.lost(3), link)
     member.start()
     world.wait(3)
     assert world.told == {3: "rank 0 on a is lost: no sign of life for 1.2 s (launch.lost_after)"}
@@ -114,7 +117,7 @@ def test_a_death_is_the_cause_of_failures_that_follow_it_and_the_first_failure_o
     answers = {}
 
     def fail(rank, why):
-        answers[rank] = world.monitors[rank].close(failed=why)
+        answers[rank] = world.members[rank].close(failed=why)
 
     failing = threading.Thread(target=fail, args=(1, "RuntimeError: connection closed by peer"))
     failing.start()
@@ -131,12 +134,12 @@ def test_a_death_is_the_cause_of_failures_that_follow_it_and_the_first_failure_o
 
 
 def test_a_stranger_is_not_a_rank():
-    world = World(patience=1.2)
+    world = World(lost_after=1.2)
     world.start(1, 2, 3)
-    stranger = socket.create_connection(("127.0.0.1", world.meeting.port))
+    stranger = socket.create_connection(("127.0.0.1", world.address.port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert stranger.recv(100) == b""
-    assert connection.connect(replace(world.meeting, token="0" * 32), world.request(2)) is None
+    assert connect(replace(world.address, token="0" * 32), world.request(2)) is None
     time.sleep(1.5)
     assert world.told == {} and world.close() == [None] * 4
 
@@ -144,19 +147,19 @@ def test_a_stranger_is_not_a_rank():
 def test_the_coordinator_is_found_by_the_address_that_leads_to_it():
     world = World(come=())
     elsewhere = socket.create_server(("127.0.0.2", 0))
-    where = replace(world.meeting, addresses=("nowhere.invalid", "127.0.0.1"))
-    assert connection.connect(where, world.request(1)) is not None
-    assert connection.addresses(("127.0.0.1", elsewhere.getsockname()[1]))[0] == "127.0.0.1"
+    where = replace(world.address, addresses=("nowhere.invalid", "127.0.0.1"))
+    assert connect(where, world.request(1)) is not None
+    assert rendezvous.addresses_towards(("127.0.0.1", elsewhere.getsockname()[1]))[0] == "127.0.0.1"
 
 
 def test_all_know_the_highest_attempt_once_the_last_has_come():
     world = World(come=(1, 3))
     world.start(1, 3)
-    assert world.monitors[1].wait(0.3) is None and world.monitors[0].missing == [2]
+    assert world.members[1].wait(0.3) is None and world.coordinator.missing == [2]
     world.come(2)
     world.start(2)
     for rank in range(4):
-        together = world.monitors[rank].wait(10)
+        together = world.members[rank].wait(10)
         assert (together.attempt, together.problem, together.address) == (3, None, "127.0.0.1")
     assert world.close() == [None] * 4 and world.told == {}
 
@@ -180,18 +183,18 @@ def test_a_rank_that_dies_before_the_last_has_come_is_told_of():
 def test_what_any_rank_found_wrong_is_told_to_all(problems, expected):
     world = World(problems=problems)
     world.start(1, 2, 3)
-    assert {world.monitors[rank].wait(10).problem for rank in range(4)} == {expected}
+    assert {world.members[rank].wait(10).problem for rank in range(4)} == {expected}
     assert world.close() == [None] * 4 and world.told == {}
 
 
 def test_a_problem_is_told_though_ranks_stay_away_and_two_of_one_number_are_one():
     world = World(come=(1,))
     world.start(1)
-    assert not world.monitors[0].has_problem
-    assert connection.connect(world.meeting, connection.JoinRequest(1, "b")) is None
-    assert world.monitors[0].has_problem
-    world.monitors[0].wait_no_longer()
-    assert world.monitors[1].wait(10).problem == "two processes came as rank 1, from a and from b"
+    assert not world.coordinator.has_problem
+    assert connect(world.address, JoinRequest(1, "b")) is None
+    assert world.coordinator.has_problem
+    world.coordinator.wait_no_longer()
+    assert world.members[1].wait(10).problem == "two processes came as rank 1, from a and from b"
 
 
 def test_the_interface_of_an_address():
