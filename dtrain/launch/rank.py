@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -295,8 +295,8 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 
 @contextmanager
-def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """The first of `STOP_SIGNALS` calls `ask`; a second one raises KeyboardInterrupt with its number, and where the
+def on_signals(ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
+    """The first of `signals` calls `ask`; a second one raises KeyboardInterrupt with its number, and where the
     block does not end by that, the process ends within seconds. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -325,7 +325,7 @@ def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
                 os._exit(128 + last[0])
 
     threading.Thread(target=insist, daemon=True).start()
-    previous = {signum: signal.signal(signum, handle) for signum in STOP_SIGNALS}
+    previous = {signum: signal.signal(signum, handle) for signum in signals}
     try:
         yield
     finally:

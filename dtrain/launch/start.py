@@ -47,8 +47,11 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None) -> None
     if place is None and recipe.launch.nproc > 1:
         agent.run_workers(recipe, _threads(recipe.launch.nproc), os.environ, train)
     else:
-        place = place or RankPlace(environ=os.environ)
-        run = _recorded(run_in_place) if place.started_by == "torchrun" else run_in_place
+        place, run = place or RankPlace(environ=os.environ), run_in_place
+        if place.started_by == "torchrun":  # it tells of the first error, whichever rank had it, where it finds that
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            run = record(run)
         per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
         run(recipe, place, _threads(place.local_world_size, per_task), train)
 
@@ -85,16 +88,9 @@ def _note_tasks(environ: Mapping[str, str]) -> None:
         )
 
 
-def work(job: str, beats: str) -> None:
+def work(job: str, fd: str) -> None:
     """The main function of a process that `agent.run_workers` started. Never returns."""
-    agent.work(Path(job), int(beats), find_place(os.environ, 1))
-
-
-def _recorded(run: Callable[..., None]) -> Callable[..., None]:
-    """Leave an error where torchrun looks for it: it tells of the first one, whichever rank had it."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(run)
+    agent.work(Path(job), int(fd), find_place(os.environ, 1))
 
 
 def _threads(processes: int, per_task: int | None = None) -> int | None:

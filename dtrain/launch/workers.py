@@ -1,13 +1,16 @@
 """The ranks of one machine as their launcher has them: started, watched, ended.
 
-A rank's listening thread writes a beat into a pipe a few times a second: that the process lives, and what its main
-thread has got done. A process that was stopped, or a main thread that hangs where the run is asked to stop, shows by
-that. Time is counted in looks of our own, not by clocks: a job that was suspended as a whole finds everybody alive.
+Launcher and rank hold the two ends of a pair of sockets. A thread of the rank writes a heartbeat into it a few times a
+second: that the process lives, and what its main thread has got done. A process that was stopped, or a main thread that
+hangs where the run is asked to stop, shows by that. The other way the launcher asks the rank to stop, and what the rank
+reads last is its launcher's end. Time is counted in looks of our own, not by clocks: a job that was suspended as a
+whole finds everybody alive.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,28 +43,27 @@ class Heartbeat:
 
 
 class HeartbeatSource:
-    """Makes the beats of this process, whose main thread ticks `stop`. A save's progress is what is written."""
+    """Makes the heartbeats of this process, whose main thread ticks `stop`. A save's progress is what is written."""
 
     def __init__(self, stop: "StopFlag", main: int):
         self._stop, self._main = stop, main
-        self._sent = 0
 
     def beat(self) -> Heartbeat:
         stop, frame = self._stop, sys._current_frames().get(self._main)
-        progress = stop.progress + (self._written() if stop.is_saving else 0)
+        progress = stop.progress + (_bytes_written() if stop.is_saving else 0)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
         return Heartbeat(progress, stop.is_saving, stop.signum, place[-1000:])
 
-    def send(self, pipe: int) -> None:
-        line = json.dumps(list(asdict(self.beat()).values())).encode() + b"\n"
+    def send(self, link: socket.socket) -> None:
         with suppress(OSError):  # a launcher that is stopped does not read
-            self._sent += os.write(pipe, line)
+            link.send(json.dumps(list(asdict(self.beat()).values())).encode() + b"\n")
 
-    def _written(self) -> int:
-        """Bytes that this process has written, beats left out."""
-        with suppress(OSError):
-            return int(OWN_IO.read_text().split("wchar:")[1].split()[0]) - self._sent
-        return 0
+
+def _bytes_written() -> int:
+    """By this process, to files: what is sent through a socket does not count."""
+    with suppress(OSError):
+        return int(OWN_IO.read_text().split("wchar:")[1].split()[0])
+    return 0
 
 
 class StallTimer:
@@ -83,23 +85,20 @@ class StallTimer:
 
 
 class RankProcess:
-    """The process of `rank`, in a session of its own, started by `command` with the number of its pipe as a last word.
+    """The process of `rank`, in a session of its own, started by `command` with the number of its socket as a last
+    word.
 
-    silent: seconds since its last beat; stalled: of its main thread.
+    silent: seconds since its last heartbeat; stalled: how long its main thread has shown no progress.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], lost_after: float):
         self.rank, self.stalled = rank, StallTimer(lost_after)
-        self.silent = 0.0
-        self._beats, into = os.pipe()
-        os.set_blocking(self._beats, False)
-        os.set_blocking(into, False)
-        try:
-            self.process = subprocess.Popen(
-                [*command, str(into)], env=environ, pass_fds=(into,), start_new_session=True
-            )
-        finally:
-            os.close(into)
+        self.silent, self.is_asked = 0.0, False
+        self._link, theirs = socket.socketpair()
+        self._link.setblocking(False)
+        with theirs:
+            given = {"env": environ, "pass_fds": [theirs.fileno()], "start_new_session": True}
+            self.process = subprocess.Popen([*command, str(theirs.fileno())], **given)
         self.name = f"rank {rank} (process {self.process.pid})"
 
     @property
@@ -107,12 +106,19 @@ class RankProcess:
         """Its exit status, once it has ended."""
         return self.process.poll()
 
+    def ask(self, signum: int) -> None:
+        """Ask it to end in order."""
+        if not self.is_asked:
+            self.is_asked = True
+            with suppress(OSError):  # it has ended
+                self._link.send(str(int(signum)).encode())
+
     def look(self) -> None:
         """To be called every LOOK_SECONDS."""
         self.silent += LOOK_SECONDS
         beat = self.stalled.last
-        with suppress(BlockingIOError, ValueError, TypeError):  # nothing came, or a beat that was cut
-            lines = os.read(self._beats, 1 << 16).split(b"\n")  # as much as a pipe holds
+        with suppress(OSError, ValueError, TypeError):  # nothing came, or a heartbeat that was cut
+            lines = self._link.recv(1 << 20).split(b"\n")
             if len(lines) > 1:
                 beat = Heartbeat(*json.loads(lines[-2]))
                 self.silent = 0.0
@@ -145,9 +151,7 @@ class RankProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot be killed
                 self.process.wait(LAST_SECONDS)
-        if self._beats is not None:
-            os.close(self._beats)
-            self._beats = None
+        self._link.close()
 
 
 def _is_stopped(pid: int) -> bool:
