@@ -4,8 +4,7 @@ A room beside the core: `dtrain.launch` loads it by name where torchrun or srun 
 launcher watches needs none of it.
 
 watch        what `launch` calls: the watch around a run, and the end of a run that cannot begin
-rendezvous   the ranks of a start meet
-store        the store where they find one another
+rendezvous   the ranks of a start meet, in a store
 coordinator  heartbeats between hosts
 consistency  what hosts must have in common
 """

@@ -28,7 +28,6 @@ from dtrain.addresses import is_loopback, plain
 MISSED_BEATS = 6  # in a row: lost
 SETTLE_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
-LONGEST_LINE = 2**16  # bytes; a stranger may send anything
 LONGEST_PROBLEM = 4000  # characters, of which JSON may make six bytes each
 
 OnLost = Callable[[str], None]
@@ -176,32 +175,17 @@ class Member:
             self.on_lost(lost.text)
 
 
-class _Link(asyncio.Protocol):
-    """A connection to the coordinator. rank: who is there, once it has said so; missed: beats; is_done: whether it has
-    had its last word."""
+@dataclass
+class _Peer:
+    """A rank that has come. missed: heartbeats; is_done: whether it has had its last word."""
 
-    def __init__(self, coordinator: "Coordinator"):
-        self._coordinator, self._rest = coordinator, b""
-        self.rank, self.missed, self.is_done = None, 0, False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.missed = 0
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            word, _, rest = line.decode(errors="replace").partition(" ")
-            self._coordinator.hear(self, word, rest)
-        if len(self._rest) > LONGEST_LINE:
-            self.transport.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._coordinator.hear_end(self)
+    writer: asyncio.StreamWriter
+    missed: int = 0
+    is_done: bool = False
 
     def write(self, text: str) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(f"{text}\n".encode())
+        if not self.writer.is_closing():
+            self.writer.write(f"{text}\n".encode())
 
 
 class Coordinator:
@@ -211,8 +195,8 @@ class Coordinator:
     def __init__(self, size: int, lost_after: float, listener: socket.socket, token: str):
         self.size, self.lost_after, self._listener, self._token = size, lost_after, listener, token
         self._requests: dict[int, JoinRequest] = {}
+        self._peers: dict[int, _Peer] = {}
         self._twice: list[str] = []
-        self._links: set[_Link] = set()
         self._silent, self._died, self._failed = set(), set(), {}  # ranks; of those that failed, why
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="dtrain-coordinator", daemon=True)
@@ -240,7 +224,7 @@ class Coordinator:
 
     async def _run(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        server = await self._loop.create_server(lambda: _Link(self), sock=self._listener, backlog=4096)
+        server = await asyncio.start_server(self._serve, sock=self._listener, backlog=4096)
         self._is_up.set()
         while not self._over.is_set():
             try:
@@ -248,61 +232,68 @@ class Coordinator:
             except TimeoutError:
                 self._beat()
         server.close()
-        for link in list(self._links):
-            link.transport.close()
 
-    def _beat(self) -> None:
-        for link in self._links:
-            link.write("beat")
-            link.missed += 1
-        if silent := self._silent_for(MISSED_BEATS):
-            self._silent |= silent
-            self._settle()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection from its first line to its last."""
+        peer, rank = _Peer(writer), None
+        try:
+            token, _, said = (await reader.readline()).decode(errors="replace").partition(" ")
+            request = JoinRequest(*json.loads(said)) if token == self._token else None
+            if request is None or not self._admit(peer, request):
+                return
+            rank = request.rank
+            async for line in reader:
+                word, _, reason = line.decode(errors="replace").strip().partition(" ")
+                peer.missed, peer.is_done = 0, peer.is_done or word in ("done", "failed")
+                if word == "failed":
+                    self._failed.setdefault(rank, reason[:1000])
+                    self._settle()
+                elif word == "done" and rank == 0 and not (self._silent or self._died or self._failed):
+                    self._end("done")
+        except (OSError, ValueError):  # it ended, or a stranger writes what is no line
+            pass
+        finally:
+            writer.close()
+            if rank is not None and not peer.is_done and not self._over.is_set():
+                self._died.add(rank)
+                self._settle()
 
-    def _silent_for(self, beats: int) -> set[int]:
-        return {link.rank for link in self._links if link.missed >= beats and not link.is_done}
-
-    def hear(self, link: _Link, word: str, rest: str) -> None:
-        if link.rank is None:
-            if word != self._token or not self._admit(link, JoinRequest(*json.loads(rest))):
-                link.transport.abort()
-        elif word == "failed":
-            link.is_done = True
-            self._failed.setdefault(link.rank, rest[:1000])
-            self._settle()
-        elif word == "done":
-            link.is_done = True
-            if link.rank == 0 and not (self._silent or self._died or self._failed):
-                self._end("done")
-
-    def hear_end(self, link: _Link) -> None:
-        self._links.discard(link)
-        if link.rank is not None and not link.is_done:
-            self._died.add(link.rank)
-            self._settle()
-
-    def _admit(self, link: _Link, request: JoinRequest) -> bool:
+    def _admit(self, peer: _Peer, request: JoinRequest) -> bool:
         if not 0 <= request.rank < self.size:
             return False
         if request.rank in self._requests:
             first = self._requests[request.rank].host
             self._twice.append(f"two processes came as rank {request.rank}, from {first} and from {request.host}")
             return False
-        link.rank, self._requests[request.rank] = request.rank, request
-        self._links.add(link)
-        link.write(self._token)
+        self._requests[request.rank], self._peers[request.rank] = request, peer
+        peer.write(self._token)
         if not self.missing:
             self._respond()
         return True
 
     def _respond(self) -> None:
         """All have come."""
-        reached = [plain(link.transport.get_extra_info("sockname")[0]) for link in self._links if link.rank]
+        reached = [plain(peer.writer.get_extra_info("sockname")[0]) for rank, peer in self._peers.items() if rank]
         outside = [address for address in reached if not is_loopback(address)]
         problem = "\n".join([*self._twice, *_problems(self._requests)])[:LONGEST_PROBLEM]
         attempt = max(request.attempt for request in self._requests.values())
-        for link in self._links:
-            link.write(f"all {json.dumps([problem or None, attempt, outside[0] if outside else '127.0.0.1'])}")
+        response = [problem or None, attempt, outside[0] if outside else "127.0.0.1"]
+        self._write(f"all {json.dumps(response)}")
+
+    def _write(self, text: str) -> None:
+        for rank in sorted(self._peers, reverse=True):  # rank 0 last: what it hears may end this process
+            self._peers[rank].write(text)
+
+    def _beat(self) -> None:
+        self._write("beat")
+        for peer in self._peers.values():
+            peer.missed += 1
+        if silent := self._silent_for(MISSED_BEATS):
+            self._silent |= silent
+            self._settle()
+
+    def _silent_for(self, beats: int) -> set[int]:
+        return {rank for rank, peer in self._peers.items() if peer.missed >= beats and not peer.is_done} - self._died
 
     def _settle(self) -> None:
         """Something went wrong: wait for what else did, then tell."""
@@ -316,8 +307,7 @@ class Coordinator:
         self._end(f"lost {json.dumps([sorted(lost.ranks), lost.text])}")
 
     def _end(self, word: str) -> None:
-        for link in self._links:
-            link.write(word)
+        self._write(word)
         self._over.set()
 
 

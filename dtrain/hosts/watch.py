@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dtrain.config import Recipe
 from dtrain.errors import UserError
 from dtrain.hosts.consistency import same_on_all
-from dtrain.hosts.rendezvous import Rendezvous, rendezvous
-from dtrain.hosts.store import Callbacks
+from dtrain.hosts.rendezvous import Callbacks, Rendezvous, rendezvous
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import FILE_SECONDS, newest_checkpoint, on_signals, within
 

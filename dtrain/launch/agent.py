@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -245,11 +245,12 @@ def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", source: Hea
     returns."""
     link.settimeout(LOOK_SECONDS)
     while True:
-        with suppress(TimeoutError):
-            said = link.recv(64)
-            if not said:
-                os._exit(ENDED)
-            asked.append(int(said))
+        try:
+            asked.append(int(link.recv(64)))
+        except TimeoutError:  # it has said nothing
+            pass
+        except (OSError, ValueError):  # it has ended
+            os._exit(ENDED)
         if asked:
             stop.request(asked[0])
         source.send(link)

@@ -1,8 +1,6 @@
 """Where a process is among those of its run, by what torchrun and SLURM say in its environment."""
 
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,12 +129,8 @@ def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list such as `gpu[07-09,12],login1`: scontrol's answer, or our own reading."""
+    """The first host of a SLURM node list such as `gpu[07-09,12],login1`."""
     if not nodes:
         return "localhost"
-    if shutil.which("scontrol"):
-        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-        if shown.returncode == 0 and shown.stdout.strip():
-            return shown.stdout.split()[0]
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

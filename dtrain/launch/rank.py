@@ -24,7 +24,6 @@ from dtrain.orphans import descendants, kill
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from dtrain.parallel.runtime import Runtime, StopFlag
 
@@ -74,35 +73,25 @@ def run_rank(
             planned = stack.enter_context(PlannedPeak(recipe, place.world_size, device.type)).tell
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        stack.enter_context(memory_errors(recipe, place, device))
         hosts = met = None
         if place.watches:
             hosts = importlib.import_module("dtrain.hosts.watch")
             met = stack.enter_context(hosts.watch(recipe, place, stop, terminal))
-            stack.enter_context(memory_errors(recipe, place, device))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
+        stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
             stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
         if place.world_size > 1:
-            init_process_group(place, device, met and met.store)
+            size = place.world_size
+            store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
+            backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, device_id=bound)
         if hosts is not None:
             hosts.same_on_all(recipe)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
-
-
-def init_process_group(place: RankPlace, device: "torch.device", store: "dist.Store | None") -> None:
-    """The process group of the whole run. Collective.
-
-    store: where the ranks met; None where one launcher started all, and they meet in a file of its private directory.
-    """
-    import torch.distributed as dist
-
-    store = store or dist.FileStore(str(place.file), place.world_size)
-    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device_id)
 
 
 @contextmanager

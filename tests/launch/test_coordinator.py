@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from dtrain import addresses
 from dtrain.errors import Stopped, UserError
-from dtrain.hosts import rendezvous, store
+from dtrain.hosts import rendezvous
 from dtrain.hosts.coordinator import SETTLE_SECONDS, Coordinator, CoordinatorAddress, JoinRequest, Member, connect
-from dtrain.hosts.store import Callbacks
+from dtrain.hosts.rendezvous import Callbacks
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import within
 from dtrain.parallel.runtime import StopFlag
@@ -215,19 +215,19 @@ def silent_port():
 
 
 def test_ranks_that_cannot_meet_are_told_where_they_looked(monkeypatch, silent_port):
-    monkeypatch.setattr(store, "SERVED_SECONDS", 0.3)
-    monkeypatch.setattr(store, "NAME_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "SERVED_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "NAME_SECONDS", 0.3)
     place = RankPlace(rank=1, world_size=2, started_by="slurm", master=("127.0.0.1", silent_port))
     with pytest.raises(UserError, match=f"127.0.0.1:{silent_port}, where the ranks meet, .*no answer for 0.3 s"):
-        store.open_store(place, callbacks())
+        rendezvous.open_store(place, callbacks())
     with pytest.raises(UserError, match=f"port {silent_port} of .* is taken by another process: set MASTER_PORT"):
-        store.open_store(replace(place, rank=0), callbacks())
+        rendezvous.open_store(replace(place, rank=0), callbacks())
     with pytest.raises(UserError, match="rank 1 on .* cannot reach rank 0's host at nowhere.invalid:1 "):
-        store.open_store(replace(place, master=("nowhere.invalid", 1)), callbacks())
+        rendezvous.open_store(replace(place, master=("nowhere.invalid", 1)), callbacks())
 
 
 def test_a_rank_that_does_not_find_the_others_says_so_on_its_host(monkeypatch, silent_port):
-    monkeypatch.setattr(store, "SERVED_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "SERVED_SECONDS", 0.1)
     noted = []
     place = RankPlace(rank=1, world_size=2, started_by="slurm", master=("127.0.0.1", silent_port))
     with pytest.raises(UserError) as raised, rendezvous.rendezvous(place, 9.0, replace(callbacks(), note=noted.append)):
