@@ -19,9 +19,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from dtrain.addresses import is_loopback, plain
 
@@ -70,7 +70,7 @@ class JoinResponse:
 class LostRanks:
     """Who was lost, and that in words."""
 
-    ranks: Collection[int]
+    ranks: list[int]
     text: str
 
 
@@ -197,13 +197,12 @@ class Coordinator:
         self._requests: dict[int, JoinRequest] = {}
         self._peers: dict[int, _Peer] = {}
         self._twice: list[str] = []
-        self._silent, self._died, self._failed = set(), set(), {}  # ranks; of those that failed, why
-        self._is_up = threading.Event()
+        self._gone: dict[int, str] = {}  # silent and dead ranks, and which they are, in words
+        self._failed: dict[int, str] = {}  # in words of their own
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="dtrain-coordinator", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-        self._is_up.wait()
 
     def join(self) -> None:
         """Wait for what there is to tell to be told."""
@@ -225,7 +224,6 @@ class Coordinator:
     async def _run(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         server = await asyncio.start_server(self._serve, sock=self._listener, backlog=4096)
-        self._is_up.set()
         while not self._over.is_set():
             try:
                 await asyncio.wait_for(self._over.wait(), self.lost_after / MISSED_BEATS)
@@ -248,14 +246,14 @@ class Coordinator:
                 if word == "failed":
                     self._failed.setdefault(rank, reason[:1000])
                     self._settle()
-                elif word == "done" and rank == 0 and not (self._silent or self._died or self._failed):
+                elif word == "done" and rank == 0 and not (self._gone or self._failed):
                     self._end("done")
         except (OSError, ValueError):  # it ended, or a stranger writes what is no line
             pass
         finally:
             writer.close()
             if rank is not None and not peer.is_done and not self._over.is_set():
-                self._died.add(rank)
+                self._gone[rank] = "ended without a word"
                 self._settle()
 
     def _admit(self, peer: _Peer, request: JoinRequest) -> bool:
@@ -288,23 +286,24 @@ class Coordinator:
         self._write("beat")
         for peer in self._peers.values():
             peer.missed += 1
-        if silent := self._silent_for(MISSED_BEATS):
-            self._silent |= silent
-            self._settle()
+        self._note_silence(MISSED_BEATS)
 
-    def _silent_for(self, beats: int) -> set[int]:
-        return {rank for rank, peer in self._peers.items() if peer.missed >= beats and not peer.is_done} - self._died
+    def _note_silence(self, beats: int) -> None:
+        for rank, peer in self._peers.items():
+            if peer.missed >= beats and not peer.is_done and rank not in self._gone:
+                self._gone[rank] = _silence(self.lost_after)
+                self._settle()
 
     def _settle(self) -> None:
         """Something went wrong: wait for what else did, then tell."""
         self._loop.call_later(SETTLE_SECONDS, self._tell)
 
     def _tell(self) -> None:
-        if self._silent:  # those of the same host began to be silent at about the same time
-            self._silent |= self._silent_for(MISSED_BEATS - 1)
+        if _silence(self.lost_after) in self._gone.values():  # others of the same host are about to be silent as long
+            self._note_silence(MISSED_BEATS - 1)
         hosts = {rank: request.host for rank, request in self._requests.items()}
-        lost = _lost_ranks(self._silent, self._died, self._failed, hosts, self.lost_after)
-        self._end(f"lost {json.dumps([sorted(lost.ranks), lost.text])}")
+        lost = _lost_ranks(self._gone, self._failed, hosts)
+        self._end(f"lost {json.dumps(astuple(lost))}")
 
     def _end(self, word: str) -> None:
         self._write(word)
@@ -313,39 +312,39 @@ class Coordinator:
 
 def _problems(requests: Mapping[int, JoinRequest]) -> list[str]:
     """Each problem once, with the ranks that have it where others have not."""
-    having: dict[str, set[int]] = {}
-    for rank, request in sorted(requests.items()):
-        if request.problem:
-            having.setdefault(request.problem, set()).add(rank)
     hosts = {rank: request.host for rank, request in requests.items()}
+    having = _grouped({rank: request.problem for rank, request in sorted(requests.items()) if request.problem})
     return [
-        problem if ranks == requests.keys() else f"{_named(ranks, hosts)}: {problem}"
+        problem if len(ranks) == len(requests) else f"{_named(ranks, hosts)}: {problem}"
         for problem, ranks in having.items()
     ]
 
 
-def _lost_ranks(
-    silent: set[int], died: set[int], failed: Mapping[int, str], hosts: Mapping[int, str], lost_after: float
-) -> LostRanks:
-    if not silent | died:
+def _lost_ranks(gone: Mapping[int, str], failed: Mapping[int, str], hosts: Mapping[int, str]) -> LostRanks:
+    if not gone:
         rank, reason = next(iter(failed.items()))
-        return LostRanks((rank,), f"{_named({rank}, hosts)} failed: {reason}")
+        return LostRanks([rank], f"{_named([rank], hosts)} failed: {reason}")
     said = [
         f"{_named(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'} lost: {why}"
-        for ranks, why in ((died, "ended without a word"), (silent - died, _silence(lost_after)))
-        if ranks
+        for why, ranks in sorted(_grouped(gone).items())
     ]
-    return LostRanks(silent | died, "; ".join(said))
+    return LostRanks(sorted(gone), "; ".join(said))
 
 
 def _silence(lost_after: float) -> str:
     return f"no sign of life for {lost_after:g} s (launch.lost_after)"
 
 
-def _named(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
+def _named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """`rank 3 on b`, `ranks 2, 3 on b and rank 5 on c`."""
-    by_host: dict[str, list[int]] = {}
-    for rank in sorted(ranks):
-        by_host.setdefault(hosts[rank], []).append(rank)
+    by_host = _grouped({rank: hosts[rank] for rank in sorted(ranks)})
     named = [f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} on {host}" for host, of in by_host.items()]
     return " and ".join(named)
+
+
+def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Each text with its ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return found

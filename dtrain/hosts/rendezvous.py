@@ -87,16 +87,11 @@ def rendezvous(
             place.environ[GLOO] = name
     try:
         yield Rendezvous(dist.PrefixStore(token, store), joined.attempt)
-    except Stopped:
-        member.close()
-        raise
-    except UserError as error:
-        member.close(str(error))
-        raise
     except BaseException as error:  # a lost rank shows as whatever the collective library makes of it
-        lines = str(error).strip().splitlines()
-        who = member.close(f"{type(error).__name__}: {lines[0] if lines else ''}")
-        if who is None:
+        first = (str(error).strip().splitlines() or [""])[0]
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+        who = member.close(None if isinstance(error, Stopped) else reason)
+        if who is None or isinstance(error, Stopped | UserError):
             raise
         raise Unavailable(callbacks.tell(who)) from error
     member.close()

@@ -2,7 +2,7 @@
 
 start        in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
 agent        several ranks on this machine: the launcher, and the worker that it starts
-workers      those processes, watched by their beats
+workers      those processes, watched by their heartbeats
 job          the private directory that launcher and workers share
 rank         one rank: its device, its process group, its signals, what running out of memory means
 place        where a rank is among those of its run, by what torchrun and SLURM say
