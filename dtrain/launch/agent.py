@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from dtrain.launch.rank import (
     run_rank,
     write_to_log,
 )
-from dtrain.launch.workers import LOOK_SECONDS, HeartbeatSource, RankProcess
+from dtrain.launch.workers import LOOK_SECONDS, RankProcess, heartbeat
 from dtrain.orphans import end_with
 
 if TYPE_CHECKING:
@@ -209,8 +209,7 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
             from dtrain.parallel.runtime import StopFlag  # loads torch
 
             stop = StopFlag()
-            source = HeartbeatSource(stop, threading.get_ident())
-            threading.Thread(target=_listen, args=(link, asked, stop, source), daemon=True).start()
+            threading.Thread(target=_listen, args=(link, asked, stop, threading.get_ident()), daemon=True).start()
             recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
             if place.rank > 0:
                 write_to_log(recipe, place.rank)
@@ -240,9 +239,9 @@ def _leave(job: Path, report: ExitReport) -> None:
     partial.replace(path)
 
 
-def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", source: HeartbeatSource) -> None:
-    """Hear and beat for this worker, in a thread of its own, while its main thread may be deep in a collective. Never
-    returns."""
+def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", main: int) -> None:
+    """Hear the launcher, and tell it that this worker lives, in a thread beside `main`, which may be deep in a
+    collective. Never returns."""
     link.settimeout(LOOK_SECONDS)
     while True:
         try:
@@ -253,4 +252,5 @@ def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", source: Hea
             os._exit(ENDED)
         if asked:
             stop.request(asked[0])
-        source.send(link)
+        with suppress(OSError):  # a launcher that is stopped does not read
+            link.send(json.dumps(astuple(heartbeat(stop, main))).encode() + b"\n")

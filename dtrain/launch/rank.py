@@ -19,7 +19,7 @@ from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
 from dtrain.launch.place import RankPlace
-from dtrain.launch.workers import LOOK_SECONDS, HeartbeatSource, StallTimer
+from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
 from dtrain.orphans import descendants, kill
 
 if TYPE_CHECKING:
@@ -145,11 +145,11 @@ def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: T
 
 def _end_hung(recipe: Recipe, stop: "StopFlag", main: int, ended: threading.Event) -> None:
     """End this process where its `main` thread was asked to stop and gets nothing done."""
-    source, still = HeartbeatSource(stop, main), StallTimer(recipe.launch.lost_after)
+    still = StallTimer(recipe.launch.lost_after)
     while not ended.wait(LOOK_SECONDS):
         if not stop.signum:
             continue
-        still.look(source.beat())
+        still.look(heartbeat(stop, main))
         if still.is_over:
             text = f"asked to stop, the run has stood at {still.last.place} for {still.seconds:.0f} s"
             os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())

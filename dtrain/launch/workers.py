@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from dtrain.orphans import descendants, kill
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
-LOOK_SECONDS = 0.25  # between two beats, and two looks
+LOOK_SECONDS = 0.25  # between two heartbeats, and two looks
 START_SECONDS = 600.0  # of silence until a main thread gets something done: imports and drivers hold the interpreter
 SAVE_SECONDS = 600.0  # that a save may go without a byte written: a disk syncs what it was given before
 LAST_SECONDS = 5.0  # for a killed process to be gone
@@ -42,32 +42,19 @@ class Heartbeat:
     place: str = ""
 
 
-class HeartbeatSource:
-    """Makes the heartbeats of this process, whose main thread ticks `stop`. A save's progress is what is written."""
-
-    def __init__(self, stop: "StopFlag", main: int):
-        self._stop, self._main = stop, main
-
-    def beat(self) -> Heartbeat:
-        stop, frame = self._stop, sys._current_frames().get(self._main)
-        progress = stop.progress + (_bytes_written() if stop.is_saving else 0)
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        return Heartbeat(progress, stop.is_saving, stop.signum, place[-1000:])
-
-    def send(self, link: socket.socket) -> None:
-        with suppress(OSError):  # a launcher that is stopped does not read
-            link.send(json.dumps(list(asdict(self.beat()).values())).encode() + b"\n")
-
-
-def _bytes_written() -> int:
-    """By this process, to files: what is sent through a socket does not count."""
-    with suppress(OSError):
-        return int(OWN_IO.read_text().split("wchar:")[1].split()[0])
-    return 0
+def heartbeat(stop: "StopFlag", main: int) -> Heartbeat:
+    """That of this process, whose thread `main` ticks `stop`. A save's progress is what is written to files: what is
+    sent through a socket, as heartbeats are, does not count."""
+    frame, progress = sys._current_frames().get(main), stop.progress
+    if stop.is_saving:
+        with suppress(OSError):
+            progress += int(OWN_IO.read_text().split("wchar:")[1].split()[0])
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    return Heartbeat(progress, stop.is_saving, stop.signum, place[-1000:])
 
 
 class StallTimer:
-    """How long beats have shown no progress, by their reader's looks."""
+    """How long heartbeats have shown no progress, by their reader's looks."""
 
     def __init__(self, lost_after: float):
         self.lost_after = lost_after
