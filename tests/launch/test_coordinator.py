@@ -133,6 +133,14 @@ def test_a_death_is_the_cause_of_failures_that_follow_it_and_the_first_failure_o
     assert world.told[0] == "rank 3 on b failed: out of memory on rank 3"
 
 
+def test_a_rank_that_failed_and_waits_to_hear_why_has_not_died():
+    world = World(lost_after=1.2)  # beats come while it waits
+    world.start(1, 2, 3)
+    assert world.members[3].close(failed="RuntimeError: x") is None
+    world.wait(0, 1, 2)
+    assert set(world.told.values()) == {"rank 3 on b failed: RuntimeError: x"}
+
+
 def test_a_stranger_is_not_a_rank():
     world = World(lost_after=1.2)
     world.start(1, 2, 3)
