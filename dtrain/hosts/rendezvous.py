@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dtrain.addresses import address_to_listen_at, interface_of, is_loopback, listen, own_address
 from dtrain.errors import Stopped, Unavailable, UserError
-from dtrain.hosts.coordinator import CONNECT_SECONDS, Coordinator, CoordinatorAddress, JoinRequest, Member, connect
+from dtrain.hosts.coordinator import (
+    CONNECT_SECONDS,
+    Coordinator,
+    CoordinatorAddress,
+    JoinRequest,
+    JoinResponse,
+    Member,
+    connect,
+)
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import GLOO, within
 
@@ -67,17 +75,14 @@ def rendezvous(
     within MEET_SECONDS, and Stopped where this process is asked to end meanwhile. The interface that leads to the
     others is named to gloo, which takes the one of the host's name, and that may be a loopback.
     """
-    import torch.distributed as dist
-
     _allow_files()
     me = JoinRequest(place.rank, socket.gethostname(), place.attempt, problem)
     try:
-        store, token, member = _meet(place, me, lost_after, callbacks)
+        member, joined, store = _meet(place, me, lost_after, callbacks)
     except UserError as error:
         if place.rank > 0:  # rank 0 knows nothing of it
             callbacks.note(str(error))
         raise
-    joined = member.joined
     if joined.problem:
         member.close()
         raise UserError(joined.problem)
@@ -86,7 +91,7 @@ def rendezvous(
         if name := interface_of(at):
             place.environ[GLOO] = name
     try:
-        yield Rendezvous(dist.PrefixStore(token, store), joined.attempt)
+        yield Rendezvous(store, joined.attempt)
     except BaseException as error:  # a lost rank shows as whatever the collective library makes of it
         first = (str(error).strip().splitlines() or [""])[0]
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
@@ -107,8 +112,10 @@ def _allow_files() -> None:
 
 def _meet(
     place: RankPlace, me: JoinRequest, lost_after: float, callbacks: Callbacks
-) -> tuple["dist.Store", str, Member]:
-    """The store where the ranks met, the token of this start, and this rank's end of the watch, once all have come."""
+) -> tuple[Member, JoinResponse, "dist.Store"]:
+    """This rank's end of the watch, once all have come; what they know together; and a store of this start alone."""
+    import torch.distributed as dist
+
     store, coordinator = open_store(place, callbacks), None
     if place.rank == 0:
         coordinator, address = _coordinate(place, lost_after)
@@ -126,12 +133,12 @@ def _meet(
     try:
         if coordinator is not None:
             _wait_for_all(place, store, coordinator, address, callbacks)
-        while member.wait(POLL_SECONDS) is None:
+        while (joined := member.wait(POLL_SECONDS)) is None:
             check_stop(callbacks.stop)
     except BaseException as error:
         member.close(str(error))
         raise
-    return store, address.token, member
+    return member, joined, dist.PrefixStore(address.token, store)
 
 
 def _coordinate(place: RankPlace, lost_after: float) -> tuple[Coordinator, CoordinatorAddress]:

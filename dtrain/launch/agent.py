@@ -149,7 +149,7 @@ def _watch(workers: list[RankProcess], asked: list[int]) -> str | None:
                 worker.stalled.seconds = 0.0
         living = [worker for worker in workers if worker.status is None]
         if is_asked and living and all(worker.stalled.is_over for worker in living):
-            stood = "; ".join(worker.stood for worker in living)
+            stood = "; ".join(how for worker in living if (how := worker.stood))
             return f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
     until = time.monotonic() + SETTLE_SECONDS
     while any(worker.status is None for worker in workers) and time.monotonic() < until:

@@ -132,5 +132,5 @@ def first_host(nodes: str) -> str:
     """The first host of a SLURM node list such as `gpu[07-09,12],login1`."""
     if not nodes:
         return "localhost"
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

@@ -90,7 +90,9 @@ def _note_tasks(environ: Mapping[str, str]) -> None:
 
 def work(job: str, fd: str) -> None:
     """The main function of a process that `agent.run_workers` started. Never returns."""
-    agent.work(Path(job), int(fd), find_place(os.environ, 1))
+    place = find_place(os.environ, 1)
+    assert place is not None, "its launcher says which rank it is"
+    agent.work(Path(job), int(fd), place)
 
 
 def _threads(processes: int, per_task: int | None = None) -> int | None:

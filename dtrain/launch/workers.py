@@ -84,8 +84,8 @@ class RankProcess:
         self._link, theirs = socket.socketpair()
         self._link.setblocking(False)
         with theirs:
-            given = {"env": environ, "pass_fds": [theirs.fileno()], "start_new_session": True}
-            self.process = subprocess.Popen([*command, str(theirs.fileno())], **given)
+            fd = theirs.fileno()
+            self.process = subprocess.Popen([*command, str(fd)], env=environ, pass_fds=[fd], start_new_session=True)
         self.name = f"rank {rank} (process {self.process.pid})"
 
     @property
