@@ -133,28 +133,21 @@ def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: T
         if place.rank == 0:
             os.write(2, STOPPING)
 
-    ended = threading.Event()
+    look = None
     if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
-        threading.Thread(target=_end_hung, args=(recipe, stop, threading.get_ident(), ended), daemon=True).start()
-    try:
-        with on_signals(ask):
-            run_rank(recipe, place, stop, threads, train, terminal)
-    finally:
-        ended.set()
+        look = partial(_end_if_hung, recipe, stop, threading.get_ident(), StallTimer(recipe.launch.lost_after))
+    with on_signals(ask, look=look):
+        run_rank(recipe, place, stop, threads, train, terminal)
 
 
-def _end_hung(recipe: Recipe, stop: "StopFlag", main: int, ended: threading.Event) -> None:
+def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTimer) -> None:
     """End this process where its `main` thread was asked to stop and gets nothing done."""
-    still = StallTimer(recipe.launch.lost_after)
-    while not ended.wait(LOOK_SECONDS):
-        if not stop.signum:
-            continue
-        still.look(heartbeat(stop, main))
-        if still.is_over:
-            text = f"asked to stop, the run has stood at {still.last.place} for {still.seconds:.0f} s"
-            os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
-            kill(descendants(os.getpid()))
-            os._exit(1)
+    stalled.look(heartbeat(stop, main))
+    if stalled.is_over:
+        text = f"asked to stop, the run has stood at {stalled.last.place} for {stalled.seconds:.0f} s"
+        os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
+        kill(descendants(os.getpid()))
+        os._exit(1)
 
 
 @contextmanager
@@ -284,9 +277,12 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 
 @contextmanager
-def on_signals(ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
-    """The first of `signals` calls `ask`; a second one raises KeyboardInterrupt with its number, and where the
-    block does not end by that, the process ends within seconds. Main thread only."""
+def on_signals(
+    ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS, look: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """The first of `signals` calls `ask`, and from then on `look` is called every LOOK_SECONDS, in a thread; a second
+    one raises KeyboardInterrupt with its number, and where the block does not end by that, the process ends within
+    seconds. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -309,6 +305,8 @@ def on_signals(ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS
 
     def insist() -> None:
         while not ended.wait(LOOK_SECONDS):
+            if asked and look is not None:
+                look()
             if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
                 kill(descendants(owner))
                 os._exit(128 + last[0])
