@@ -4,7 +4,7 @@
 imports run downwards, and config, errors and json_files stand beside:
 
     cli, arguments           the `dtrain` command
-    launch                   the start of a run, on one machine or many
+    launch                   the start of a run: in place, in processes of its own, or as a rank of others
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check                    what must hold between a recipe's keys
     trainer, resume          the loop; where it starts
@@ -21,6 +21,7 @@ imports run downwards, and config, errors and json_files stand beside:
 
 The rooms beside the core, which loads them by name where a command or a recipe asks for them:
 
+    hosts                    the watch over several hosts
     plan                     `dtrain plan`: what each rank would hold and send, without a GPU
     remote                   completions from servers, and new weights to them
     environments             completions in several turns

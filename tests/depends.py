@@ -9,6 +9,7 @@ from pathlib import Path
 # Who calls anything of these modules starts a process or a whole run; so does who calls a test's helper that does.
 STARTING_MODULES = {
     "dtrain.cli",
+    "dtrain.hosts",
     "dtrain.launch",
     "dtrain.plan",
     "dtrain.environments.crew",

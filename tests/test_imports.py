@@ -20,6 +20,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("serve", "evaluation", "versions"),
+    ("hosts",),
     ("launch",),
     ("plan", "faces"),
     ("remote", "environments"),
@@ -35,7 +36,7 @@ FLOORS = (
     ("batch", "orphans", "randomness", "addresses", "arguments", "ranges"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {"faces", "plan", "remote", "environments", "serve", "evaluation", "versions"}
+ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions"}
 # Files of the core that import one all the same.
 KNOWN = {("cli.py", "plan"), ("launch/rank.py", "plan")}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -12,7 +12,7 @@ from dtrain.plan.beside import PlannedPeak
 from dtrain.plan.children import Child, side_by_side
 from dtrain.plan.report import gib
 from dtrain.plan.step import plan_step
-from tests.test_launch import Launched, wait_until_gone
+from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
 

@@ -2,14 +2,12 @@
 
 start        in place, in processes of its own, or as a rank of torchrun's or srun's; alone reads the environment
 agent        several ranks on this machine: the launcher, and the worker that it starts
-workers      those processes, watched by their beats
+workers      those processes, watched by their heartbeats
 job          the private directory that launcher and workers share
-rank         one rank: its device, its signals, its log, what running out of memory means
-rendezvous   where a rank is among those of its run, and the store where they find one another
-meeting      ranks that no launcher of ours started meet; the process group comes up
-hosts        what those hosts must have in common
-pulse        who is there, and still there: a lost rank is named
-contact      how ranks reach rank 0's host
+rank         one rank: its device, its process group, its signals, what running out of memory means
+place        where a rank is among those of its run, by what torchrun and SLURM say
+
+Ranks that torchrun or srun started watch over one another: `dtrain.hosts`.
 """
 
 from dtrain.launch.start import launch, work

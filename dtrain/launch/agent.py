@@ -1,21 +1,22 @@
 """Several ranks on this machine: the launcher that starts and watches them, and the worker it starts.
 
-The two share a directory, the job's: the recipe goes in, the file `stop` asks the workers to end in order, the ranks
-meet in a file of it (`store`), and each worker that does not end well leaves a report, so that an error is told once,
-by the launcher, whoever had it. No socket is opened but those of gloo and NCCL, at the loopback.
+The two share a directory, the job's: the recipe goes in, the ranks meet in a file of it (`store`), and each worker that
+does not end well leaves a report, so that an error is told once, by the launcher, whoever had it. No port is opened but
+those of gloo and NCCL, at the loopback.
 """
 
 import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,9 @@ from dtrain.config import Recipe, hidden, load, origins, to_yaml, with_origins_o
 from dtrain.errors import Stopped, UserError
 from dtrain.launch.job import job_directory
 from dtrain.launch.rank import (
-    SAME_SECONDS,
     STOPPING,
     OutOfMemory,
-    Place,
+    RankPlace,
     Train,
     choose_device,
     log_file,
@@ -36,7 +36,7 @@ from dtrain.launch.rank import (
     run_rank,
     write_to_log,
 )
-from dtrain.launch.workers import LOOK_SECONDS, Heart, Worker
+from dtrain.launch.workers import LOOK_SECONDS, RankProcess, heartbeat
 from dtrain.orphans import end_with
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 SETTLE_SECONDS = 1.0  # for the others to say why they end too
 ALIKE_SECONDS = 3 * LOOK_SECONDS  # between the last beats of ranks that were lost at the same time
-HEARD = {signal.SIGTERM, signal.SIGUSR1}  # by a worker's listening thread
 ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
 # The worker finds dtrain, and whatever else its launcher could import, wherever it was started.
 START = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['path']; "
     "from dtrain.launch import work; work(sys.argv[1], sys.argv[2])"
 )
+KINDS = {"stopped": Stopped, "memory": OutOfMemory, "user": UserError, "crash": BaseException}  # of reports
 
 
 class WorkerFailed(Exception):
@@ -58,8 +58,8 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Report:
-    """How a worker ended. kind: user (a UserError), memory (too little of it), stopped (Stopped), crash (the rest)."""
+class ExitReport:
+    """How a worker ended, by one of KINDS."""
 
     rank: int
     attempt: int
@@ -72,24 +72,22 @@ class Report:
 def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str], train: Train | None = None) -> None:
     """Run `recipe` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
     nproc = recipe.launch.nproc
-    choose_device(recipe.launch.device, Place(world_size=nproc, local_world_size=nproc))
+    choose_device(recipe.launch.device, RankPlace(world_size=nproc, local_world_size=nproc))
     with job_directory() as job:
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}
         setup["origins"] = origins(recipe)
-        _write(job / "recipe.yaml", to_yaml(recipe, plain=True))  # in a directory of this user alone
-        _write(job / "job.json", json.dumps(setup))
+        (job / "recipe.yaml").write_text(to_yaml(recipe, plain=True), encoding="utf-8")  # for this user alone
+        (job / "job.json").write_text(json.dumps(setup), encoding="utf-8")
         asked: list[int] = []
 
         def ask(signum: int) -> None:
             asked.append(signum)
-            _write(job / "stop", str(int(signum)))
             os.write(2, STOPPING)
 
         with on_signals(ask):
             for attempt in range(recipe.launch.max_restarts + 1):
-                failure, is_asked = _attempt(recipe, job, attempt, environ, asked)
-                reports = _reports(job, attempt)
+                failure, reports, is_asked = _attempt(recipe, job, attempt, environ, asked)
                 is_hopeless = is_asked or any(report.kind in ("user", "stopped") for report in reports)
                 if failure is None or is_hopeless or attempt == recipe.launch.max_restarts:
                     break
@@ -105,8 +103,9 @@ def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str],
 
 def _attempt(
     recipe: Recipe, job: Path, attempt: int, environ: Mapping[str, str], asked: list[int]
-) -> tuple[Exception | None, bool]:
-    """Start all ranks and see to their end: what went wrong, and whether the run was asked to stop, by whomever."""
+) -> tuple[Exception | None, list[ExitReport], bool]:
+    """Start all ranks and see to their end: what went wrong, what they said, and whether the run was asked to stop, by
+    whomever."""
     nproc = recipe.launch.nproc
     command = [sys.executable, "-P", "-c", START, str(job)]
     with ExitStack() as stack:
@@ -115,40 +114,42 @@ def _attempt(
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             place["TORCHELASTIC_RESTART_COUNT"] = attempt
             given = {**environ, **{name: str(value) for name, value in place.items()}}
-            workers.append(Worker(rank, command, given, recipe.launch.lost_after))
+            workers.append(RankProcess(rank, command, given, recipe.launch.lost_after))
             stack.callback(workers[-1].end)
         if lost := _watch(workers, asked):
-            return WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}"), _is_asked(workers, asked)
+            failure = WorkerFailed(f"{lost}. {newest_checkpoint(recipe)}")
+            return failure, _reports(job, attempt), _is_asked(workers, asked)
         exits = {worker.rank: worker.status for worker in workers if worker.status is not None}
         stood = "".join(f"; {worker.stood}" for worker in workers if worker.stood)
     reports = _reports(job, attempt)
-    if any(exits.values()) and not (asked and any(report.kind == "stopped" for report in reports)):
-        return _reason(recipe, reports, exits, stood), bool(asked)
-    return None, bool(asked)
+    is_well = not any(exits.values()) or (asked and any(report.kind == "stopped" for report in reports))
+    return None if is_well else _reason(recipe, reports, exits, stood), reports, bool(asked)
 
 
-def _is_asked(workers: list[Worker], asked: list[int]) -> bool:
+def _is_asked(workers: list[RankProcess], asked: list[int]) -> bool:
     """Whether this process or a worker was asked to stop; a batch system may signal the workers alone."""
-    return bool(asked) or any(worker.standstill.last.signum for worker in workers)
+    return bool(asked) or any(worker.stalled.last.signum for worker in workers)
 
 
-def _watch(workers: list[Worker], asked: list[int]) -> str | None:
+def _watch(workers: list[RankProcess], asked: list[int]) -> str | None:
     """Until all have ended, or one did not end well; or what is wrong with those that have not."""
     is_asked = False
     while any(worker.status is None for worker in workers) and not any(worker.status for worker in workers):
         time.sleep(LOOK_SECONDS)
         for worker in workers:
             worker.look()
+            if asked:
+                worker.ask(asked[0])
         if any(worker.lost() for worker in workers):
             lost = [how for worker in workers if (how := worker.lost(ALIKE_SECONDS))]
             return "; ".join(lost) + "; the run cannot go on without"
         if not is_asked and _is_asked(workers, asked):
             is_asked = True
             for worker in workers:
-                worker.standstill.seconds = 0.0
+                worker.stalled.seconds = 0.0
         living = [worker for worker in workers if worker.status is None]
-        if is_asked and living and all(worker.standstill.is_over for worker in living):
-            stood = "; ".join(worker.stood for worker in living)
+        if is_asked and living and all(worker.stalled.is_over for worker in living):
+            stood = "; ".join(how for worker in living if (how := worker.stood))
             return f"the run was asked to stop, and no rank gets on (launch.lost_after): {stood}; it was ended at once"
     until = time.monotonic() + SETTLE_SECONDS
     while any(worker.status is None for worker in workers) and time.monotonic() < until:
@@ -156,7 +157,7 @@ def _watch(workers: list[Worker], asked: list[int]) -> str | None:
     return None
 
 
-def _reason(recipe: Recipe, reports: list[Report], exits: Mapping[int, int], stood: str = "") -> Exception:
+def _reason(recipe: Recipe, reports: list[ExitReport], exits: Mapping[int, int], stood: str = "") -> Exception:
     """Of all that the workers said, and how they exited, what began it. stood: whose main thread had hung before."""
     mistakes = list(dict.fromkeys(report.text for report in reports if report.kind == "user"))
     if mistakes:
@@ -183,89 +184,73 @@ def _see_log(recipe: Recipe, rank: int) -> str:
     return f"; what it printed is in {log_file(recipe, rank)}" if rank > 0 else ""
 
 
-def _reports(job: Path, attempt: int) -> list[Report]:
+def _reports(job: Path, attempt: int) -> list[ExitReport]:
     """In the order of time."""
-    found = [Report(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
+    found = [ExitReport(**json.loads(path.read_text())) for path in job.glob(f"report-{attempt}-*.json")]
     return sorted(found, key=lambda report: report.time)
 
 
-def _write(path: Path, text: str) -> None:
+def work(job: Path, fd: int, place: RankPlace) -> None:
+    """A worker from its first line to its last. Never returns. fd: of its socket.
+
+    Its launcher asks for an orderly end by that socket; SIGINT is the launcher's own to answer. SIGTERM (a batch system
+    that signals every process) and SIGUSR1 ask for an orderly end too.
+    """
+    link = socket.socket(fileno=fd)
+    link.set_inheritable(False)
+    setup = json.loads((job / "job.json").read_text(encoding="utf-8"))
+    end_with(setup["launcher"], ENDED)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked: list[int] = []
+    place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
+    status, recipe = 0, None
+    with on_signals(asked.append, (signal.SIGTERM, signal.SIGUSR1)):
+        try:
+            from dtrain.parallel.runtime import StopFlag  # loads torch
+
+            stop = StopFlag()
+            threading.Thread(target=_listen, args=(link, asked, stop, threading.get_ident()), daemon=True).start()
+            recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
+            if place.rank > 0:
+                write_to_log(recipe, place.rank)
+            train = getattr(importlib.import_module(setup["target"][0]), setup["target"][1])
+            if asked:
+                status = 1  # for the others, which may wait for this one
+                raise Stopped(asked[0], "stopped before training began; there was nothing to save")
+            run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train)
+        except BaseException as error:  # told by the launcher, in whose hands it is not lost
+            kind = next(kind for kind, of in KINDS.items() if isinstance(error, of))
+            status = status if kind == "stopped" else 1
+            text = traceback.format_exc() if kind == "crash" else str(error)
+            text = hidden(text, recipe) if recipe else text
+            _leave(job, ExitReport(place.rank, place.attempt, kind, text, time.time(), getattr(error, "signum", 0)))
+            if place.rank > 0:
+                print(text, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # a process group that is half up must not hold the process back
+
+
+def _leave(job: Path, report: ExitReport) -> None:
     """The file is whole or absent, for whoever looks."""
+    path = job / f"report-{report.attempt}-{report.rank}.json"
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
     partial.replace(path)
 
 
-def work(job: Path, beats: int, place: Place) -> None:
-    """A worker from its first line to its last. Never returns. beats: the pipe for them."""
-    os.set_inheritable(beats, False)
-    setup = json.loads((job / "job.json").read_text())
-    end_with(setup["launcher"], ENDED)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):  # before torch is imported: every thread that it starts inherits the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-        # A forked helper can be ended; a pre-emption is not its affair.
-        os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
-    from dtrain.parallel.runtime import StopFlag
-
-    stop = StopFlag()
-    heart = Heart(stop, threading.get_ident())
-    pulse = (job, setup["launcher"], stop, lambda: heart.send(beats))
-    threading.Thread(target=_listen, args=pulse, daemon=True).start()
-    place = replace(place, started_by=None, file=job / f"store-{place.attempt}")
-    status, kind, text, signum, recipe = 0, "", "", 0, None
-    try:
-        recipe = with_origins_of(load(job / "recipe.yaml"), setup["origins"])
-        if place.rank > 0:
-            write_to_log(recipe, place.rank)
-        if (job / "stop").exists():
-            raise _TooEarly
-        train = getattr(importlib.import_module(setup["target"][0]), setup["target"][1])
-        run_rank(resumed(recipe) if place.attempt else recipe, place, stop, setup["threads"], train)
-    except _TooEarly:
-        status, kind, text = 1, "stopped", "stopped before training began; there was nothing to save"
-    except Stopped as error:
-        kind, text, signum = "stopped", str(error), error.signum
-    except OutOfMemory as error:
-        status, kind, text = 1, "memory", str(error)
-    except UserError as error:
-        status, kind, text = 1, "user", str(error)
-    except BaseException:  # the last stop of this process: told by the launcher, in whose hands it is not lost
-        status, kind, text = 1, "crash", traceback.format_exc()
-    if kind:
-        text = hidden(text, recipe) if recipe else text
-        report = Report(place.rank, place.attempt, kind, text, time.time(), signum)
-        _write(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
-        if place.rank > 0:
-            print(text, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a process group that is half up must not hold the process back
-
-
-class _TooEarly(Exception):
-    """The run was asked to stop before this worker had begun."""
-
-
-def _listen(job: Path, launcher: int, stop: "StopFlag", beat: Callable[[], None]) -> None:
-    """Hear for this worker, in a thread of its own, while its main thread may be deep in a collective. Never returns.
-
-    The launcher asks for an orderly end by the file `stop`; SIGINT is its own to answer. SIGTERM (a batch system that
-    signals every process) and SIGUSR1 ask for an orderly end; a second one ends this process.
-    """
-    wait = getattr(signal, "sigtimedwait", None)
-    first = 0.0
+def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", main: int) -> None:
+    """Hear the launcher, and tell it that this worker lives, in a thread beside `main`, which may be deep in a
+    collective. Never returns."""
+    link.settimeout(LOOK_SECONDS)
     while True:
-        heard = wait(HEARD, LOOK_SECONDS) if wait else time.sleep(LOOK_SECONDS)
-        if heard and heard.si_signo not in HEARD:  # noise, of a process that was suspended for longer (CPython 3.11)
-            heard = None
-        beat()
-        if os.getppid() != launcher:
+        try:
+            asked.append(int(link.recv(64)))
+        except TimeoutError:  # it has said nothing
+            pass
+        except (OSError, ValueError):  # it has ended
             os._exit(ENDED)
-        if heard and first and time.monotonic() - first > SAME_SECONDS:
-            os._exit(128 + heard.si_signo)
-        if heard:
-            first = first or time.monotonic()
-            stop.request(stop.signum or heard.si_signo)
-        if not stop.signum and (job / "stop").exists():
-            stop.request(int((job / "stop").read_text()))
+        if asked:
+            stop.request(asked[0])
+        with suppress(OSError):  # a launcher that is stopped does not read
+            link.send(json.dumps(astuple(heartbeat(stop, main))).encode() + b"\n")

@@ -7,18 +7,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, TypeVar
 
+from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.meeting import inside, join, watched
-from dtrain.launch.rendezvous import Place, Voices, within
-from dtrain.launch.workers import LOOK_SECONDS, Heart, Standstill
+from dtrain.launch.place import RankPlace
+from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
 from dtrain.methods.facts import facts_of
 from dtrain.orphans import descendants, kill
 
@@ -32,10 +33,11 @@ class OutOfMemory(UserError):
     """An allocation failed; every rank that got so far may have one of its own."""
 
 
+T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
-TOLD_SECONDS = 60.0  # of silence after which a rank is lost, where no recipe could be read that says so
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
@@ -45,7 +47,7 @@ STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing wh
 
 def run_rank(
     recipe: Recipe,
-    place: Place,
+    place: RankPlace,
     stop: "StopFlag",
     threads: int | None,
     train: Train | None = None,
@@ -59,7 +61,6 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
-    from dtrain.launch.hosts import same_on_all
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:
@@ -73,23 +74,40 @@ def run_rank(
             planned = stack.enter_context(PlannedPeak(recipe, place.world_size, device.type)).tell
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        stack.enter_context(memory_errors(recipe, place, device))
-        met = None
+        hosts = met = None
         if place.watches:
-            voices = Voices(partial(_tell_lost, recipe, terminal), _end_lost, partial(_note, terminal), stop)
-            met = stack.enter_context(watched(place, recipe.launch.lost_after, voices))
-            stack.enter_context(memory_errors(recipe, place, device))
+            hosts = importlib.import_module("dtrain.hosts.watch")
+            met = stack.enter_context(hosts.watch(recipe, place, stop, terminal))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
+        stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
-            stack.enter_context(inside(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
+            stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
         if place.world_size > 1:
-            join(place, device, met)
-        if met is not None:
-            same_on_all(recipe)
+            size = place.world_size
+            store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
+            backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, device_id=bound)
+        if hosts is not None:
+            hosts.same_on_all(recipe)
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
+
+
+@contextmanager
+def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
+    """While the block runs, the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone,
+    unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
+    name = loopback()
+    named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
+    given = {key: value for key, value in named.items() if key not in place.environ}
+    place.environ.update(given)
+    try:
+        yield
+    finally:  # a process may run another recipe, or start processes that reach other hosts
+        for key in given:
+            place.environ.pop(key, None)
 
 
 def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
@@ -97,7 +115,7 @@ def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
     return train is not None or facts_of(recipe).sends_weights(recipe)
 
 
-def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train | None = None) -> None:
+def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: Train | None = None) -> None:
     """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
     from dtrain.parallel.runtime import StopFlag
 
@@ -116,32 +134,25 @@ def run_in_place(recipe: Recipe, place: Place, threads: int | None, train: Train
         if place.rank == 0:
             os.write(2, STOPPING)
 
-    ended = threading.Event()
+    look = None
     if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
-        threading.Thread(target=_end_hung, args=(recipe, stop, threading.get_ident(), ended), daemon=True).start()
-    try:
-        with on_signals(ask):
-            run_rank(recipe, place, stop, threads, train, terminal)
-    finally:
-        ended.set()
+        look = partial(_end_if_hung, recipe, stop, threading.get_ident(), StallTimer(recipe.launch.lost_after))
+    with on_signals(ask, look=look):
+        run_rank(recipe, place, stop, threads, train, terminal)
 
 
-def _end_hung(recipe: Recipe, stop: "StopFlag", main: int, ended: threading.Event) -> None:
+def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTimer) -> None:
     """End this process where its `main` thread was asked to stop and gets nothing done."""
-    heart, still = Heart(stop, main), Standstill(recipe.launch.lost_after)
-    while not ended.wait(LOOK_SECONDS):
-        if not stop.signum:
-            continue
-        still.look(heart.beat())
-        if still.is_over:
-            text = f"asked to stop, the run has stood at {still.last.place} for {still.seconds:.0f} s"
-            os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
-            kill(descendants(os.getpid()))
-            os._exit(1)
+    stalled.look(heartbeat(stop, main))
+    if stalled.is_over:
+        text = f"asked to stop, the run has stood at {stalled.last.place} for {stalled.seconds:.0f} s"
+        os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {newest_checkpoint(recipe)}\n".encode())
+        kill(descendants(os.getpid()))
+        os._exit(1)
 
 
 @contextmanager
-def told_to_all(place: Place | None) -> Iterator[None]:
+def told_to_all(place: RankPlace | None) -> Iterator[None]:
     """Where the block finds that the run cannot begin (UserError) and `place` is one of several hosts, the other ranks
     are told, rather than left to wait for this one. Raises UserError with what all have found, or SystemExit where
     another process of this host tells of it.
@@ -151,32 +162,7 @@ def told_to_all(place: Place | None) -> Iterator[None]:
     except UserError as problem:
         if place is None or not place.watches:
             raise
-        _come_with(place, problem)
-
-
-def _come_with(place: Place, problem: UserError) -> NoReturn:
-    from dtrain.parallel.runtime import StopFlag
-
-    stop = StopFlag()
-    voices = Voices(lambda who: who, _end_lost, partial(_note, None), stop)
-    with on_signals(stop.request):
-        try:
-            with watched(place, TOLD_SECONDS, voices, str(problem)):
-                pass
-        except UserError:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another process here has ended
-            if place.local_rank == 0:
-                raise
-    sys.exit(1)
-
-
-def _tell_lost(recipe: Recipe, terminal: int | None, who: str) -> str:
-    """`who` was lost, and what is saved: on the terminal, and returned for whoever tells on stderr."""
-    text = f"{who}; the run cannot go on without. {newest_checkpoint(recipe)}"
-    if terminal is not None:
-        os.write(terminal, f"\ndtrain: {text}\n".encode())
-    return text
+        importlib.import_module("dtrain.hosts.watch").fail_together(place, problem)
 
 
 def newest_checkpoint(recipe: Recipe) -> str:
@@ -186,21 +172,26 @@ def newest_checkpoint(recipe: Recipe) -> str:
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
 
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
+    process back."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result() if wait([done], seconds).done else None
+
+
 def _newest(checkpoints: Path) -> str:
     steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
     if steps:
         return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
     return "No checkpoint was saved yet: the same command starts over"
-
-
-def _end_lost(text: str) -> None:
-    """The last of this process, whose main thread waits in a collective for a rank that is lost."""
-    within(FILE_SECONDS, partial(os.write, 2, f"\ndtrain: {text}\n".encode()))
-    os._exit(1)
-
-
-def _note(terminal: int | None, text: str) -> None:
-    os.write(2 if terminal is None else terminal, f"dtrain: {text}\n".encode())
 
 
 def resumed(recipe: Recipe) -> Recipe:
@@ -212,7 +203,7 @@ def resumed(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def choose_device(wanted: str, place: Place) -> "torch.device":
+def choose_device(wanted: str, place: RankPlace) -> "torch.device":
     """The device of this rank: `launch.device`, auto being cuda where there is one. Raises UserError."""
     import torch
 
@@ -231,12 +222,8 @@ def choose_device(wanted: str, place: Place) -> "torch.device":
     return torch.device("cuda", place.local_rank)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
-def memory_errors(recipe: Recipe, place: Place, device: "torch.device") -> Iterator[None]:
+def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> Iterator[None]:
     """Turn an allocation that failed into an error with the peak and the keys that lower it."""
     import torch
 
@@ -250,7 +237,7 @@ def memory_errors(recipe: Recipe, place: Place, device: "torch.device") -> Itera
         raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
 
 
-def _memory_advice(recipe: Recipe, place: Place, device: "torch.device", first: str) -> str:
+def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
     if device.type == "cuda":
@@ -291,9 +278,12 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 
 @contextmanager
-def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """The first of `STOP_SIGNALS` calls `ask`; a second one raises KeyboardInterrupt with its number, and where the
-    block does not end by that, the process ends within seconds. Main thread only."""
+def on_signals(
+    ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS, look: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """The first of `signals` calls `ask`, and from then on `look` is called every LOOK_SECONDS, in a thread; a second
+    one raises KeyboardInterrupt with its number, and where the block does not end by that, the process ends within
+    seconds. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -316,12 +306,14 @@ def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
 
     def insist() -> None:
         while not ended.wait(LOOK_SECONDS):
+            if asked and look is not None:
+                look()
             if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
                 kill(descendants(owner))
                 os._exit(128 + last[0])
 
     threading.Thread(target=insist, daemon=True).start()
-    previous = {signum: signal.signal(signum, handle) for signum in STOP_SIGNALS}
+    previous = {signum: signal.signal(signum, handle) for signum in signals}
     try:
         yield
     finally:

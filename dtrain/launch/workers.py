@@ -1,18 +1,21 @@
 """The ranks of one machine as their launcher has them: started, watched, ended.
 
-A rank's listening thread writes a beat into a pipe a few times a second: that the process lives, and what its main
-thread has got done. A process that was stopped, or a main thread that hangs where the run is asked to stop, shows by
-that. Time is counted in looks of our own, not by clocks: a job that was suspended as a whole finds everybody alive.
+Launcher and rank hold the two ends of a pair of sockets. A thread of the rank writes a heartbeat into it a few times a
+second: that the process lives, and what its main thread has got done. A process that was stopped, or a main thread that
+hangs where the run is asked to stop, shows by that. The other way the launcher asks the rank to stop, and what the rank
+reads last is its launcher's end. Time is counted in looks of our own, not by clocks: a job that was suspended as a
+whole finds everybody alive.
 """
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +24,7 @@ from dtrain.orphans import descendants, kill
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag
 
-LOOK_SECONDS = 0.25  # between two beats, and two looks
+LOOK_SECONDS = 0.25  # between two heartbeats, and two looks
 START_SECONDS = 600.0  # of silence until a main thread gets something done: imports and drivers hold the interpreter
 SAVE_SECONDS = 600.0  # that a save may go without a byte written: a disk syncs what it was given before
 LAST_SECONDS = 5.0  # for a killed process to be gone
@@ -29,7 +32,7 @@ OWN_IO = Path("/proc/self/io")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life. progress: a number that changes with what the main thread gets done; signum: of the signal that
     asked it to stop; place: where in the code it is."""
 
@@ -39,40 +42,26 @@ class Beat:
     place: str = ""
 
 
-class Heart:
-    """Makes the beats of this process, whose main thread ticks `stop`. A save's progress is what is written."""
-
-    def __init__(self, stop: "StopFlag", main: int):
-        self._stop, self._main = stop, main
-        self._sent = 0
-
-    def beat(self) -> Beat:
-        stop, frame = self._stop, sys._current_frames().get(self._main)
-        progress = stop.progress + (self._written() if stop.is_saving else 0)
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        return Beat(progress, stop.is_saving, stop.signum, place[-1000:])
-
-    def send(self, pipe: int) -> None:
-        line = json.dumps(list(asdict(self.beat()).values())).encode() + b"\n"
-        with suppress(OSError):  # a launcher that is stopped does not read
-            self._sent += os.write(pipe, line)
-
-    def _written(self) -> int:
-        """Bytes that this process has written, beats left out."""
+def heartbeat(stop: "StopFlag", main: int) -> Heartbeat:
+    """That of this process, whose thread `main` ticks `stop`. A save's progress is what is written to files: what is
+    sent through a socket, as heartbeats are, does not count."""
+    frame, progress = sys._current_frames().get(main), stop.progress
+    if stop.is_saving:
         with suppress(OSError):
-            return int(OWN_IO.read_text().split("wchar:")[1].split()[0]) - self._sent
-        return 0
+            progress += int(OWN_IO.read_text().split("wchar:")[1].split()[0])
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    return Heartbeat(progress, stop.is_saving, stop.signum, place[-1000:])
 
 
-class Standstill:
-    """How long beats have shown no progress, by their reader's looks."""
+class StallTimer:
+    """How long heartbeats have shown no progress, by their reader's looks."""
 
     def __init__(self, lost_after: float):
         self.lost_after = lost_after
-        self.last = Beat()
+        self.last = Heartbeat()
         self.seconds = 0.0
 
-    def look(self, beat: Beat) -> None:
+    def look(self, beat: Heartbeat) -> None:
         self.seconds = 0.0 if beat.progress != self.last.progress else self.seconds + LOOK_SECONDS
         self.last = beat
 
@@ -82,24 +71,21 @@ class Standstill:
         return self.seconds >= (max(SAVE_SECONDS, self.lost_after) if self.last.is_saving else self.lost_after)
 
 
-class Worker:
-    """The process of `rank`, in a session of its own, started by `command` with the number of its pipe as a last word.
+class RankProcess:
+    """The process of `rank`, in a session of its own, started by `command` with the number of its socket as a last
+    word.
 
-    silent: seconds since its last beat; standstill: of its main thread.
+    silent: seconds since its last heartbeat; stalled: how long its main thread has shown no progress.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environ: Mapping[str, str], lost_after: float):
-        self.rank, self.standstill = rank, Standstill(lost_after)
-        self.silent = 0.0
-        self._beats, into = os.pipe()
-        os.set_blocking(self._beats, False)
-        os.set_blocking(into, False)
-        try:
-            self.process = subprocess.Popen(
-                [*command, str(into)], env=environ, pass_fds=(into,), start_new_session=True
-            )
-        finally:
-            os.close(into)
+        self.rank, self.stalled = rank, StallTimer(lost_after)
+        self.silent, self.is_asked = 0.0, False
+        self._link, theirs = socket.socketpair()
+        self._link.setblocking(False)
+        with theirs:
+            fd = theirs.fileno()
+            self.process = subprocess.Popen([*command, str(fd)], env=environ, pass_fds=[fd], start_new_session=True)
         self.name = f"rank {rank} (process {self.process.pid})"
 
     @property
@@ -107,20 +93,27 @@ class Worker:
         """Its exit status, once it has ended."""
         return self.process.poll()
 
+    def ask(self, signum: int) -> None:
+        """Ask it to end in order."""
+        if not self.is_asked:
+            self.is_asked = True
+            with suppress(OSError):  # it has ended
+                self._link.send(str(int(signum)).encode())
+
     def look(self) -> None:
         """To be called every LOOK_SECONDS."""
         self.silent += LOOK_SECONDS
-        beat = self.standstill.last
-        with suppress(BlockingIOError, ValueError, TypeError):  # nothing came, or a beat that was cut
-            lines = os.read(self._beats, 1 << 16).split(b"\n")  # as much as a pipe holds
+        beat = self.stalled.last
+        with suppress(OSError, ValueError, TypeError):  # nothing came, or a heartbeat that was cut
+            lines = self._link.recv(1 << 20).split(b"\n")
             if len(lines) > 1:
-                beat = Beat(*json.loads(lines[-2]))
+                beat = Heartbeat(*json.loads(lines[-2]))
                 self.silent = 0.0
-        self.standstill.look(beat)
+        self.stalled.look(beat)
 
     def lost(self, early: float = 0.0) -> str | None:
         """How this process is lost, or will be within `early` seconds if it stays silent, in words."""
-        still = self.standstill
+        still = self.stalled
         if self.status is not None or self.silent < still.lost_after - early:
             return None
         is_stopped = _is_stopped(self.process.pid)
@@ -132,7 +125,7 @@ class Worker:
     @property
     def stood(self) -> str | None:
         """Where its main thread has hung for longer than a sign of life may take, in words."""
-        still = self.standstill
+        still = self.stalled
         if still.seconds < still.lost_after:
             return None
         return f"{self.name} has stood at {still.last.place} for {still.seconds:.0f} s"
@@ -145,9 +138,7 @@ class Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot be killed
                 self.process.wait(LAST_SECONDS)
-        if self._beats is not None:
-            os.close(self._beats)
-            self._beats = None
+        self._link.close()
 
 
 def _is_stopped(pid: int) -> bool:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from dtrain import config
 from dtrain.addresses import EVERYWHERE, address_to_listen_at, listen
-from dtrain.launch.rendezvous import within
-from tests.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
-from tests.test_launch import Launched
-from tests.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
+from dtrain.launch.rank import within
+from tests.launch.processes import Launched
+from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
+from tests.launch.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
 from tests.tiny import tiny_recipe
 
 

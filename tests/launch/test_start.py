@@ -1,15 +1,11 @@
 """Ranks: where they are placed, and real processes that end well, fail, are stopped, and are killed.
 
-`tests.launched` is the process that is watched here: a launcher with fake trainings.
+`tests.launch.launched` is the process that is watched here: a launcher with fake trainings.
 """
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +13,12 @@ import torch
 from dtrain import config
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import launch
-from dtrain.launch.agent import ENDED, Report, WorkerFailed, _reason
-from dtrain.launch.rank import OutOfMemory, Place, choose_device, memory_errors
-from dtrain.launch.start import find_place, first_host
-from dtrain.orphans import end_with
+from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
+from dtrain.launch.place import RankPlace, find_place, first_host
+from dtrain.launch.rank import OutOfMemory, choose_device, memory_errors
+from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
-ROOT = Path(__file__).parents[1]
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
     "SLURM_PROCID": "5",
@@ -35,49 +30,6 @@ SLURM = {
 }
 
 
-class Launched:
-    """`tests.launched` in a session of its own, as from a terminal of its own."""
-
-    def __init__(self, directory: Path, training: str, *overrides: str, prefix: tuple[str, ...] = ()):
-        self.runs = directory / "runs"
-        command = [sys.executable, *prefix, "-m", "tests.launched", str(directory), training, *overrides]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            preexec_fn=partial(end_with, os.getpid()),
-        )  # fmt: skip
-
-    def pids(self, count: int) -> list[int]:
-        """Of the ranks, once all of them have begun to train."""
-        deadline = time.monotonic() + 90
-        while True:
-            marks = sorted(self.runs.glob("mark-*"))
-            if len(marks) == count and all(mark.read_text() for mark in marks):
-                return [int(mark.read_text()) for mark in marks]
-            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
-            time.sleep(0.05)
-
-    def end(self, seconds: float = 90) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=seconds)
-        return self.process.returncode, out, err
-
-    def ctrl_c(self) -> None:
-        os.killpg(self.process.pid, signal.SIGINT)
-
-
-def wait_until_gone(pids: list[int], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 # ---- without processes
 
 
@@ -86,12 +38,12 @@ def test_the_place_that_torchrun_gives():
     assert find_place({"RANK": "0", "WORLD_SIZE": "2"}, 1) is None  # nodes, not processes
     agent = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = find_place({**TORCHRUN, **agent, "TORCHELASTIC_RESTART_COUNT": "2"}, 8)
-    assert found == Place(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
+    assert found == RankPlace(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
 
 
 def test_the_place_that_slurm_gives():
     found = find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, 8)
-    assert found == Place(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
+    assert found == RankPlace(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
     assert find_place({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
     assert find_place({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
     assert find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, 1).world_size == 6  # under --preserve-env
@@ -178,27 +130,27 @@ def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without CUDA")
 def test_cuda_where_there_is_none():
-    assert choose_device("auto", Place()) == torch.device("cpu")
+    assert choose_device("auto", RankPlace()) == torch.device("cpu")
     with pytest.raises(UserError, match="launch.device=cuda: torch sees no CUDA device"):
-        choose_device("cuda", Place())
+        choose_device("cuda", RankPlace())
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60), lambda: bytearray(2**62)])
 def test_running_out_of_memory_names_the_peak_and_the_keys(tmp_path, allocate):
     recipe = tiny_recipe(tmp_path)
-    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, Place(), torch.device("cpu")):
+    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, RankPlace(), torch.device("cpu")):
         allocate()
     text = str(caught.value)
     assert "out of memory on rank 0 (cpu), at a peak of " in text
     for key in ("train.micro_batch (now 2)", "train.activation_checkpointing=full", "data.max_length (now 32)"):
         assert key in text
     assert "launch.nproc" in text
-    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, Place(), torch.device("cpu")):
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, RankPlace(), torch.device("cpu")):
         raise RuntimeError("shapes do not fit")
 
 
 def report(rank, kind, text, seconds=0.0):
-    return Report(rank, 0, kind, text, seconds)
+    return ExitReport(rank, 0, kind, text, seconds)
 
 
 def test_of_several_failures_the_one_that_began_it_is_told(tmp_path):
@@ -222,6 +174,12 @@ def test_a_mistake_that_every_rank_finds_is_told_once(tmp_path):
     status, _, err = Launched(tmp_path, "mistaken", "launch.nproc=2").end()
     assert status == 1
     assert err.strip() == "data.train.path: line 7 is not JSON"
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_on_one_host_does_not_load_the_watch_over_several(tmp_path, nproc):
+    status, out, err = Launched(tmp_path, "loads_no_watch", f"launch.nproc={nproc}").end()
+    assert status == 0 and "hello from 0" in out, err
 
 
 def test_ctrl_c_gives_the_ranks_time_to_save_and_has_a_status_of_its_own(tmp_path):

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Beat, Standstill, Worker
-from tests.test_launch import Launched, wait_until_gone
+from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Heartbeat, RankProcess, StallTimer
+from tests.launch.processes import Launched, wait_until_gone
 
 LOST = 5  # seconds
 BUSY = 15  # seconds more, for processes to end on a busy machine
@@ -130,27 +130,27 @@ def test_a_second_signal_of_any_kind_ends_at_once(tmp_path, nproc, signals):
 
 
 def test_progress_is_counted_from_the_last_beat_that_shows_some():
-    still = Standstill(lost_after=4 * LOOK_SECONDS)
+    still = StallTimer(lost_after=4 * LOOK_SECONDS)
     for progress in (1, 2, 2, 2, 2):
-        still.look(Beat(progress))
+        still.look(Heartbeat(progress))
         assert not still.is_over
-    still.look(Beat(2, is_saving=True))
+    still.look(Heartbeat(2, is_saving=True))
     assert not still.is_over
-    still.look(Beat(2))
+    still.look(Heartbeat(2))
     assert still.is_over
     still.seconds = SAVE_SECONDS
-    assert Standstill(1.0).is_over is False
-    still.look(Beat(2, is_saving=True))
+    assert StallTimer(1.0).is_over is False
+    still.look(Heartbeat(2, is_saving=True))
     assert still.is_over
 
 
 def test_a_start_takes_its_time_unless_it_is_stopped():
     """Imports from a cold file server, a driver that wakes up: no beat, and no harm."""
-    worker = Worker(0, ["sleep", "60"], os.environ, lost_after=4 * LOOK_SECONDS)
+    worker = RankProcess(0, ["sleep", "60"], os.environ, lost_after=4 * LOOK_SECONDS)
     try:
         for _ in range(40):
             worker.look()
-        assert worker.silent > worker.standstill.lost_after and worker.lost() is None
+        assert worker.silent > worker.stalled.lost_after and worker.lost() is None
         os.kill(worker.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED)
         assert "it is stopped" in worker.lost()

@@ -1,6 +1,6 @@
-"""A process for `test_launch` to watch: launches a tiny recipe with one of the fake trainings below.
+"""A process for tests to watch: launches a tiny recipe with one of the fake trainings below.
 
-python -m tests.launched DIRECTORY TRAINING [key=value ...]
+python -m tests.launch.launched DIRECTORY TRAINING [key=value ...]
 """
 
 import os
@@ -30,6 +30,11 @@ def ends(recipe, runtime):
         dist.all_reduce(total)
     print(f"hello from {runtime.rank}")
     _mark(recipe, runtime, f"{runtime.world_size} {total.item()} {torch.get_num_threads()} {runtime.device}")
+
+
+def loads_no_watch(recipe, runtime):
+    assert not [name for name in sys.modules if name.startswith("dtrain.hosts")]
+    ends(recipe, runtime)
 
 
 def mistaken(recipe, runtime):
@@ -164,6 +169,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Under its own name, so that workers find the functions where this process did.
-    from tests import launched
+    from tests.launch import launched
 
     sys.exit(launched.main())

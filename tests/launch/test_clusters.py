@@ -21,13 +21,14 @@ import yaml
 from dtrain import cli, config
 from dtrain.config import schema
 from dtrain.errors import UserError
+from dtrain.hosts import watch
 from dtrain.launch import rank
-from dtrain.launch.start import find_place
-from tests.test_launch import wait_until_gone
-from tests.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
+from dtrain.launch.place import find_place
+from tests.launch.processes import wait_until_gone
+from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BOUND = 60.0  # seconds for the survivors' processes to end, of which most are the interpreters' on a busy machine
 
 
@@ -189,7 +190,7 @@ def test_what_one_host_finds_wrong_is_told_on_all_before_anything_starts(tmp_pat
 def test_torchrun_s_ranks_hear_at_once_that_rank_0_s_node_died(tmp_path, start):
     tiny_recipe(tmp_path)
     port = free_port()
-    words = ("tests.launched", str(tmp_path), "hangs", "launch.lost_after=30")  # the main thread hears nothing
+    words = ("tests.launch.launched", str(tmp_path), "hangs", "launch.lost_after=30")  # the main thread hears nothing
     both = [start(torchrun(node, port, *words)) for node in range(2)]
     wait_for(*marks(tmp_path))
     pids = [int(path.read_text()) for path in marks(tmp_path)]
@@ -206,7 +207,7 @@ def test_torchrun_s_ranks_hear_at_once_that_rank_0_s_node_died(tmp_path, start):
 
 def test_a_cut_wire_is_noticed_on_both_hosts(tmp_path, hosts, start):  # noqa: F811
     tiny_recipe(tmp_path)
-    words = ("tests.launched", str(tmp_path), "reduces", "launch.lost_after=4")
+    words = ("tests.launch.launched", str(tmp_path), "reduces", "launch.lost_after=4")
     both = []
     for node, name in enumerate(hosts):
         named = ["unshare", "--uts", "sh", "-c", f'hostname {"ab"[node]} && exec "$@"', "sh"]
@@ -257,9 +258,9 @@ def test_torchrun_starts_the_survivors_again_and_they_go_on_with_the_node_that_c
 def test_a_lost_rank_is_told_of_though_the_file_system_went_with_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(rank, "FILE_SECONDS", 0.1)
     recipe = tiny_recipe(tmp_path)
-    assert "No checkpoint was saved yet" in rank._tell_lost(recipe, None, "rank 3 on b is lost")
+    assert "No checkpoint was saved yet" in watch.tell_lost(recipe, None, "rank 3 on b is lost")
     monkeypatch.setattr(rank, "_newest", lambda checkpoints: time.sleep(30))
-    text = rank._tell_lost(recipe, 2, "rank 3 on b is lost")
+    text = watch.tell_lost(recipe, 2, "rank 3 on b is lost")
     assert "rank 3 on b is lost; " in text and "checkpoints does not answer: the same command goes on" in text
     assert capfd.readouterr().err == f"\ndtrain: {text}\n"
 

@@ -13,7 +13,7 @@ import pytest
 
 from dtrain.errors import UserError
 from dtrain.launch.job import job_directory, sweep
-from tests.test_launch import Launched, wait_until_gone
+from tests.launch.processes import Launched, wait_until_gone
 
 HOLDS = """
 from dtrain.launch.job import job_directory

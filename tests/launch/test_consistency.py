@@ -15,7 +15,7 @@ from dtrain import config
 from dtrain.checkpoint.pieces import Piece
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.errors import UserError
-from dtrain.launch.hosts import same_on_all
+from dtrain.hosts.consistency import same_on_all
 from dtrain.parallel.runtime import Runtime
 from dtrain.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -60,7 +60,7 @@ def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path):
 
 
 def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.launch.hosts.SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("dtrain.hosts.consistency.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
     told = two_hosts(tmp_path, lambda rank: same_on_all(recipe))
