@@ -23,6 +23,7 @@ from tests.pages import ROOT, Command, Page, all_pages
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
+    "dtrain/README.md",
     "README.md",
     "recipes/README.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
