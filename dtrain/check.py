@@ -11,7 +11,7 @@ from typing import Any
 
 from dtrain.config.load import keys
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
-from dtrain.config.sizes import batch_problems, mesh_problems
+from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.methods.facts import FACTS, facts_of
 from dtrain.ranges import shown
 

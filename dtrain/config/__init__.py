@@ -3,7 +3,7 @@
 schema           every key, its type, its default and what it means
 load             YAML, shipped recipes and overrides to a `Recipe`
 saved, secrets   and back, without what is for the run alone; what that is
-sizes            the mesh and the batch in a world of so many processes
+world            the mesh and the batch in a world of so many processes
 words            other tools' words for our keys
 
 What must hold between keys is `dtrain.check`, which knows the methods; its functions are found here too.
@@ -15,7 +15,7 @@ from typing import Any
 from dtrain.config.load import find, keys, load, read, recipes_dir, shipped
 from dtrain.config.saved import diff, hidden, hiding, notes, origins, to_yaml, unsaid, with_origins_of
 from dtrain.config.schema import Recipe
-from dtrain.config.sizes import Sizes, sizes
+from dtrain.config.world import Sizes, sizes
 
 _ABOVE = {"check": "dtrain.check", "other_models": "dtrain.check"}
 __all__ = [
