@@ -1,8 +1,8 @@
 """Rows to samples: what format a row is in, whether it is sound, and what it says, in one shape per kind of training.
 
-The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Completion`
-(prompt and completion as strings), `Text`, and `Tokens` (used as they are). What a pair of a chosen and a rejected
-completion says is in preferences.py, what a prompt says in prompts.py. Torch is not imported.
+The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
+(prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
+rejected completion says is in preferences.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
@@ -74,7 +74,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     prompt: str
     completion: str
 
@@ -85,7 +85,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedRow:
     """`trained[t]`: token t is a target."""
 
     ids: list[int]
@@ -149,7 +149,7 @@ def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> N
         )
 
 
-def normalise(row: Mapping[str, Any], name: str) -> Conversation | Completion | Text | Tokens:
+def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
     """`row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
         raise UserError(refuse_preference())
@@ -325,10 +325,10 @@ def _alpaca(row: Mapping[str, Any]) -> Conversation:
     return Conversation(messages, [None] * len(messages), read_tools(row))
 
 
-def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
+def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletion:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Completion(prompt, completion)
+        return PromptCompletion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
     before, before_train = read_messages(prompt, "prompt")
@@ -336,13 +336,13 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
     return Conversation(before + after, before_train + after_train, read_tools(row), prompt=len(before))
 
 
-def _tokens(row: Mapping[str, Any]) -> Tokens:
+def _tokens(row: Mapping[str, Any]) -> TokenizedRow:
     ids = read_integers(row["input_ids"], "input_ids")
     _refuse_masks(row)
     if any(token < 0 for token in ids):
         raise UserError("input_ids holds a negative id")
     if row.get("labels") is None:
-        return Tokens(ids, [True] * len(ids))
+        return TokenizedRow(ids, [True] * len(ids))
     labels = read_integers(row["labels"], "labels")
     if len(labels) != len(ids):
         raise UserError(f"input_ids has {len(ids)} entries and labels {len(labels)}; they must be equally long")
@@ -352,7 +352,7 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
                 f"labels[{index}] is {label}, but input_ids[{index}] is {token}: labels must not be shifted, so each "
                 f"is the id of its own position, or {IGNORE} where no loss is wanted"
             )
-    return Tokens(ids, [label != IGNORE for label in labels])
+    return TokenizedRow(ids, [label != IGNORE for label in labels])
 
 
 def _refuse_masks(row: Mapping[str, Any]) -> None:

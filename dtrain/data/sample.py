@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats import Completion, Conversation, Text, Tokens, normalise
+from dtrain.data.formats import Conversation, PromptCompletion, Text, TokenizedRow, normalise
 from dtrain.data.replies import Span
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
@@ -69,11 +69,11 @@ class Encoder(RowEncoder):
         ids, trained = ids[: self.max_length], trained[: self.max_length]
         return [Document(ids, trained, full)] if _has_target(trained) else reason
 
-    def encode(self, sample: Conversation | Completion | Text | Tokens) -> tuple[list[int], bytearray]:
+    def encode(self, sample: Conversation | PromptCompletion | Text | TokenizedRow) -> tuple[list[int], bytearray]:
         """Token ids and, a byte each, whether they are trained; not yet truncated. Raises UserError."""
         if isinstance(sample, Conversation):
             return self._conversation(sample)
-        if isinstance(sample, Tokens):
+        if isinstance(sample, TokenizedRow):
             self.check_ids(sample.ids, "input_ids")
             return sample.ids, bytearray(sample.trained)
         if isinstance(sample, Text):

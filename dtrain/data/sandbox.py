@@ -49,7 +49,7 @@ class TooMuch(jinja2.TemplateRuntimeError):
     """A rendering has used up its budget."""
 
 
-class Budget:
+class RenderBudget:
     """What is left to a rendering."""
 
     def __init__(self):
@@ -111,10 +111,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {f"dtrain.{name}": function for name, function in own.items()}
 
     def begin(self) -> None:
-        self._thread.budget = Budget()
+        self._thread.budget = RenderBudget()
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> RenderBudget:
         return self._thread.budget
 
     def compiled(self, source: str, *changes: NodeTransformer) -> jinja2.Template:

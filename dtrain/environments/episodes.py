@@ -22,7 +22,7 @@ class Environment(Protocol):
         a conversation, or messages."""
 
 
-class Engine(Protocol):
+class TurnEngine(Protocol):
     """On a mesh collective: every rank passes all requests and gets all completions."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
@@ -66,7 +66,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Reply:
+class EnvironmentReply:
     """What an environment gave for one completion: what it earned, whether that was all, the ids that are read next
     (none after the last). is_lost: nothing of that is known, or there will be no more."""
 
@@ -79,12 +79,12 @@ class Reply:
 class Steps(Protocol):
     """Environments numbered as the requests are: `stepping.Environments`."""
 
-    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[Reply]:
+    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
         """A reply to each turn. encode: ids of what was observed, from its place in `turns`; raises UserError."""
 
 
 def run_episodes(
-    engine: Engine,
+    engine: TurnEngine,
     requests: Sequence[Request],
     environments: Steps | None,
     observations: Observations,
@@ -122,7 +122,7 @@ def run_episodes(
 
         def answer(
             live: list[int] = live, drawn: list[Completion] = drawn, is_last_round: bool = is_last_round
-        ) -> list[Reply]:
+        ) -> list[EnvironmentReply]:
             turns = [
                 Turn(one, observations.text_of(completion), is_last_round or completion.finish == "length")
                 for one, completion in zip(live, drawn, strict=True)

@@ -11,7 +11,7 @@ from dtrain.data.template import ChatTemplate, choose_template
 from dtrain.environments.episodes import environment_seed, run_episodes
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
-from dtrain.methods.engines import Draws
+from dtrain.methods.engines import RolloutEngine
 from dtrain.methods.method import Run
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.rollout.request import AskStop, Completion, Request
@@ -21,7 +21,7 @@ from dtrain.rollout.request import AskStop, Completion, Request
 class _AtVersion:
     """An engine as the episodes call it."""
 
-    engine: Draws
+    engine: RolloutEngine
     version: int
     ask_stop: AskStop | None
 
@@ -47,7 +47,7 @@ class Episodes:
 
     def play(
         self,
-        engine: Draws,
+        engine: RolloutEngine,
         requests: Sequence[Request],
         rows: Sequence[Mapping[str, Any]],
         version: int,

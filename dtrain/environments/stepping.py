@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.environments.crew import MOST_LATE
-from dtrain.environments.episodes import Reply, Turn
+from dtrain.environments.episodes import EnvironmentReply, Turn
 from dtrain.environments.observations import Observation
 from dtrain.errors import UserError
 from dtrain.rollout.child import Answer
-from dtrain.rollout.process import Lost, Worker
+from dtrain.rollout.process import Lost, UserCodeProcess
 from dtrain.rollout.rewards.find import find
 
 GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads
@@ -43,7 +43,7 @@ class Environments:
         self._lost: set[int] = set()
         self._count = 0
         self._may_be_stuck = False
-        self._worker = Worker(
+        self._worker = UserCodeProcess(
             "dtrain.environments.worker",
             ("load", (*find(path, "environment"), timeout, threads)),
             what=f"the environments of {path}",
@@ -55,7 +55,7 @@ class Environments:
         """An environment for each row and seed, numbered from 0; those before are gone."""
         self._worker.run(self._make, given)
 
-    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[Reply]:
+    def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
         """A reply to each turn, in their order; no environment has two. encode: ids of what was observed, from its
         place in `turns`; a UserError that it raises is the environment's. Lost environments are not asked again."""
         return self._worker.run(self._step, turns, encode)
@@ -94,24 +94,24 @@ class Environments:
                 self._lost.discard(number)
         self._judge({"make"} if {} in answers.values() else set(), failures)
 
-    def _step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[Reply]:
+    def _step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
         asked = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number not in self._lost]
         answers, end = self._call("step", asked, len(asked))
         replies, failures, worked = [], _Failures(), set()
         for place, turn in enumerate(turns):
-            answer, reply = answers.get(turn.number), Reply(is_lost=True)
+            answer, reply = answers.get(turn.number), EnvironmentReply(is_lost=True)
             is_known = answer is not None and "done" in answer
             is_over = is_known and (answer["done"] or turn.is_last)
             worked |= {"step"} if is_known else set()
             if turn.number in self._lost:
                 pass
             elif is_over:
-                reply = Reply(answer["earned"], answer["done"])
+                reply = EnvironmentReply(answer["earned"], answer["done"])
             elif not is_known or end is not None:
                 failures.add(*self._failure("step", answer, end))
             else:
                 try:
-                    reply = Reply(answer["earned"], False, encode(place, answer["observation"]))
+                    reply = EnvironmentReply(answer["earned"], False, encode(place, answer["observation"]))
                     worked.add("observe")
                 except UserError as error:
                     failures.add("observe", "encode", f"environment {self._path}: {error}")

@@ -24,10 +24,10 @@ from dtrain.rollout.child import Answer, Tell, attempt, serve
 
 def main(parent: int) -> None:
     """Serve calls until the parent closes the pipe. Never returns."""
-    serve(parent, _Server().handle)
+    serve(parent, _EnvironmentServer().handle)
 
 
-class _Server:
+class _EnvironmentServer:
     """The maker, and the environments by number."""
 
     def __init__(self) -> None:

@@ -14,14 +14,14 @@ from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
-from dtrain.methods.engines import Draws, Plays
+from dtrain.methods.engines import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRow:
     """A prompt of the data: its place in the endless sequence of prompts, its ids, and its row."""
 
     index: int
@@ -43,16 +43,16 @@ class Rollout:
     rows: list[dict[str, Any]]
 
 
-class Groups:
+class PromptGroups:
     """Groups of completions that are drawn and judged, in a list that grows."""
 
     def __init__(self, names: Sequence[str]):
-        self.asked: list[Asked] = []
+        self.asked: list[PromptRow] = []
         self.samples: list[Sample] = []
         self.rewards = torch.zeros(0, dtype=torch.float64)  # [N], NaN where nothing is known
         self.parts = torch.zeros(0, len(names), dtype=torch.float64)  # [N, rewards]
 
-    def add(self, asked: Sequence[Asked], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
+    def add(self, asked: Sequence[PromptRow], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
         self.asked += asked
         self.samples += samples
         self.rewards = torch.cat([self.rewards, rewards])
@@ -76,11 +76,11 @@ class Collector:
         self,
         section: Grpo,
         *,
-        engine: Draws,
+        engine: RolloutEngine,
         rows: Rows,
         tokenizer: Tokenizer,
         rewards: Rewards | None,
-        episodes: Plays | None,
+        episodes: EpisodePlayer | None,
         max_length: int,
         seed: int,
         ask_stop: AskStop,
@@ -98,7 +98,7 @@ class Collector:
         placements = self.rows.placements(cursor)
         size, wanted = section.group_size, section.prompts_per_step
         refills = section.max_refills if section.dynamic_sampling == "refill" else 0
-        groups, last, at, drawn, without = Groups(self.names), None, cursor, 0, 0
+        groups, last, at, drawn, without = PromptGroups(self.names), None, cursor, 0, 0
         for _ in range(1 + refills):
             taken = list(islice(placements, wanted - len(self._teaching(groups))))
             if not taken:
@@ -123,24 +123,24 @@ class Collector:
         measured |= {"frac_zero_std": without / drawn, "rollout_time": time.perf_counter() - began}
         return self._rollout(groups, last, measured)
 
-    def judge_greedily(self, asked: Sequence[Asked], version: int) -> tuple[list[Sample], Tensor]:
+    def judge_greedily(self, asked: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
         """A completion of the likeliest tokens for each prompt, and its reward [n]."""
         samples = self._draw(asked, self._requests(asked, greedy=True), version)
         return samples, self._judge(asked, samples)[0]
 
-    def asked(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[Asked]:
+    def asked(self, rows: Rows, placements: Sequence[Placement], first: int) -> list[PromptRow]:
         """The prompts at `placements` of `rows`; `first`: the place of the first in the endless sequence."""
         found = []
         for number, placement in enumerate(placements):
             (sample,) = placement.samples
             ((ids, _),) = rows.samples[sample]
-            found.append(Asked(first + number, ids.tolist(), rows.samples.row(sample)))
+            found.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
         return found
 
-    def _asked(self, placements: Sequence[Placement], cursor: Cursor) -> Iterator[Asked]:
+    def _asked(self, placements: Sequence[Placement], cursor: Cursor) -> Iterator[PromptRow]:
         yield from self.asked(self.rows, placements, self.rows.rows_before(cursor))
 
-    def _teaching(self, groups: Groups) -> list[int]:
+    def _teaching(self, groups: PromptGroups) -> list[int]:
         """The groups whose rewards differ; all of them where that does not matter."""
         if self.section.dynamic_sampling != "refill":
             return list(range(len(groups.asked)))
@@ -148,7 +148,7 @@ class Collector:
         alike = zero_variance_groups(groups.rewards, size)[::size]
         return (~alike).nonzero().flatten().tolist()
 
-    def _requests(self, asked: Sequence[Asked], greedy: bool = False) -> list[Request]:
+    def _requests(self, asked: Sequence[PromptRow], greedy: bool = False) -> list[Request]:
         count = 1 if greedy else self.section.group_size
         return [
             Request(one.ids, self._sampling(one, greedy), self.seed, one.index, number)
@@ -157,7 +157,7 @@ class Collector:
         ]
 
     def _draw(
-        self, asked: Sequence[Asked], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
+        self, asked: Sequence[PromptRow], requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
     ) -> list[Sample]:
         if self.episodes is not None:
             count = len(requests) // max(1, len(asked))
@@ -177,7 +177,7 @@ class Collector:
             for request, done in zip(requests, completions, strict=True)
         ]
 
-    def _sampling(self, asked: Asked, greedy: bool) -> SamplingParams:
+    def _sampling(self, asked: PromptRow, greedy: bool) -> SamplingParams:
         wanted = self.section.sampling
         return SamplingParams(
             max_new_tokens=min(wanted.max_new_tokens, self.max_length - len(asked.ids)),
@@ -188,7 +188,7 @@ class Collector:
             stop=tuple(wanted.stop),
         )
 
-    def _judge(self, asked: Sequence[Asked], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    def _judge(self, asked: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Rewards [N], NaN where nothing is known, and what they are the sum of [N, rewards]. One broadcast."""
         count = len(samples) // max(1, len(asked))
         rows = [one.row for one in asked for _ in range(count)]
@@ -216,7 +216,7 @@ class Collector:
             )
         return rewards, by_name.t()
 
-    def _rollout(self, groups: Groups, last: Placement, measured: dict[str, float]) -> Rollout:
+    def _rollout(self, groups: PromptGroups, last: Placement, measured: dict[str, float]) -> Rollout:
         section, size = self.section, self.section.group_size
         values = advantages(groups.rewards, size, baseline=section.advantage, scale=section.scale)
         counted = ~groups.rewards.isnan()
@@ -229,7 +229,7 @@ class Collector:
         buffer = Buffer.of(groups.samples, values, counted, trains)
         return Rollout(buffer, last.after, last.epochs, measured, rows)
 
-    def _measure(self, groups: Groups) -> dict[str, float]:
+    def _measure(self, groups: PromptGroups) -> dict[str, float]:
         rewards = groups.rewards.view(-1, self.section.group_size)
         fields = {"reward_mean": _mean(groups.rewards), "reward_std": _mean(_spread(rewards))}
         if len(self.names) > 1:
@@ -239,7 +239,7 @@ class Collector:
             fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
         return fields | lengths_of(groups.samples)
 
-    def _lines(self, groups: Groups, values: Tensor) -> list[dict[str, Any]]:
+    def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:
         """What samples.jsonl says of each completion."""
         size = self.section.group_size
         lines = []

@@ -20,7 +20,7 @@ from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.rewards import Rewards
 
 
-class Draws(Protocol):
+class RolloutEngine(Protocol):
     def generate(
         self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
     ) -> list[Completion]: ...
@@ -28,12 +28,12 @@ class Draws(Protocol):
     def expect(self, requests: Sequence[Request], version: int) -> None: ...
 
 
-class Plays(Protocol):
+class EpisodePlayer(Protocol):
     """Completions in several turns, an environment answering each (`environments.play`)."""
 
     def play(
         self,
-        engine: Draws,
+        engine: RolloutEngine,
         requests: Sequence[Request],
         rows: Sequence[Mapping[str, Any]],
         version: int,
@@ -67,7 +67,7 @@ class OnTheMesh:
         """Nothing: the weights are at work."""
 
 
-def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: Run) -> Draws:
+def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: Run) -> RolloutEngine:
     """The engine of `grpo.engine`. Collective. Raises UserError."""
     if recipe.grpo.engine == "http":
         return import_module("dtrain.remote.training").OverHttp(recipe, policy, run)
@@ -87,7 +87,7 @@ def open_rewards(section: Grpo, run: Run) -> Rewards | None:
     return opened[0] if opened else None
 
 
-def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> Plays | None:
+def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> EpisodePlayer | None:
     """What plays completions in the environment that `grpo.environment` names (`environments.play.Episodes`); None
     where it names none. Collective. Raises UserError."""
     if recipe.grpo.environment is None:

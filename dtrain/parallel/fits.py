@@ -4,7 +4,7 @@ import math
 from typing import Protocol
 
 
-class Sizes(Protocol):
+class ModelSizes(Protocol):
     """What of a model's config.json tensor parallel shares out."""
 
     num_attention_heads: int
@@ -13,7 +13,7 @@ class Sizes(Protocol):
     intermediate_size: int
 
 
-def misfits(model: Sizes, tp: int) -> list[str]:
+def misfits(model: ModelSizes, tp: int) -> list[str]:
     """What keeps tensor parallel over `tp` ranks from sharing a model out, one line each; empty where nothing does.
 
     Every rank computes whole query heads, and whole key heads or one that it shares, and holds some of the vocabulary
@@ -23,7 +23,7 @@ def misfits(model: Sizes, tp: int) -> list[str]:
     return [f"{problem}; tp may be {', '.join(map(str, fitting))}" for problem in _problems(model, tp)]
 
 
-def _problems(model: Sizes, tp: int) -> list[str]:
+def _problems(model: ModelSizes, tp: int) -> list[str]:
     problems = []
     if model.num_attention_heads % tp:
         problems.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")

@@ -13,7 +13,7 @@ from dtrain.remote.http import wait_for
 from dtrain.rollout.request import AskStop, Completion, Request
 
 
-class Draws(Protocol):
+class CompletionSource(Protocol):
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]: ...
 
 
@@ -25,7 +25,9 @@ class Ahead:
     each one's staleness, in order.
     """
 
-    def __init__(self, engine: Draws, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self, engine: CompletionSource, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None
+    ):
         self.engine, self.most, self.say = engine, max_off_policy_steps, say
         self.dropped = 0
         self.staleness: list[int] = []

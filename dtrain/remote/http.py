@@ -24,7 +24,7 @@ ASK_EVERY = 0.5  # seconds between questions whether to stop
 
 
 @dataclass
-class Server:
+class ServerClient:
     """One server. version: of the weights that it was last given, None: those it started with; behind: why it did not
     take the last ones, so that it is asked for nothing until it does."""
 
@@ -97,11 +97,11 @@ class HttpEngine:
         self._changed = threading.Condition()
         self._closed = False
         key = read_key(api_key_file)
-        self.servers: list[Server] = []
+        self.servers: list[ServerClient] = []
         until = time.monotonic() + start_timeout
         self._wires = [Wire(url, key) for url in urls]
 
-        def meet(wire: Wire, stop: threading.Event) -> Server:
+        def meet(wire: Wire, stop: threading.Event) -> ServerClient:
             return self._meet(wire, kind, model, _Tries(until, stop))
 
         self.servers = self._all(self._wires, meet, ask_stop)
@@ -127,7 +127,7 @@ class HttpEngine:
         directory = directory.absolute()
         self.on_each(lambda server, call: server.dialect.load(call, directory, version), version, f"{directory}")
 
-    def on_each(self, act: Callable[[Server, Callable], Any], version: int, what: str) -> None:
+    def on_each(self, act: Callable[[ServerClient, Callable], Any], version: int, what: str) -> None:
         """`act(server, call)` on all servers at once, which gives them `version` of the weights."""
         problems = self._all(self.servers, lambda server, stop: self._attempt(server, act, stop))
         for server, problem in zip(self.servers, problems, strict=True):
@@ -141,7 +141,7 @@ class HttpEngine:
             told = "; ".join(f"{server.wire.url}: {server.behind}" for server in self.servers)
             raise UserError(f"no server took version {version} of the weights ({what}): {told}")
 
-    def call(self, server: Server, path: str, body: dict[str, Any], stop: threading.Event | None = None) -> Any:
+    def call(self, server: ServerClient, path: str, body: dict[str, Any], stop: threading.Event | None = None) -> Any:
         """One call with tries, for what is no completion. Raises UserError and Refused."""
         tries = _Tries(time.monotonic() + self.timeout, stop or threading.Event())
         while True:
@@ -161,7 +161,7 @@ class HttpEngine:
         for wire in self._wires:
             wire.hang_up()
 
-    def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> Server:
+    def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> ServerClient:
         while True:
             try:
                 known = recognise(wire, tries.seconds) if kind == "auto" else self._known(wire, kind, tries.seconds)
@@ -180,7 +180,7 @@ class HttpEngine:
         dialect, models = known
         if model is not None and model not in models:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
-        return Server(wire, dialect, model or models[0])
+        return ServerClient(wire, dialect, model or models[0])
 
     @staticmethod
     def _known(wire: Wire, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
@@ -227,7 +227,7 @@ class HttpEngine:
             if told is not None and completion.version is not None and completion.version < told:
                 raise Unanswered(f"it has version {completion.version} of the weights, not {told}: was it restarted?")
 
-    def _choose(self, tries: _Tries) -> Server:
+    def _choose(self, tries: _Tries) -> ServerClient:
         """Wait for a server that may be asked, the one with the fewest calls; takes a place there."""
         with self._changed:
             while True:
@@ -245,10 +245,10 @@ class HttpEngine:
                 resting = [server.rest_until for server in able if server.rest_until > now]
                 self._changed.wait(max(0.01, min([tries.until, *resting]) - now))
 
-    def _may_be_tried(self, server: Server, tries: _Tries) -> bool:
+    def _may_be_tried(self, server: ServerClient, tries: _Tries) -> bool:
         return server.behind is None and len(tries.seen.get(server.wire.url, [])) <= self.retries
 
-    def _share(self, server: Server, tries: _Tries) -> float:
+    def _share(self, server: ServerClient, tries: _Tries) -> float:
         """Seconds for one try: half of what is left while another server could be asked after it."""
         others = [one for one in self.servers if one is not server and self._may_be_tried(one, tries)]
         return tries.seconds / 2 if others else tries.seconds
@@ -262,7 +262,7 @@ class HttpEngine:
         told = "; ".join([tries.told(), *behind])
         return f"no server gave completions within {self.timeout:.0f} s ({told}); start them again and resume the run"
 
-    def _failed(self, server: Server, tries: _Tries, seen: str) -> None:
+    def _failed(self, server: ServerClient, tries: _Tries, seen: str) -> None:
         tries.note(server.wire.url, seen)
         with self._changed:
             server.failures += 1
@@ -272,7 +272,9 @@ class HttpEngine:
         if server.failures == 1:
             self.say(f"{server.wire.url}: {seen}; trying again")
 
-    def _attempt(self, server: Server, act: Callable[[Server, Callable], Any], stop: threading.Event) -> str | None:
+    def _attempt(
+        self, server: ServerClient, act: Callable[[ServerClient, Callable], Any], stop: threading.Event
+    ) -> str | None:
         try:
             act(server, lambda path, body: self.call(server, path, body, stop))
         except (UserError, Refused) as error:

@@ -19,7 +19,7 @@ from dtrain.addresses import own_address
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.ranks import Ranks
 from dtrain.errors import UserError
-from dtrain.remote.http import HttpEngine, Server
+from dtrain.remote.http import HttpEngine, ServerClient
 from dtrain.remote.shared_directory import mark, prune, step_directory
 from dtrain.remote.wire import Refused, Unanswered
 from dtrain.rollout.weights import BUCKET_BYTES, MEETING, Info, WeightSource, buckets, flatten, weight_group
@@ -84,7 +84,7 @@ class StreamPublisher:
         self.engine, self.device, self.dtype = engine, torch.device(device), dtype
         self.bucket_bytes, self.address, self.port, self.ranks = bucket_bytes, address, port, ranks or Ranks()
         self._group: Any = None
-        self._members: list[Server] = []
+        self._members: list[ServerClient] = []
         self._meetings = 0
         self._abandoned: list[Any] = []  # groups with a message that nobody takes: collecting one waits for it
         self.ranks.first(self._check)
@@ -139,7 +139,7 @@ class StreamPublisher:
         problems = [_attempt(getattr(server.dialect, what), partial(self._post, server)) for server in self._members]
         return next((problem for problem in problems if problem is not None), None)
 
-    def _form(self, servers: list[Server], info: Info) -> None:
+    def _form(self, servers: list[ServerClient], info: Info) -> None:
         for server in servers:
             if server.dialect.name == "dtrain":
                 self._post(server, "/check_weights", _described(info, list(info)))
@@ -192,7 +192,7 @@ class StreamPublisher:
         if problem is not None:
             raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
 
-    def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, server: ServerClient, path: str, body: dict[str, Any]) -> Any:
         """One call without a second try: a broadcast has none either."""
         try:
             answer = server.wire.post(path, body, self.engine.timeout)
@@ -202,7 +202,7 @@ class StreamPublisher:
             raise UserError(f"{server.wire.url}{path}: {answer.get('message')}")
         return answer
 
-    def _is_alive(self, server: Server) -> bool:
+    def _is_alive(self, server: ServerClient) -> bool:
         try:
             server.wire.get("/v1/models", 10.0)
         except (Unanswered, Refused) as error:
@@ -210,7 +210,7 @@ class StreamPublisher:
             return False
         return True
 
-    def _ranks_of(self, server: Server) -> int:
+    def _ranks_of(self, server: ServerClient) -> int:
         if server.dialect.name == "dtrain":
             return 1
         try:

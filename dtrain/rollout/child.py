@@ -1,5 +1,5 @@
 """A worker process seen from inside: reads calls from standard input, writes answers to standard output, and dies with
-its parent (`process.Worker`). It loads no torch unless the user's code does.
+its parent (`process.UserCodeProcess`). It loads no torch unless the user's code does.
 
 A message is its length (8 bytes) and its bytes: pickled from the parent, JSON to it. What the user's code prints goes
 to standard error; what it reads is empty. Two answers are the same for all workers: {"user": text}, a mistake that its

@@ -1,6 +1,7 @@
 """Code of the user's in a process of its own, which may hang, crash or be killed without harm to the run.
 
-`Worker` is the parent's side, `child` the other. Every wait is bounded; the process is killed with all that it started.
+`UserCodeProcess` is the parent's side, `child` the other. Every wait is bounded; the process is killed with all that it
+started.
 """
 
 import json
@@ -28,7 +29,7 @@ class Lost(Exception):
     """The worker is of no use any more; the message says why."""
 
 
-class Worker:
+class UserCodeProcess:
     """A process that has loaded code of the user's, and is replaced where it is lost.
 
     module: where its `main` is; load: what it is sent first, and answers with {"ready": true}; what: whose code that

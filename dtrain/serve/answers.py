@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamChunk:
     """Tokens of request `index`, all or further ones; finish: None while more may come."""
 
     index: int
@@ -47,12 +47,12 @@ class Answer:
         self._given = [0] * len(self.ask.requests)  # tokens of each request
         self._begun: set[int] = set()
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[StreamChunk]) -> dict[str, Any]:
         """The body of the answer; `pieces`: one for each request, in any order."""
         choices = [self._choice(piece, "message") for piece in sorted(pieces, key=lambda piece: piece.index)]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
-    def event(self, piece: Piece) -> bytes:
+    def event(self, piece: StreamChunk) -> bytes:
         """One server-sent event, or nothing where the piece adds nothing that a client may see yet."""
         choice = self._choice(piece, "delta")
         text = choice["delta"].get("content") if self.ask.chat else choice["text"]
@@ -75,7 +75,7 @@ class Answer:
         given = sum(self._given)
         return {"prompt_tokens": prompt, "completion_tokens": given, "total_tokens": prompt + given}
 
-    def _choice(self, piece: Piece, speech: str) -> dict[str, Any]:
+    def _choice(self, piece: StreamChunk, speech: str) -> dict[str, Any]:
         stream = self._texts[piece.index]
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
@@ -96,12 +96,12 @@ class Answer:
         choice["weight_version"] = piece.version
         return choice
 
-    def _stop_reason(self, piece: Piece, stream: TextStream) -> str | int | None:
+    def _stop_reason(self, piece: StreamChunk, stream: TextStream) -> str | int | None:
         if piece.finish != "stop" or stream.stopped is not None:
             return stream.stopped
         return piece.ids[-1] if piece.ids and piece.ids[-1] not in self.ask.eos_ids else None
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
         tokens = [f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one]) for one in piece.ids]
         if self.ask.chat:
             pairs = zip(tokens, piece.logprobs, strict=True)

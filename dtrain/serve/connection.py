@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Head:
+class RequestHead:
     """A request without its body, which has `length` bytes. headers: by names in small letters."""
 
     method: str
@@ -58,7 +58,7 @@ class Connection:
         self._sock, self._limits = sock, limits
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = bytearray()
-        self._head: Head | None = None  # of the request that is under way, once it was understood
+        self._head: RequestHead | None = None  # of the request that is under way, once it was understood
         self._unread = True  # whether bytes that nobody has taken may still come
         self._patience = limits.head_seconds  # for a request's first byte
 
@@ -77,7 +77,7 @@ class Connection:
         self.is_answered, self._unread = False, True
         return True
 
-    def head(self) -> Head:
+    def head(self) -> RequestHead:
         """The head of the request that begins. Raises ApiError."""
         until = time.monotonic() + self._limits.head_seconds
         self._buffer = self._buffer.lstrip(b"\r\n")
@@ -162,7 +162,7 @@ class Connection:
         self._buffer += data
 
 
-def _parsed(text: str) -> Head:
+def _parsed(text: str) -> RequestHead:
     first, *lines = text.split("\r\n")
     request = _REQUEST.fullmatch(first)
     if request is None:
@@ -186,4 +186,4 @@ def _parsed(text: str) -> Head:
     path, _, query = request[2].partition("?")
     if first.endswith(".0"):
         headers["connection"] = "close"
-    return Head(request[1], path, query, headers, int(length))
+    return RequestHead(request[1], path, query, headers, int(length))

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtrain.serve.connection import Head
+from dtrain.serve.connection import RequestHead
 from dtrain.serve.fields import IGNORED, ApiError, Field, check
 from dtrain.serve.protocol import Ask, Parser
 from dtrain.serve.updates import Updates
-from dtrain.serve.worker import MODES, Worker
+from dtrain.serve.worker import MODES, EngineThread
 
 ASK_BYTES = 1 << 23  # of the body of a completion: a million token ids
 CONTROL_BYTES = 1 << 24  # names and shapes of all tensors
@@ -29,7 +29,7 @@ class Service:
     served without a key.
     """
 
-    def __init__(self, parser: Parser, worker: Worker, updates: Updates, key: str | None, hosts: set[str]):
+    def __init__(self, parser: Parser, worker: EngineThread, updates: Updates, key: str | None, hosts: set[str]):
         self.parser, self.worker, self.updates, self.key, self.hosts = parser, worker, updates, key, hosts
         self.has_control = key is not None and updates.root is not None
         self.started = int(time.time())
@@ -58,7 +58,7 @@ class Service:
             "/weight_checker": updates.checksums,
         }
 
-    def admit(self, head: Head) -> None:
+    def admit(self, head: RequestHead) -> None:
         """Raises ApiError where a request may not be, by its head alone: the key comes first, the body's size last."""
         self._check_caller(head)
         path, headers = head.path, head.headers
@@ -84,7 +84,7 @@ class Service:
         if head.length > most:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
 
-    def _check_caller(self, head: Head) -> None:
+    def _check_caller(self, head: RequestHead) -> None:
         if self.key is None:  # a page may lead its visitors' browsers here by a name of its own
             host = _HOST.fullmatch(head.headers.get("host", "localhost").lower())
             if host is None or host[1] not in self.hosts:

@@ -19,13 +19,13 @@ from urllib.parse import parse_qsl
 
 from dtrain.errors import Stopped, UserError
 from dtrain.remote.shared_directory import mark_of, newest
-from dtrain.serve.answers import Answer, Piece
-from dtrain.serve.connection import Connection, Head, Limits
+from dtrain.serve.answers import Answer, StreamChunk
+from dtrain.serve.connection import Connection, Limits, RequestHead
 from dtrain.serve.fields import ApiError, read_object
 from dtrain.serve.protocol import Ask
 from dtrain.serve.routes import Service
 from dtrain.serve.updates import Updates
-from dtrain.serve.worker import Job, Worker
+from dtrain.serve.worker import EngineThread, Job
 
 STREAM = "Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked"
 LOOK_SECONDS = 1.0  # between looks at whether a client is still there
@@ -33,7 +33,7 @@ WATCH_SECONDS = 1.0  # between looks at a shared directory
 REFUSING = 64  # connections beyond the limit that are told so; those beyond these are cut off
 
 
-class Server(socketserver.TCPServer):
+class HttpServer(socketserver.TCPServer):
     """Listens at an address as of `socket.getaddrinfo`; port 0 takes a free one."""
 
     allow_reuse_address = True
@@ -109,7 +109,7 @@ class Server(socketserver.TCPServer):
                 self._answering -= 1
                 self._idle.notify_all()
 
-    def _answer(self, connection: Connection, head: Head) -> None:
+    def _answer(self, connection: Connection, head: RequestHead) -> None:
         service, path = self.service, head.path
         service.admit(head)
         with self._holding(head.length):
@@ -166,7 +166,7 @@ class Server(socketserver.TCPServer):
             connection.chunk(b"data: " + json.dumps(error.body).encode() + b"\n\n", last=True)
 
 
-def _next(connection: Connection, job: Job) -> Piece:
+def _next(connection: Connection, job: Job) -> StreamChunk:
     """The next piece of a job. Raises ApiError as the worker says, and ConnectionError where the client is gone."""
     while True:
         with suppress(queue.Empty):
@@ -178,7 +178,7 @@ def _next(connection: Connection, job: Job) -> Piece:
             raise ConnectionError("the client is gone")
 
 
-def serve(server: Server, *, grace: float, watch: Path | None = None, say: Callable[[str], None] = print) -> None:
+def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: Callable[[str], None] = print) -> None:
     """Serve until SIGTERM or Ctrl-C, then answer what is under way within `grace` seconds and refuse the rest.
 
     watch: a shared directory whose newest whole step-N is read as it appears. Called on the main thread; always raises:
@@ -215,7 +215,7 @@ def serve(server: Server, *, grace: float, watch: Path | None = None, say: Calla
     raise Stopped(signum, f"the server has ended; {rest}")
 
 
-def _end(worker: Worker, asked: queue.SimpleQueue, grace: float) -> bool:
+def _end(worker: EngineThread, asked: queue.SimpleQueue, grace: float) -> bool:
     """End the worker, at once where a second signal comes. Whether everything was finished."""
     until = time.monotonic() + grace
     while time.monotonic() < until and asked.empty() and worker.failure is None:

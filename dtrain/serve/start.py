@@ -13,9 +13,9 @@ from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
 from dtrain.serve.protocol import Parser
 from dtrain.serve.routes import Service
-from dtrain.serve.server import Server, serve
+from dtrain.serve.server import HttpServer, serve
 from dtrain.serve.updates import Updates
-from dtrain.serve.worker import Worker
+from dtrain.serve.worker import EngineThread
 
 
 def serve_directory(
@@ -62,12 +62,12 @@ def serve_directory(
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    worker = Worker(Engine(model, decode=decode, max_rows=max_rows, max_tokens=max_tokens))
+    worker = EngineThread(Engine(model, decode=decode, max_rows=max_rows, max_tokens=max_tokens))
     parser = Parser(encoder, name or str(directory), length)
     hosts = {"localhost", "127.0.0.1", "[::1]", host.lower(), address[0]}
     service = Service(parser, worker, Updates(model, worker, control), key, hosts)
     try:
-        server = Server(address, service)
+        server = HttpServer(address, service)
     except OSError as error:
         raise UserError(
             f"cannot listen at {host}:{port} ({error.strerror or error}); choose another --port, or 0 for a free one"

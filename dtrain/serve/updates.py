@@ -23,7 +23,7 @@ from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.remote.shared_directory import is_whole, version_of
 from dtrain.rollout.weights import GROUP, Info, WeightReceiver
 from dtrain.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check
-from dtrain.serve.worker import MODES, Mode, Worker
+from dtrain.serve.worker import MODES, EngineThread, Mode
 
 DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
@@ -61,7 +61,7 @@ class Updates:
     """The updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
     from nowhere). The methods take an HTTP body and raise ApiError."""
 
-    def __init__(self, model: nn.Module, worker: Worker, root: Path | None = None):
+    def __init__(self, model: nn.Module, worker: EngineThread, root: Path | None = None):
         self.model, self.worker = model, worker
         self.root = root and Path(os.path.realpath(root))
         self._tensors = _by_every_name(model)

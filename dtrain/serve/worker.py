@@ -21,7 +21,7 @@ import torch
 from dtrain.errors import UserError
 from dtrain.rollout.engine import Engine, NotFinite
 from dtrain.rollout.request import Completion, Request
-from dtrain.serve.answers import Piece
+from dtrain.serve.answers import StreamChunk
 from dtrain.serve.fields import ApiError
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ ABORTED = "the weights changed under way; ask again"
 
 @dataclass(eq=False)
 class Job:
-    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all; see `Worker.submit`."""
+    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all: `EngineThread.submit`."""
 
     requests: Sequence[Request]
     stream: bool
@@ -62,7 +62,7 @@ class _Act:
     done: Future
 
 
-class Worker:
+class EngineThread:
     """most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
     than it can decode together: those that wait here start with the weights of the time when they are let in.
 
@@ -233,7 +233,7 @@ class Worker:
     def _enter(self, row: _Row) -> None:
         request = row.job.requests[row.index]
         if request.sampling.max_new_tokens == 0:
-            row.job.pieces.put(Piece(row.index, [], [], "length", row.version))
+            row.job.pieces.put(StreamChunk(row.index, [], [], "length", row.version))
             return
         try:
             self._rows[self._engine.add(request)] = row
@@ -259,13 +259,13 @@ class Worker:
             if row.job.stream:
                 ids, logprobs = self._engine.progress(ticket, row.given)
                 if ids:
-                    row.job.pieces.put(Piece(row.index, ids, logprobs, None, row.version))
+                    row.job.pieces.put(StreamChunk(row.index, ids, logprobs, None, row.version))
                     row.given += len(ids)
 
     @staticmethod
     def _finish(row: _Row, completion: Completion) -> None:
         ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
-        row.job.pieces.put(Piece(row.index, ids, logprobs, completion.finish, row.version))
+        row.job.pieces.put(StreamChunk(row.index, ids, logprobs, completion.finish, row.version))
 
     @staticmethod
     def _told(error: Exception) -> ApiError:

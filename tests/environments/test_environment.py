@@ -7,7 +7,7 @@ import pytest
 from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate
 from dtrain.environments import calls
-from dtrain.environments.episodes import Reply, environment_seed, run_episodes, turn_seed
+from dtrain.environments.episodes import EnvironmentReply, environment_seed, run_episodes, turn_seed
 from dtrain.environments.observations import Observations
 from dtrain.errors import UserError
 from dtrain.rollout.request import Completion, Request, SamplingParams
@@ -80,7 +80,7 @@ class Here:
             answer = calls.step(environment, turn.text)
             goes_on = not answer["done"] and not turn.is_last
             ids = encode(place, calls.observe(environment)["observation"]) if goes_on else []
-            replies.append(Reply(answer["earned"], answer["done"], ids))
+            replies.append(EnvironmentReply(answer["earned"], answer["done"], ids))
         return replies
 
 
@@ -95,7 +95,7 @@ class Losing(Here):
         replies = super().step(turns, encode)
         seen = [len(self.environments[turn.number].seen) for turn in turns]
         return [
-            Reply(is_lost=True) if self.lost.get(turn.number) == steps else reply
+            EnvironmentReply(is_lost=True) if self.lost.get(turn.number) == steps else reply
             for turn, steps, reply in zip(turns, seen, replies, strict=True)
         ]
 

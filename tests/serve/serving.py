@@ -26,9 +26,9 @@ from dtrain.orphans import end_with
 from dtrain.rollout.engine import Engine
 from dtrain.serve.protocol import Parser
 from dtrain.serve.routes import Service
-from dtrain.serve.server import Server
+from dtrain.serve.server import HttpServer
 from dtrain.serve.updates import Updates
-from dtrain.serve.worker import Worker
+from dtrain.serve.worker import EngineThread
 from tests.tiny import write_model
 
 KEY = {"Authorization": "Bearer secret"}
@@ -153,10 +153,10 @@ def serving(directory, key=None, control=None, limits=None, engine=Engine):
     tokenizer = Tokenizer.from_directory(directory)
     template = choose_template(tokenizer.directory, tokenizer.special_tokens)
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
-    worker = Worker(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
+    worker = EngineThread(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
     parser, updates = Parser(encoder, "tiny", 128), Updates(net, worker, control)
     service = Service(parser, worker, updates, key, {"localhost", "127.0.0.1"})
-    server = Server(("127.0.0.1", 0), service, limits)
+    server = HttpServer(("127.0.0.1", 0), service, limits)
     worker.start()
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()

@@ -41,7 +41,7 @@ _NAMED = re.compile(r"\s*[A-Za-z](?:_\{?\w+\}?)?\s*=\s*")
 
 
 @dataclass(frozen=True)
-class Answer:
+class MathAnswer:
     """value: where it is a number; percent: it was written with a percent sign, before division by 100.
 
     parts: where it is several, (1, 2). text: normalised, for what is neither.
@@ -50,7 +50,7 @@ class Answer:
     text: str
     value: Fraction | None = None
     percent: bool = False
-    parts: tuple["Answer", ...] = ()
+    parts: tuple["MathAnswer", ...] = ()
 
 
 def answer_in(text: str) -> str | None:
@@ -93,7 +93,7 @@ def marked_answer(text: str) -> str | None:
     return number.group().strip() if is_one else sentence or None
 
 
-def read(text: str) -> Answer:
+def read(text: str) -> MathAnswer:
     """An answer as a number, several answers, or normalised text.
 
     Understood: signs, thousands separators (1,234 and 1{,}234), decimals, a/b, \\frac and \\dfrac, mixed numbers,
@@ -106,21 +106,21 @@ def read(text: str) -> Answer:
     inner = text.strip()
     value, percent = _number(inner)
     if value is not None:
-        return Answer(inner, value, percent)
+        return MathAnswer(inner, value, percent)
     bare = inner[1:-1] if inner[:1] in "([{" and inner[-1:] in ")]}" and len(inner) > 2 else inner
     pieces = _at_commas(bare)
     if len(pieces) > 1 and all(piece.strip() for piece in pieces):
         brackets = inner[0] + inner[-1] if bare is not inner else ""
-        return Answer(brackets, parts=tuple(read(piece) for piece in pieces))
+        return MathAnswer(brackets, parts=tuple(read(piece) for piece in pieces))
     if inner[:1] == "(" and bare is not inner:
         value, percent = _number(bare)
         if value is not None:
-            return Answer(bare, value, percent)
+            return MathAnswer(bare, value, percent)
     text = _ONE_WORD.sub(r"\1", _FRACTION.sub(r"(\1)/(\2)", "".join(inner.replace("$", "").split())))
-    return Answer(text.casefold() if text.isalpha() and len(text) > 1 else text)
+    return MathAnswer(text.casefold() if text.isalpha() and len(text) > 1 else text)
 
 
-def equal(first: Answer, second: Answer) -> bool:
+def equal(first: MathAnswer, second: MathAnswer) -> bool:
     """Numbers by value, a percentage both as p and as p/100 where the other has no percent sign; several one by one, in
     their order, in the same brackets; the rest by text."""
     if first.value is not None and second.value is not None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.rollout.rewards.math_answers import Answer, answer_in, equal, marked_answer, read
+from dtrain.rollout.rewards.math_answers import MathAnswer, answer_in, equal, marked_answer, read
 
 
 def math_exact(completions: Sequence[str], *, column: str = "answer", **columns: Sequence[Any]) -> list[float | None]:
@@ -25,7 +25,7 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
     ]
 
 
-def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[Answer | None]:
+def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[MathAnswer | None]:
     """The data's answers; None where a row has none. Raises UserError for a column that the data does not have."""
     if column not in columns:
         there = ", ".join(key for key in columns if key not in ("prompts", "completion_ids")) or "none"
@@ -36,7 +36,7 @@ def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -
     return [None if value is None or value == "" else _of_data(value) for value in columns[column]]
 
 
-def _of_data(value: Any) -> Answer:
+def _of_data(value: Any) -> MathAnswer:
     if not isinstance(value, str):
         return read(str(value))
     marked = marked_answer(value)

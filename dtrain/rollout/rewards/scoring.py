@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dtrain.errors import UserError
-from dtrain.rollout.process import Lost, Worker
+from dtrain.rollout.process import Lost, UserCodeProcess
 from dtrain.rollout.rewards.find import find
 
 
@@ -46,7 +46,7 @@ class Rewards:
         self._say = say
         self._told: set[str] = set()
         self._has_worked: set[str] = set()
-        self._worker = Worker(
+        self._worker = UserCodeProcess(
             "dtrain.rollout.rewards.worker",
             ("load", loads),
             what=f"the rewards ({', '.join(self._weights)})",

@@ -19,10 +19,10 @@ from dtrain.rollout.rewards import calls
 
 def main(parent: int) -> None:
     """Serve calls until the parent closes the pipe. Never returns."""
-    serve(parent, _Server().handle)
+    serve(parent, _RewardServer().handle)
 
 
-class _Server:
+class _RewardServer:
     """The rewards that are loaded, and the batch that they are about."""
 
     def __init__(self) -> None:
