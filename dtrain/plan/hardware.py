@@ -91,9 +91,9 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
     """The time of `step` on every rank of `sizes`."""
     arithmetic = sum(
         flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
-        for dtype, flops in step.cost.flops.items()
+        for dtype, flops in step.flops.items()
     )
-    memory = step.cost.moved / (hardware.bandwidth * BANDWIDTH)
+    memory = step.moved / (hardware.bandwidth * BANDWIDTH)
     touched = 2 * step.parameters + step.gradients + 2 * step.state
     sent = {"hidden": 0.0, "exposed": 0.0}
     for (dimension, kind, ranks, on_host), (count, size) in step.traffic.items():

@@ -10,14 +10,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
 from dtrain import models
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig, read_config
+from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
-from dtrain.plan.optimizer import state_bytes
 from dtrain.plan.plan import problems, row_length, rows_of_a_sample
+from dtrain.plan.policy import state_bytes
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
 
@@ -133,9 +137,11 @@ class _ClosedForms:
         model = models.build(config, device="meta")
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self.flops_per_token = model.flops_per_token(recipe.data.max_length)
-        itemsize, sample = self.precision.master.itemsize, 1024
-        kept = state_bytes(recipe.optimizer, [(sample, sample)], self.precision.master)
-        self.held = self.elements * (2 * itemsize + kept / sample**2)
+        sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
+        optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
+        sample.grad = torch.ones_like(sample)
+        optimizer.step()
+        self.held = self.elements * (2 * sample.element_size() + state_bytes(optimizer) / sample.numel())
 
     def shards(self, world: Sizes) -> float:
         """Bytes of a rank's parameters, gradients and optimizer state, if all were shared out evenly."""
