@@ -5,7 +5,7 @@ from typing import Any
 
 from dtrain.plan.hardware import BANDWIDTH
 from dtrain.plan.plan import Plan
-from dtrain.plan.search import Found, Search
+from dtrain.plan.search import Candidate, SearchResult
 
 _PARTS = (
     ("parameters", "parameters", "this rank's share of the master weights"),
@@ -199,7 +199,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
     }
 
 
-def search_text(found: Search, plan: Plan) -> str:
+def search_text(found: SearchResult, plan: Plan) -> str:
     """The best candidates as a table, and what became of the others."""
     rows = [("", "dp_replicate", "dp_shard", "cp", "tp", "micro_batch", "peak", "step", "MFU")]
     for number, one in enumerate(found.best, 1):
@@ -216,10 +216,10 @@ def search_text(found: Search, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def search_as_json(found: Search, plan: Plan) -> dict[str, Any]:
+def search_as_json(found: SearchResult, plan: Plan) -> dict[str, Any]:
     names = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
 
-    def entry(one: Found) -> dict[str, Any]:
+    def entry(one: Candidate) -> dict[str, Any]:
         shape = {name: getattr(one.sizes, name) for name in names}
         return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": _mfu(one, plan)}
 
@@ -230,10 +230,10 @@ def search_as_json(found: Search, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _mesh(one: Found) -> tuple[str, ...]:
+def _mesh(one: Candidate) -> tuple[str, ...]:
     sizes = one.sizes
     return tuple(map(str, (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp, sizes.micro_batch)))
 
 
-def _mfu(one: Found, plan: Plan) -> float:
+def _mfu(one: Candidate, plan: Plan) -> float:
     return plan.mfu(one.time.total) or 0.0
