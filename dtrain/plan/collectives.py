@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from dtrain.parallel.mesh import Mesh
@@ -80,7 +79,7 @@ def _group_name(args: tuple) -> str:
     for one in args:
         if isinstance(one, torch.ScriptObject):
             try:
-                return ProcessGroup.unbox(one).group_name
+                return dist.ProcessGroup.unbox(one).group_name
             except RuntimeError:  # the operation's other object: which reduction it is
                 continue
     return next(one for one in reversed(args) if isinstance(one, str))

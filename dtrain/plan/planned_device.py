@@ -4,8 +4,8 @@ They are torch's meta tensors: shapes, dtypes and autograd, no bytes and no arit
 run on them as it would run on the device.
 
 `PlannedDevice` answers where a tensor is: a meta tensor says the planned device, so that dtrain and torch's optimizers
-choose the kernels and tiles that they would choose there. Whatever is made inside on that device is a meta tensor too.
-FSDP is to be set up before: a machine that plans has no such device to open streams on.
+choose the kernels and tiles that they would choose there. Whatever is made inside on that device is a meta tensor too,
+and none holds NaN. FSDP is to be set up before: a machine that plans has no such device to open streams on.
 
 `MetaKernels` does what meta tensors cannot: a collective leaves its output as it is, and what the host reads of a
 tensor is one, or True: a step takes the path of a finite gradient norm. A collective of host tensors is the fake
@@ -13,7 +13,6 @@ group's, where every rank holds what this one does.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,9 +36,7 @@ class PlannedDevice(TorchFunctionMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self._is_nan: Callable[[], Tensor | None] = lambda: (
-            None
-        )  # the last answer to where a stand-in holds NaN: nowhere
+        self._nowhere: weakref.ref[Tensor] | None = None  # the last answer to where a meta tensor holds NaN
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,9 +56,9 @@ class PlannedDevice(TorchFunctionMode):
                 return _engine_run_backward(args[:1], gradients, False, False, (), True, accumulate_grad=True)
         if func is Tensor.isnan and args[0].is_meta:
             found = func(*args)
-            self._is_nan = weakref.ref(found)
+            self._nowhere = weakref.ref(found)
             return found
-        if func is Tensor.any and args[0] is self._is_nan():
+        if func is Tensor.any and self._nowhere is not None and args[0] is self._nowhere():
             return torch.zeros((), dtype=torch.bool)
         if func is Tensor.cpu and args[0].is_meta:
             return torch.ones(args[0].shape, dtype=args[0].dtype)

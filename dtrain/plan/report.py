@@ -208,9 +208,8 @@ def search_text(found: SearchResult, plan: Plan) -> str:
     rows = [("", *_SHAPE, "peak", "step", "MFU")]
     for number, one in enumerate(found.best, 1):
         shape = (str(getattr(one.sizes, name)) for name in _SHAPE)
-        rows.append(
-            (str(number), *shape, gib(one.step.peak), seconds(one.time.total), f"{plan.mfu(one.time.total):.1%}")
-        )
+        time = one.time.total
+        rows.append((str(number), *shape, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
     lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=tuple(range(len(rows[0]))))]
     if not found.best:
         lines = ["No mesh and micro-batch of those that were traced fits."]
