@@ -39,7 +39,6 @@ TINY = (
     "launch.device=cpu",
     "checkpoint.every=1",
     "metrics.tensorboard=false",
-    "metrics.plan=false",
 )
 TINY_GRPO = ("grpo.prompts_per_step=2", "grpo.group_size=2", "grpo.sampling.max_new_tokens=4")
 ADDED = {

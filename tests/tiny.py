@@ -109,7 +109,7 @@ def tiny_recipe(root: Path, *overrides: str, family: str = "qwen3", tied: bool =
         "optimizer": {"lr": 1e-2},
         "scheduler": {"warmup_steps": 2},
         "checkpoint": {"every": None, "export": "none"},
-        "metrics": {"tensorboard": False, "plan": False},
+        "metrics": {"tensorboard": False},
     }
     return config.load(recipe, overrides)
 

@@ -66,7 +66,6 @@ def run_dtrain(recipe: str, overrides: list[str], steps: int, warmup: int, envir
             "checkpoint.every=null",
             "checkpoint.export=none",
             "metrics.tensorboard=false",
-            "metrics.plan=false",
             "metrics.wandb=null",
         ]
         command = [sys.executable, "-m", "dtrain", "run", recipe, *overrides, *fixed]

@@ -249,7 +249,7 @@ class Metrics:
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: bool = True
+    plan: bool = False
     """Whether the run's memory is planned beside it, in a process of lower priority; the terminal then shows the
     planned peak with the measured one."""
 

@@ -1,6 +1,7 @@
 """Activation checkpointing: what a layer computes again in the backward instead of keeping."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # makes torch.ops.torch_attn
@@ -9,19 +10,19 @@ from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 
-def checkpoint_activations(model: nn.Module, kind: str) -> None:
+def checkpoint_activations(model: nn.Module, kind: str, **options: Any) -> None:
     """Recompute activations in the backward: of whole layers (full), of their MLPs (mlp), or of all but the results of
     matrix products and attention (selective); "none" changes nothing. Module names stay as they are. No collective
-    here; those inside what is computed again run again."""
+    here; those inside what is computed again run again. options: of torch's `checkpoint`."""
     if kind == "none":
         return
     for layer in model.model.layers:
         if kind == "full":
-            checkpoint(layer)
+            checkpoint(layer, **options)
         elif kind == "mlp":
-            checkpoint(layer.mlp)
+            checkpoint(layer.mlp, **options)
         else:
-            checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive))
+            checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive), **options)
 
 
 _EXPENSIVE = frozenset(

@@ -2,11 +2,12 @@
 
     plan.make_plan          a recipe, checked, as a plan: memory by part, traffic, an estimate of the time
     step.plan_step          one rank's step, from a few layers of it
-    trace.watch_step        those layers: the trainer's own step on stand-in tensors, watched
-    policy, rows, watch     what steps, on which rows; who sees every operation
-    stand_in, kernels       tensors without memory that answer as the planned device's would
-    memory, traffic, costs  what is counted on the way
-    shards, optimizer       what a rank holds beside
+    trace.trace_step        those layers: the trainer's own step on tensors without memory, traced
+    policy, rows            what steps, on which rows
+    planned_device, kernels how tensors without memory answer as the planned device's would
+    tracer                  sees every operation of the step, and counts what it costs
+    memory, collectives     what it allocates, and what it sends
+    shards                  how evenly the ranks hold a model
     hardware                devices, links and the estimate
     search                  other meshes and micro-batches, and what would fit
     report, command         text and JSON; the command line's options

@@ -1,6 +1,5 @@
 """The plan of a run, worked out beside it: the run goes on meanwhile, and shows it when it is there."""
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +13,7 @@ from dtrain.plan.report import gib
 _BEHIND_THE_RUN = 5
 
 
-class PlannedPeak(AbstractContextManager):
+class PlannedPeak(Child[str]):
     """What a rank's tensors need at their peak, by the plan of `recipe` on `world_size` devices of type `device_type`.
 
     It is worked out in a process of lower priority, forked from this one, which ends with the context or with this
@@ -23,16 +22,13 @@ class PlannedPeak(AbstractContextManager):
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
         recipe = replace(recipe, launch=replace(recipe.launch, device=device_type))
-        self._child = Child(partial(_planned, recipe, world_size), _BEHIND_THE_RUN)
+        super().__init__(partial(_planned, recipe, world_size), niceness=_BEHIND_THE_RUN)
         self._told: str | None = None
-
-    def __exit__(self, *failure: object) -> None:
-        self._child.__exit__(*failure)
 
     def tell(self, wait: float = 0.0) -> str | None:
         """The peak in words, or why there is none; None where that is not known within `wait` seconds."""
-        if self._told is None and self._child.is_done(wait):
-            outcome = self._child.outcome()
+        if self._told is None and self.is_done(wait):
+            outcome = self.outcome()
             self._told = _no_plan(outcome) if isinstance(outcome, Exception) else outcome
         return self._told
 

@@ -45,28 +45,26 @@ class Hardware:
         return int(self.memory_gib * USABLE * 2**30)
 
 
-def _device(
-    name: str,
-    memory: float,
-    half: float,
-    single: float,
-    double: float,
-    bandwidth: float,
-    inside: float,
-    between: float,
-    reach: float,
-) -> Hardware:
-    arithmetic = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
-    by_dtype = {dtype: teraflops * 1e12 for dtype, teraflops in arithmetic.items()}
-    return Hardware(name, memory, by_dtype, bandwidth * 1e12, inside * 1e9, between * 1e9, reach)
-
-
-# NVIDIA's data sheets of the SXM boards; float32 as torch computes it by default, without TF32.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# NVIDIA's data sheets of the SXM boards: name, GiB, TFLOP/s by dtype (float32 as torch computes it by default, without
+# TF32), TB/s of the memory, GB/s inside and between nodes, reach.
+_BOARDS = {
+    "a100": ("A100 80 GB", 79.1, (312, 312, 19.5, 19.5), 2.04, 300, 25, 0.7),
+    "h100": ("H100 80 GB", 79.1, (989, 989, 67, 67), 3.35, 450, 50, 0.6),
+    "h200": ("H200 141 GB", 139.8, (989, 989, 67, 67), 4.8, 450, 50, 0.6),
+    "b200": ("B200 180 GB", 178.4, (2250, 2250, 75, 37), 7.7, 900, 50, 0.6),
+}
 GPUS = {
-    "a100": _device("A100 80 GB", 79.1, 312, 19.5, 19.5, 2.04, 300, 25, 0.7),
-    "h100": _device("H100 80 GB", 79.1, 989, 67, 67, 3.35, 450, 50, 0.6),
-    "h200": _device("H200 141 GB", 139.8, 989, 67, 67, 4.8, 450, 50, 0.6),
-    "b200": _device("B200 180 GB", 178.4, 2250, 75, 37, 7.7, 900, 50, 0.6),
+    key: Hardware(
+        name,
+        memory,
+        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, rates, strict=True)},
+        bandwidth * 1e12,
+        inside * 1e9,
+        between * 1e9,
+        reach,
+    )
+    for key, (name, memory, rates, bandwidth, inside, between, reach) in _BOARDS.items()
 }
 
 
@@ -91,9 +89,9 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
     """The time of `step` on every rank of `sizes`."""
     arithmetic = sum(
         flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
-        for dtype, flops in step.cost.flops.items()
+        for dtype, flops in step.flops.items()
     )
-    memory = step.cost.moved / (hardware.bandwidth * BANDWIDTH)
+    memory = step.moved / (hardware.bandwidth * BANDWIDTH)
     touched = 2 * step.parameters + step.gradients + 2 * step.state
     sent = {"hidden": 0.0, "exposed": 0.0}
     for (dimension, kind, ranks, on_host), (count, size) in step.traffic.items():
@@ -103,41 +101,32 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
     return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), sent["hidden"], sent["exposed"])
 
 
-def wire_bytes(kind: str, ranks: int, size: int) -> float:
-    """Bytes that each rank sends for messages of `size` bytes in all, by a ring's algorithm."""
-    share = (ranks - 1) / ranks
-    shares = {"all-gather": share, "reduce-scatter": share, "all-to-all": share, "all-reduce": 2 * share}
-    return size * shares.get(kind, 1.0)
-
-
 def wire_time(
     dimension: str, kind: str, ranks: int, count: float, size: float, sizes: Sizes, hardware: Hardware
 ) -> float:
-    """Seconds for `count` messages of `size` bytes in all, one after the other."""
+    """Seconds for `count` messages of `size` bytes in all, one after the other, by a ring's algorithm. They go by the
+    node's links where the group lies in one node, else by the network cards of the group's ranks in a node together."""
     if ranks == 1:
         return 0.0
-    stride = _strides(sizes).get(dimension, (1, ranks))[0]
-    between = min(ranks, max(1, ranks * stride // hardware.per_node)) if ranks * stride > hardware.per_node else 0
+    share = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}.get(kind)
+    sent = size if share is None else size * (share * (ranks - 1) / ranks)
     rounds = {"all-reduce": 2, "send": 0}.get(kind, 1)
-    hops = rounds * (ranks - 1) or 1
-    seconds = hops * (HOP[False] * between + HOP[True] * (ranks - between)) / ranks
-    return wire_bytes(kind, ranks, size) / (link(dimension, sizes, hardware) * BANDWIDTH) + count * seconds
+    stride, group = _ranks_of(dimension, sizes)
+    per_node, bandwidth = hardware.per_node, hardware.inside
+    if stride * group > per_node:
+        bandwidth = min(bandwidth, hardware.between * max(1, per_node // stride))
+    between = min(ranks, max(1, ranks * stride // per_node)) if ranks * stride > per_node else 0
+    seconds = (rounds * (ranks - 1) or 1) * (HOP[False] * between + HOP[True] * (ranks - between)) / ranks
+    return sent / (bandwidth * BANDWIDTH) + count * seconds
 
 
-def link(dimension: str, sizes: Sizes, hardware: Hardware) -> float:
-    """Bytes per second at which a rank of a group over `dimension` sends: the node's links where the group lies in one,
-    else the network cards of the group's ranks in a node together. tp's ranks are next to each other, then cp's."""
-    stride, ranks = _strides(sizes).get(dimension, (1, sizes.world_size))
-    if stride * ranks <= hardware.per_node:
-        return hardware.inside
-    return min(hardware.inside, hardware.between * max(1, hardware.per_node // stride))
-
-
-def _strides(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """How far apart the ranks of a group over a dimension are, and how many they are."""
-    return {
+def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
+    """How far apart the ranks of a group over `dimension` are, and how many they are: tp's are next to each other, then
+    cp's."""
+    strides = {
         "tp": (1, sizes.tp),
         "cp": (sizes.tp, sizes.cp),
         "fsdp": (sizes.tp, sizes.dp_shard * sizes.cp),
         "dp_replicate": (sizes.tp * sizes.cp * sizes.dp_shard, sizes.dp_replicate),
     }
+    return strides.get(dimension, (1, sizes.world_size))

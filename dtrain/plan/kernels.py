@@ -14,7 +14,11 @@ from torch import Tensor
 from dtrain.attention.kernels import Block, SdpaKernel, Visibility
 from dtrain.attention.varlen import HALF, Documents, VarlenKernel
 from dtrain.batch import Batch, pad_stream
+from dtrain.config.schema import Recipe
 from dtrain.parallel.layout import shard_sequence
+from dtrain.parallel.mesh import Mesh
+from dtrain.policy.build import wants_varlen
+from dtrain.policy.precision import choose_precision
 
 aten = torch.ops.aten
 
@@ -69,7 +73,15 @@ class PlannedVarlen(VarlenKernel):
         return real._replace(ends=torch.empty(len(real.ends), dtype=real.ends.dtype, device=device))
 
 
-Planned = PlannedSdpa | PlannedVarlen
+PlannedKernel = PlannedSdpa | PlannedVarlen
+
+
+def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> PlannedKernel:
+    """The kernel that the recipe's model takes on a device of this type. None is proved, for the device is not here."""
+    precision = choose_precision(recipe.train.dtype, device_type)
+    if mesh.cp.size() == 1 and wants_varlen(recipe, precision, device_type):
+        return PlannedVarlen()
+    return PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
 
 
 def attention(

@@ -52,7 +52,7 @@ class Plan:
     def fits(self) -> bool:
         return self.step.peak <= self.budget
 
-    def mfu(self, step_time: float) -> float | None:
+    def mfu(self, step_time: float) -> float:
         """The share of the devices' peak arithmetic that a step of so many seconds would mean."""
         peak = self.hardware.arithmetic[self.dtype] * self.sizes.world_size
         return self.flops_per_token * self.tokens / (step_time * peak)
@@ -65,8 +65,27 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     if found:
         raise RecipeError(found)
     recipe, assumed = without_code(recipe)
-    plan = planned(recipe, read_config(recipe.model.path), sizes(recipe, world_size), hardware, budget)
-    return replace(plan, assumed=tuple(assumed))
+    config, world = read_config(recipe.model.path), sizes(recipe, world_size)
+    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
+    step = plan_step(recipe, config, world, device=device)
+    model = models.build(config, device="meta")
+    table = find_plan(recipe.parallel.custom_plan, model)
+    return Plan(
+        recipe=recipe,
+        config=config,
+        sizes=world,
+        device=device,
+        dtype=choose_precision(recipe.train.dtype, device).compute,
+        hardware=hardware,
+        budget=hardware.budget if budget is None else budget,
+        step=step,
+        time=estimate(step, world, hardware),
+        table={pattern: _in_words(style) for pattern, style in table.items()},
+        total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokens=recipe.train.global_batch * rows_of_a_sample(recipe) * row_length(recipe),
+        flops_per_token=model.flops_per_token(recipe.data.max_length),
+        assumed=tuple(assumed),
+    )
 
 
 def without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -88,29 +107,6 @@ def without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def _is_torchs(name: str) -> bool:
     cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
     return isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-
-
-def planned(recipe: Recipe, config: ModelConfig, world: Sizes, hardware: Hardware, budget: int | None = None) -> Plan:
-    """As `make_plan`, of a recipe in which `problems` found none."""
-    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
-    step = plan_step(recipe, config, world, device=device)
-    model = models.build(config, device="meta")
-    length = row_length(recipe)
-    return Plan(
-        recipe,
-        config,
-        world,
-        device,
-        choose_precision(recipe.train.dtype, device).compute,
-        hardware,
-        hardware.budget if budget is None else budget,
-        step,
-        estimate(step, world, hardware),
-        {pattern: _in_words(style) for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()},
-        sum(parameter.numel() for parameter in model.parameters()),
-        recipe.train.global_batch * rows_of_a_sample(recipe) * length,
-        model.flops_per_token(recipe.data.max_length),
-    )
 
 
 def _in_words(style: str | Style | ParallelStyle) -> str:

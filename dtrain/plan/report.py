@@ -5,7 +5,7 @@ from typing import Any
 
 from dtrain.plan.hardware import BANDWIDTH
 from dtrain.plan.plan import Plan
-from dtrain.plan.search import Found, Search
+from dtrain.plan.search import Candidate, SearchResult
 
 _PARTS = (
     ("parameters", "parameters", "this rank's share of the master weights"),
@@ -117,10 +117,11 @@ def _memory(plan: Plan) -> str:
 
 def _traffic(plan: Plan) -> str:
     rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
-    for (dimension, kind, ranks, on_host), (count, size) in sorted(plan.step.traffic.items()):
-        if ranks > 1:
-            name = "counts, loss, norm:" if dimension == "all" else dimension
-            rows.append((f"  {name} {kind}{' (host)' if on_host else ''}", f"{ranks:,}", f"{count:,}", gib(size)))
+    for one, (count, size) in sorted(plan.step.traffic.items()):
+        if one.ranks > 1:
+            dimension = "counts, loss, norm:" if one.dimension == "all" else one.dimension
+            name = f"  {dimension} {one.kind}{' (host)' if one.on_host else ''}"
+            rows.append((name, f"{one.ranks:,}", f"{count:,}", gib(size)))
     return _table(rows, right=(1, 2, 3)) if len(rows) > 1 else "Nothing is sent: one process."
 
 
@@ -177,9 +178,9 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "fits": plan.fits if plan.device == "cuda" else None,
         },
         "traffic": [
-            {"dimension": dimension, "kind": kind, "ranks": ranks, "on_host": on_host, "count": count, "bytes": size}
-            for (dimension, kind, ranks, on_host), (count, size) in sorted(step.traffic.items())
-            if ranks > 1
+            {**collective._asdict(), "count": count, "bytes": size}
+            for collective, (count, size) in sorted(step.traffic.items())
+            if collective.ranks > 1
         ],
         "tokens": plan.tokens,
         "flops_per_token": plan.flops_per_token,
@@ -199,41 +200,34 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
     }
 
 
-def search_text(found: Search, plan: Plan) -> str:
+_SHAPE = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
+
+
+def search_text(found: SearchResult, plan: Plan) -> str:
     """The best candidates as a table, and what became of the others."""
-    rows = [("", "dp_replicate", "dp_shard", "cp", "tp", "micro_batch", "peak", "step", "MFU")]
+    rows = [("", *_SHAPE, "peak", "step", "MFU")]
     for number, one in enumerate(found.best, 1):
-        rows.append((str(number), *_mesh(one), gib(one.step.peak), seconds(one.time.total), f"{_mfu(one, plan):.1%}"))
+        shape = (str(getattr(one.sizes, name)) for name in _SHAPE)
+        time = one.time.total
+        rows.append((str(number), *shape, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
     lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=tuple(range(len(rows[0]))))]
     if not found.best:
         lines = ["No mesh and micro-batch of those that were traced fits."]
     lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in found.counts.items() if count))
     if found.too_large:
         close = min(found.too_large, key=lambda one: one.step.peak)
-        names = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
-        shape = ", ".join(f"{name} {size}" for name, size in zip(names, _mesh(close), strict=True))
+        shape = ", ".join(f"{name} {getattr(close.sizes, name)}" for name in _SHAPE)
         lines.append(f"The one that nearly fits: {shape}, {gib(close.step.peak - plan.budget)} too much")
     return "\n".join(lines)
 
 
-def search_as_json(found: Search, plan: Plan) -> dict[str, Any]:
-    names = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
-
-    def entry(one: Found) -> dict[str, Any]:
-        shape = {name: getattr(one.sizes, name) for name in names}
-        return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": _mfu(one, plan)}
+def search_as_json(found: SearchResult, plan: Plan) -> dict[str, Any]:
+    def entry(one: Candidate) -> dict[str, Any]:
+        shape = {name: getattr(one.sizes, name) for name in _SHAPE}
+        return {**shape, "peak": one.step.peak, "step_time": one.time.total, "mfu": plan.mfu(one.time.total)}
 
     return {
         "best": [entry(one) for one in found.best],
         "too_large": [entry(one) for one in found.too_large],
         "counts": dict(found.counts),
     }
-
-
-def _mesh(one: Found) -> tuple[str, ...]:
-    sizes = one.sizes
-    return tuple(map(str, (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp, sizes.micro_batch)))
-
-
-def _mfu(one: Found, plan: Plan) -> float:
-    return plan.mfu(one.time.total) or 0.0

@@ -7,23 +7,28 @@ are traced, each as `dtrain plan` would. The search ends with the `best` that fi
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from dtrain import models
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig, read_config
+from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
-from dtrain.plan.optimizer import state_bytes
 from dtrain.plan.plan import problems, row_length, rows_of_a_sample
+from dtrain.plan.policy import state_bytes
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A candidate that was looked at: its step, and the estimate of its time."""
 
     sizes: Sizes
@@ -32,12 +37,12 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """best: those that fit, fastest first. too_large: those that were traced and do not. counts: how many candidates
     ended how."""
 
-    best: list[Found]
-    too_large: list[Found]
+    best: list[Candidate]
+    too_large: list[Candidate]
     counts: Counter
 
 
@@ -50,7 +55,7 @@ def search(
     *,
     best: int = 10,
     most_traces: int = 16,
-) -> Search:
+) -> SearchResult:
     """The fastest meshes and micro-batches of `recipe` on `world_size` ranks whose peak is within `budget` bytes."""
     counts: Counter = Counter()
     closed = _ClosedForms(recipe, config, hardware)
@@ -61,18 +66,18 @@ def search(
         else:
             ranked.append((closed.time(world), world))
     ranked.sort(key=lambda entry: entry[0])
-    fitting: list[Found] = []
-    too_large: list[Found] = []
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
     for index, (_, world) in enumerate(ranked):
         if len(fitting) >= best or index >= most_traces:
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
         step = plan_step(with_mesh(recipe, world), config, world)
-        found = Found(world, step, estimate(step, world, hardware))
+        found = Candidate(world, step, estimate(step, world, hardware))
         (fitting if step.peak <= budget else too_large).append(found)
     counts["peak exceeds the budget"] = len(too_large)
     counts["fit"] = len(fitting)
-    return Search(sorted(fitting, key=lambda one: one.time.total), too_large, counts)
+    return SearchResult(sorted(fitting, key=lambda one: one.time.total), too_large, counts)
 
 
 def candidates(recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter) -> Iterator[Sizes]:
@@ -103,9 +108,7 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
     `candidates` that does not."""
     if not problems(recipe, world_size) or not recipe.model.path:
         return recipe
-    one = replace(recipe.parallel, dp_replicate=1, dp_shard=-1, cp=1, tp=1)
-    alone = replace(recipe, parallel=one, train=replace(recipe.train, micro_batch=1))
-    if problems(alone, 1):
+    if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
         return recipe
     tried = candidates(recipe, read_config(recipe.model.path), world_size, per_node, Counter())
     fitting = (with_mesh(recipe, world) for world in tried)
@@ -114,10 +117,15 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
 
 def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     """`recipe` on the mesh and with the micro-batch of `world`."""
-    parallel = replace(
-        recipe.parallel, dp_replicate=world.dp_replicate, dp_shard=world.dp_shard, cp=world.cp, tp=world.tp
-    )
-    return replace(recipe, parallel=parallel, train=replace(recipe.train, micro_batch=world.micro_batch))
+    mesh = {f"parallel.{name}": getattr(world, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    return _changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
+
+
+def _changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    for key, value in overrides.items():
+        section, name = key.split(".")
+        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
+    return recipe
 
 
 def _divisors(number: int) -> list[int]:
@@ -133,9 +141,11 @@ class _ClosedForms:
         model = models.build(config, device="meta")
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self.flops_per_token = model.flops_per_token(recipe.data.max_length)
-        itemsize, sample = self.precision.master.itemsize, 1024
-        kept = state_bytes(recipe.optimizer, [(sample, sample)], self.precision.master)
-        self.held = self.elements * (2 * itemsize + kept / sample**2)
+        sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
+        optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
+        sample.grad = torch.ones_like(sample)
+        optimizer.step()
+        self.held = self.elements * (2 * sample.element_size() + state_bytes(optimizer) / sample.numel())
 
     def shards(self, world: Sizes) -> float:
         """Bytes of a rank's parameters, gradients and optimizer state, if all were shared out evenly."""
@@ -155,7 +165,7 @@ class _ClosedForms:
         keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
-        lanes = [
+        messages = [
             ("fsdp", "all-gather", shards, passes * gathers * (layers + 1), passes * gathers * whole * compute),
             ("fsdp", "reduce-scatter", shards, layers + 1, whole * reduce),
             ("dp_replicate", "all-reduce", world.dp_replicate, layers + 1, whole / shards * reduce),
@@ -169,7 +179,7 @@ class _ClosedForms:
             ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * layers * keys),
         ]
         sent: Counter = Counter()
-        for name, kind, ranks, count, size in lanes:
+        for name, kind, ranks, count, size in messages:
             sent[name] += wire_time(name, kind, ranks, count, size, world, hardware)
         return max(computing, sent["fsdp"] + sent["dp_replicate"]) + sent["tp"] + sent["cp"]
 
@@ -183,7 +193,8 @@ def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget:
     """
     config = read_config(recipe.model.path)
     closed = _ClosedForms(recipe, config, hardware)
-    for words, changed, ranks in _changes(recipe, world_size, hardware.per_node):
+    for overrides, ranks in _changes(recipe, world_size, hardware.per_node):
+        changed = _changed(recipe, overrides)
         if problems(changed, ranks):
             continue
         world = sizes(changed, ranks)
@@ -191,44 +202,40 @@ def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget:
             continue
         step = plan_step(changed, config, world)
         if step.peak <= budget:
-            return words, step
+            words = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
+            return " ".join(words + [f"--world-size {ranks}"] * (ranks != world_size)), step
     return None
 
 
-def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[str, Recipe, int]]:
+_LESS_KEPT = {"none": ["selective", "full"], "mlp": ["selective", "full"], "selective": ["full"], "full": []}
+
+
+def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Overrides and ranks."""
     train, parallel = recipe.train, recipe.parallel
-    shards = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
-    if not parallel.reduce_each and shards and train.global_batch > train.micro_batch:
-        each = replace(recipe, parallel=replace(parallel, reduce_each=True))
-        yield "parallel.reduce_each=true", each, world_size
-        for words, changed, ranks in _changes(each, world_size, per_node):
-            yield f"parallel.reduce_each=true {words}", changed, ranks
-        return
-    lower = [n for n in reversed(_divisors(train.micro_batch)) if n < train.micro_batch]
-    for micro in lower:
-        yield f"train.micro_batch={micro}", replace(recipe, train=replace(train, micro_batch=micro)), world_size
-    least = replace(train, micro_batch=1, activation_checkpointing="full")
-    words = "" if train.micro_batch == 1 else "train.micro_batch=1 "
-    kinds = {"none": ("selective", "full"), "mlp": ("selective", "full"), "selective": ("full",), "full": ()}
-    for kind in kinds[train.activation_checkpointing]:
-        changed = replace(recipe, train=replace(train, activation_checkpointing=kind))
-        yield f"train.activation_checkpointing={kind}", changed, world_size
-    if least != train:
-        if train.activation_checkpointing != "full" and words:
-            yield f"{words}train.activation_checkpointing=full", replace(recipe, train=least), world_size
-        words += "" if train.activation_checkpointing == "full" else "train.activation_checkpointing=full "
-    lean = replace(recipe, train=least)
+    base: dict[str, Any] = {}
+    is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
+    if not parallel.reduce_each and is_sharded and train.global_batch > train.micro_batch:
+        base = {"parallel.reduce_each": True}
+        yield base, world_size
+    for micro in reversed(_divisors(train.micro_batch)[:-1]):
+        yield base | {"train.micro_batch": micro}, world_size
+    kinds = [{"train.activation_checkpointing": kind} for kind in _LESS_KEPT[train.activation_checkpointing]]
+    for kind in kinds:
+        yield base | kind, world_size
+    if train.micro_batch > 1:
+        base |= {"train.micro_batch": 1}
+        if kinds:
+            yield base | kinds[-1], world_size
+    base |= kinds[-1] if kinds else {}
+    if parallel.dp_shard != -1:
+        base |= {"parallel.dp_shard": -1}
     if parallel.dp_replicate > 1:
-        shared = replace(parallel, dp_replicate=1, dp_shard=-1)
-        yield f"{words}parallel.dp_replicate=1", replace(lean, parallel=shared), world_size
-    parallel = replace(parallel, dp_replicate=1, dp_shard=-1)
-    words += "" if recipe.parallel.dp_replicate == 1 else "parallel.dp_replicate=1 "
-    for ranks in (world_size, *(world_size * 2**n for n in range(1, 8))):
-        more = "" if ranks == world_size else f" --world-size {ranks}"
+        base |= {"parallel.dp_replicate": 1}
+        yield base, world_size
+    for ranks in (world_size * 2**n for n in range(8)):
         for tp in (n for n in _divisors(per_node) if n >= parallel.tp):
             for cp in (parallel.cp, 2 * parallel.cp):
-                if (ranks, tp, cp) == (world_size, recipe.parallel.tp, recipe.parallel.cp):
-                    continue
-                keys = [f"parallel.tp={tp}"] * (tp != parallel.tp) + [f"parallel.cp={cp}"] * (cp != parallel.cp)
-                shape = replace(parallel, tp=tp, cp=cp)
-                yield " ".join(f"{words} {' '.join(keys)} {more}".split()), replace(lean, parallel=shape), ranks
+                if (ranks, tp, cp) != (world_size, parallel.tp, parallel.cp):
+                    shape = {"parallel.tp": tp} if tp != parallel.tp else {}
+                    yield base | shape | ({"parallel.cp": cp} if cp != parallel.cp else {}), ranks

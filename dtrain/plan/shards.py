@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import product
+from math import prod
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -30,7 +31,4 @@ def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
         ranks = parameter.device_mesh.size(dim)
         start, end = chunk_bounds(sizes[placement.dim], ranks, ranks - 1 if last[dim] else 0)
         sizes[placement.dim] = end - start
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
+    return prod(sizes)

@@ -2,22 +2,22 @@
 
 Layers of one kind are alike, so a peak within the third layer's forward, say, or within the last layer's backward is
 so many bytes and so many more for each further layer. Two traces, a period of the layer types apart, give both numbers;
-pieces of the timeline are told by their distance from the first layer or from the last. Of the micro-batches the first
-and the last differ from those between.
+phases are told by their distance from the first layer or from the last. Of the micro-batches the first and the last
+differ from those between.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig
 from dtrain.plan.children import side_by_side
-from dtrain.plan.costs import Cost
-from dtrain.plan.memory import Piece
-from dtrain.plan.trace import TRACED, Lane, Watched, watch_step
+from dtrain.plan.collectives import Collective
+from dtrain.plan.trace import TRACED, Trace, trace_step
 
 _QUESTION = 16  # bytes: two numbers
 _MARGIN = 2  # layers at either end that differ from those between: prefetched, kept gathered
@@ -27,8 +27,9 @@ _MARGIN = 2  # layers at either end that differ from those between: prefetched, 
 class Step:
     """What one rank holds, sends and computes in an optimizer step. Bytes.
 
-    peak: with the optimizer's state. parts: what it is made of. moment: where it is, (phase, pass, layer).
-    activations: kept for the backward of a micro-batch, at most. traffic: (count, bytes) by lane.
+    lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is made of.
+    moment: where it is, (phase, pass, layer). activations: kept for the backward of a micro-batch, at most. traffic:
+    (messages, bytes). flops: by the dtype of their operands. moved: read and written by all other operations.
     """
 
     parameters: int
@@ -36,11 +37,12 @@ class Step:
     state: int
     lightest: int
     peak: int
-    parts: Counter
+    parts: Counter[str]
     moment: tuple[str, int | None, int | None]
     activations: int
-    traffic: dict[Lane, tuple[int, int]]
-    cost: Cost
+    traffic: dict[Collective, tuple[int, int]]
+    flops: dict[torch.dtype, int]
+    moved: int
 
 
 def plan_step(
@@ -55,16 +57,13 @@ def plan_step(
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     few = 2 * max(_MARGIN, period + 1 if period > 1 else 0)
     few += (layers - few) % period
-
-    def watched(count: int) -> Callable[[], Watched]:
-        cut = replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
-        return partial(watch_step, recipe, cut, sizes, rank=rank, device=device)
-
-    if whole or few + 2 * period > layers:
-        (seen,) = side_by_side([watched(layers)])
-    else:
-        seen = _extended(*side_by_side([watched(few), watched(few + period)]), layers)
-    return _of_micro_batches(seen, sizes)
+    is_whole = whole or few + 2 * period > layers
+    cuts = [
+        replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
+        for count in ([layers] if is_whole else [few, few + period])
+    ]
+    traces = side_by_side([partial(trace_step, recipe, cut, sizes, rank=rank, device=device) for cut in cuts])
+    return _of_micro_batches(traces[0] if is_whole else _of_layers(*traces, layers), sizes)
 
 
 def _period(types: tuple[str, ...]) -> int:
@@ -73,88 +72,50 @@ def _period(types: tuple[str, ...]) -> int:
     return next(fits, len(types))
 
 
-def _extended(one: Watched, two: Watched, layers: int) -> Watched:
+def _of_layers(one: Trace, two: Trace, layers: int) -> Trace:
     """The step of `layers` layers from those of fewer."""
-    times = (layers - one.layers) // (two.layers - one.layers)
+    times, half = (layers - one.layers) // (two.layers - one.layers), one.layers // 2
 
-    def line(first: int, second: int) -> int:
-        return first + (second - first) * times
+    def line(first: Counter, second: Counter) -> Counter:
+        return Counter({key: first[key] + (second[key] - first[key]) * times for key in {**first, **second}})
 
-    def lines(first: Counter, second: Counter) -> Counter:
-        return Counter({key: line(first[key], second[key]) for key in {**first, **second}})
+    def anchored(layer: int | None, count: int) -> int | None:
+        """Of `count` layers, from the nearer end: the last one is -1."""
+        return layer if layer is None or layer < half else layer - count
 
-    first_half = one.layers // 2
-    pieces = {}
-    others = {_anchored(key, two.layers, first_half): piece for key, piece in two.pieces.items()}
-    for key, piece in one.pieces.items():
-        other = others[_anchored(key, one.layers, first_half)]
-        phase, number, layer = key
-        place = layer if layer is None or layer < first_half else layer + layers - one.layers
-        pieces[phase, number, place] = Piece(line(piece.peak, other.peak), lines(piece.parts, other.parts))
-    traffic = {
-        number: {
-            lane: tuple(map(line, lanes.get(lane, (0, 0)), two.traffic[number][lane])) for lane in two.traffic[number]
-        }
-        for number, lanes in ((number, one.traffic.get(number, {})) for number in two.traffic)
-    }
-    costs = {
-        number: Cost(
-            lines(cost.flops, two.costs[number].flops),
-            line(cost.moved, two.costs[number].moved),
-            line(cost.operations, two.costs[number].operations),
-        )
-        for number, cost in one.costs.items()
-    }
-    return Watched(
-        layers,
-        pieces,
-        traffic,
-        costs,
-        line(one.parameters, two.parameters),
-        line(one.gradients, two.gradients),
-        line(one.state, two.state),
-        line(one.lightest, two.lightest),
-        two.micro_batches,
-        two.rows,
-        two.micro_rows,
-    )
+    others = {(phase, number, anchored(layer, two.layers)): peak for (phase, number, layer), peak in two.peaks.items()}
+    peaks = {}
+    for (phase, number, layer), peak in one.peaks.items():
+        place = anchored(layer, one.layers)
+        layer = place + layers if place is not None and place < 0 else place
+        peaks[phase, number, layer] = line(peak, others[phase, number, place])
+    return Trace(layers, two.micro_batches, peaks, line(one.counts, two.counts))
 
 
-def _anchored(key: tuple, layers: int, first_half: int) -> tuple:
-    """A piece's key with its layer counted from the nearer end; the last layer is −1."""
-    phase, number, layer = key
-    return phase, number, layer if layer is None or layer < first_half else layer - layers
-
-
-def _of_micro_batches(seen: Watched, sizes: Sizes) -> Step:
+def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
     """The step of all micro-batches from at most `TRACED` of them."""
-    traffic: dict[Lane, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    if sizes.world_size > 1:  # the trainer asks whether any rank was told to stop
-        traffic["all", "all-reduce", sizes.world_size, True] = 1, _QUESTION
-    total = Cost()
+    total: Counter[tuple] = Counter()
     more = max(1, sizes.accumulation - TRACED + 1)
-    for number in {*seen.traffic, *seen.costs}:
-        times = more if number is not None and number % TRACED == 1 else 1
-        for lane, (count, size) in seen.traffic.get(number, {}).items():
-            known = traffic[lane]
-            traffic[lane] = known[0] + times * count, known[1] + times * size
-        cost = seen.costs.get(number, Cost())
-        total += Cost(
-            Counter({k: v * times for k, v in cost.flops.items()}), cost.moved * times, cost.operations * times
-        )
-    moment, piece = max(seen.pieces.items(), key=lambda entry: entry[1].peak)
-    parts = Counter({name: size for name, size in piece.parts.items() if size})
+    for (number, *what), value in trace.counts.items():
+        total[tuple(what)] += value * (more if number is not None and number % TRACED == 1 else 1)
+    if sizes.world_size > 1:  # the trainer asks whether any rank was told to stop
+        question = Collective("all", "all-reduce", sizes.world_size, True)
+        total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
+    moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
+    state = total["state",]
     # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
-    rows = max(0, seen.rows * max(1, sizes.accumulation) // seen.micro_batches - seen.micro_rows)
+    rows = max(0, total["rows",] * max(1, sizes.accumulation) // trace.micro_batches - total["micro rows",])
+    parts = peak + Counter({"optimizer state": state, "rows": rows})
     return Step(
-        seen.parameters,
-        seen.gradients,
-        seen.state,
-        seen.lightest,
-        piece.peak + seen.state + rows,
-        parts + Counter({"optimizer state": seen.state, "rows": rows}),
+        total["parameters",],
+        total["gradients",],
+        state,
+        total["lightest",],
+        parts.total(),
+        parts,
         moment,
-        max(piece.parts["activations"] for piece in seen.pieces.values()),
-        dict(traffic),
-        total,
+        max(peak["activations"] for peak in trace.peaks.values()),
+        {key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
+        {key[1]: count for key, count in total.items() if key[0] == "flops"},
+        total["moved",],
     )

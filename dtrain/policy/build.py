@@ -45,10 +45,18 @@ def build_model(
     return model
 
 
-def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device) -> nn.Module:
+def lay_out(
+    recipe: Recipe,
+    config: ModelConfig,
+    mesh: Mesh,
+    precision: Precision,
+    device: torch.device,
+    kernel: SdpaKernel | VarlenKernel | None = None,
+) -> nn.Module:
     """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
 
-    One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies. No collective.
+    kernel: in place of the one that the recipe and the device ask for. One rank that computes in its masters' dtype
+    goes without FSDP: the same bits, and no copies. No collective.
     """
     parallel = recipe.parallel
     model = models.build(config, dtype=precision.master, device="meta")
@@ -56,10 +64,10 @@ def lay_out(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precisio
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
     if mesh.cp.size() > 1:
-        kernel = choose_kernel("sdpa", device=device.type, documents=True, backward=True)
+        kernel = kernel or choose_kernel("sdpa", device=device.type, documents=True, backward=True)
         model.use_kernel((RingKernel if parallel.cp_rotate == "ring" else GatherKernel)(kernel, mesh.cp))
-    elif wants_varlen(recipe, precision, device.type):
-        model.use_kernel(_proved(recipe, config, mesh, precision, device))
+    elif kernel is not None or wants_varlen(recipe, precision, device.type):
+        model.use_kernel(kernel or _proved(recipe, config, mesh, precision, device))
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         for layer in model.model.layers:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
@@ -39,16 +39,26 @@ from dtrain.policy.weights import WeightsOut
 
 
 class Policy(Memory, WeightsOut):
-    """Built on every rank of `mesh` (collective). `optimizer` and `scheduler` are None until `init_optimizer`."""
+    """Built on every rank of `mesh` (collective). `optimizer` and `scheduler` are None until `init_optimizer`.
 
-    def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, runtime: Runtime):
+    build: what makes the model, with `build_model`'s arguments.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: ModelConfig,
+        mesh: Mesh,
+        runtime: Runtime,
+        build: Callable[..., nn.Module] = build_model,
+    ):
         self.recipe = recipe
         self.mesh = mesh
         self.rank = runtime.rank
         self.device = runtime.device
         self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type)
-        self.model = build_model(recipe, config, mesh, self.precision, runtime.device)
+        self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
         self.optimizer = self.scheduler = self._updater = None
