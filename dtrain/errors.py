@@ -37,3 +37,10 @@ class Stopped(Exception):
     def __init__(self, signum: int, message: str):
         self.signum = signum
         super().__init__(message)
+
+
+def in_words(error: BaseException) -> str:
+    """An OSError or UserError as one line that names the file where there is one."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -18,7 +18,6 @@ from dtrain.checkpoint.files import set_aside
 from dtrain.checkpoint.identity import digest, digests
 from dtrain.checkpoint.model_files import CONFIG
 from dtrain.checkpoint.origin import Origin
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.rng import random_state, set_random_state
 from dtrain.checkpoint.rundir import RunDirectory, guard
 from dtrain.checkpoint.safetensor_files import weight_files
@@ -28,6 +27,7 @@ from dtrain.data import Tokenizer, choose_template
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.methods import Method
+from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"

@@ -25,7 +25,6 @@ from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.files import refuse_unwritable, replace_text
 from dtrain.checkpoint.model_files import held_by
 from dtrain.checkpoint.origin import run_of
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
@@ -35,6 +34,7 @@ from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, Run
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
+from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.resume import Start

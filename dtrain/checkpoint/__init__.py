@@ -5,7 +5,7 @@ synced it, and a published step is never written again; damage is an error that 
 code that is in it (tensors are read with torch's weights-only loader, everything else is JSON).
 
 - `store.CheckpointStore`: the steps of one run, `checkpoints/step-N`; `pieces` puts tensors of any placement into
-  torch's distributed checkpoint; `ranks` is how the ranks of a save agree.
+  torch's distributed checkpoint.
 - `background.Saver`: saves that training does not wait for; `retention`: which saves stay.
 - `training_state`, `rng`: model, optimizer and random number generators as named tensors and JSON, and back.
 - `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change; `origin`: what it began from.

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.checkpoint.pieces import Piece
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.store import CheckpointStore
+from dtrain.parallel.ranks import Ranks
 
 
 class Saver:

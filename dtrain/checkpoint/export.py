@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, layout_of, write_entries
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
 from dtrain.json_files import check_shape, read_text
+from dtrain.parallel.ranks import Ranks
 
 _RECIPE_PARTS = 100_000  # entries, with what aliases repeat
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -154,10 +154,3 @@ def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
     if beside.exists():
         shutil.rmtree(beside)
     return path.rename(beside)
-
-
-def in_words(error: BaseException) -> str:
-    """An OSError or UserError as one line that names the file where there is one."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtrain.checkpoint.files import in_words, publish, real, refuse_unwritable, set_aside, staged, write_new
+from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, passed_over
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
@@ -29,10 +29,10 @@ from dtrain.checkpoint.model_files import (
     with_dtype,
     write_config,
 )
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.safetensor_files import DTYPES, INDEX, SINGLE, WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
-from dtrain.errors import UserError
+from dtrain.errors import UserError, in_words
+from dtrain.parallel.ranks import Ranks
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.errors import UserError
+from dtrain.parallel.ranks import Ranks
 
 CHUNK = 64 << 20
 BLOCK = 1 << 16

@@ -7,9 +7,9 @@ for `checkpoint.init_from`. A path may mean another step later, when the run the
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.store import CheckpointStore, locate, step_of
 from dtrain.errors import UserError
+from dtrain.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtrain.checkpoint.identity import digest, digests
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.data.encoder import LONG, EncodedChunk, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
 from dtrain.errors import UserError
 from dtrain.json_files import loads
+from dtrain.parallel.ranks import Ranks
 
 VERSION = 2
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save

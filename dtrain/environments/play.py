@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Recipe
 from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate, choose_template
@@ -14,6 +13,7 @@ from dtrain.environments.stepping import Environments
 from dtrain.methods.engines import RolloutEngine
 from dtrain.methods.method import Run
 from dtrain.methods.rollout_buffer import Sample
+from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Completion, Request
 
 

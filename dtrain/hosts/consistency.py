@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from dtrain import __version__, config
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.config import Recipe
 from dtrain.errors import UserError
+from dtrain.parallel.ranks import Ranks
 
 SEEN_SECONDS = 5.0  # for a new file to be seen by every host
 

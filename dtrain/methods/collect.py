@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.engines import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
 from dtrain.methods.method import Run
 from dtrain.methods.rollout_buffer import Sample
+from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import AskStop, Completion, Request

@@ -3,6 +3,7 @@
 Names are imported when they are used: `dtrain.parallel.fits` is read where no torch is.
 
     runtime, mesh            a rank's place; the device mesh
+    ranks                    one rank acts for all, and an error on any is raised on every one
     fits                     which tp sizes a model allows
     tensor, apply            tensor parallel: styles, a plan of them applied
     fsdp, placement, grads   FSDP2; which slice a rank holds and computes with; the gradient's norm

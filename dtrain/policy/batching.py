@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.data.packing import pack
+from dtrain.parallel.ranks import Ranks
 from dtrain.randomness import key
 
 OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's

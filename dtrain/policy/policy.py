@@ -19,7 +19,6 @@ from dtrain.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, 
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.model_files import copy_companions
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer, training_tensors
 from dtrain.config.schema import Recipe
@@ -28,6 +27,7 @@ from dtrain.models.config import ModelConfig
 from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, MicroBatch, Taken, assemble, row_lengths, scatter, take
 from dtrain.policy.build import build_model

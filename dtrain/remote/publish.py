@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dtrain.addresses import own_address
 from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.errors import UserError
+from dtrain.parallel.ranks import Ranks
 from dtrain.remote.http import HttpEngine, ServerClient
 from dtrain.remote.shared_directory import mark, prune, step_directory
 from dtrain.remote.wire import Refused, Unanswered

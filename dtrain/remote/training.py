@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.config.schema import Recipe
 from dtrain.errors import Interrupted, Unavailable, UserError
 from dtrain.methods.method import Run
+from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 from dtrain.remote.ahead import Ahead
 from dtrain.remote.http import HttpEngine

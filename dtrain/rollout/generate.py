@@ -73,9 +73,9 @@ def generate_text(
 def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Tokenizer]:
     """Model and tokenizer of a Hugging Face directory, a run's directory or a checkpoint's. Raises UserError."""
     from dtrain import models
-    from dtrain.checkpoint.ranks import Ranks
     from dtrain.checkpoint.store import locate, step_of
     from dtrain.checkpoint.training_state import training_tensors
+    from dtrain.parallel.ranks import Ranks
 
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a model's directory, a run's or a checkpoint's")
@@ -98,8 +98,8 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.
 def _is_newest(export: Path) -> bool:
     """Whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
     from dtrain.checkpoint.model_files import held_by
-    from dtrain.checkpoint.ranks import Ranks
     from dtrain.checkpoint.store import CheckpointStore
+    from dtrain.parallel.ranks import Ranks
 
     store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
     step, held = store.latest(), held_by(export)

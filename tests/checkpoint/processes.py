@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from dtrain import config
-from dtrain.checkpoint.ranks import Ranks
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.orphans import end_with
+from dtrain.parallel.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 MARK = "DTRAIN_TEST_MARK"

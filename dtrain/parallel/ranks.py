@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dtrain.checkpoint.files import in_words
-from dtrain.errors import UserError
+from dtrain.errors import UserError, in_words
 
 T = TypeVar("T")
 
