@@ -30,11 +30,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dtrain.checkpoint.files import checksum, in_words, publish, set_aside, write_new
+from dtrain.checkpoint.files import checksum, publish, set_aside, write_new
 from dtrain.checkpoint.identity import digest
 from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, read_table
 from dtrain.checkpoint.retention import Retention
-from dtrain.errors import UserError
+from dtrain.errors import UserError, in_words
 from dtrain.json_files import OWN, loads, read_json
 from dtrain.parallel.ranks import Ranks
 
