@@ -1,7 +1,17 @@
-"""Types of command-line arguments; argparse tells of a text that is none."""
+"""Arguments that several commands have, and types of arguments; argparse tells of a text that is none."""
 
 import argparse
 from collections.abc import Callable
+
+RECIPE = "a recipe's file, or the name of a shipped one (`dtrain ls`)"
+OVERRIDES = "what to change in it, such as optimizer.lr=1e-5 or data.train.path=[a.jsonl,b.jsonl]"
+PROCESSES = "processes in all (default: launch.nproc)"
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """A recipe, and what is changed in it."""
+    parser.add_argument("recipe", metavar="RECIPE", help=RECIPE)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=OVERRIDES)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -15,17 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtrain import __version__
-from dtrain.arguments import at_least, positive
+from dtrain.arguments import PROCESSES, RECIPE, add_recipe, at_least
 from dtrain.errors import RecipeError, Stopped, UserError
 
-RECIPE = "a recipe's file, or the name of a shipped one (`dtrain ls`)"
 ROOMS = {
+    "plan": ("dtrain.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
     "eval": ("dtrain.evaluation.command", "answer the prompts of data files and judge the answers"),
     "serve": ("dtrain.serve.command", "answer completions over HTTP, as OpenAI's API has them"),
     "env": ("dtrain.versions", "print versions and devices, for bug reports"),
 }
 """Command -> the module that has its `add_arguments` and `run`, loaded where it is asked for, and its help."""
-OVERRIDES = "what to change in it, such as optimizer.lr=1e-5 or data.train.path=[a.jsonl,b.jsonl]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,30 +88,15 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.set_defaults(command=command)
         if recipe:
-            sub.add_argument("recipe", metavar="RECIPE", help=RECIPE)
-            sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=OVERRIDES)
+            add_recipe(sub)
         return sub
 
     add("run", _run, "train what a recipe says", recipe=True)
     validate = add("validate", _validate, "show every error of a recipe at once, and start nothing", recipe=True)
-    processes = "processes in all (default: launch.nproc)"
-    validate.add_argument("--world-size", type=at_least(1), metavar="N", help=processes)
+    validate.add_argument("--world-size", type=at_least(1), metavar="N", help=PROCESSES)
     preview = add("preview", _preview, "show rows as the model sees them, lengths, packing, tokens", recipe=True)
     printed = "how many samples to print (default: 3)"
     preview.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=printed)
-    plan = add("plan", _plan, "show what each rank would hold and send: no GPU and no weights needed", recipe=True)
-    plan.add_argument("--world-size", type=at_least(1), metavar="N", help=processes)
-    plan.add_argument("--gpu", choices=("a100", "h100", "h200", "b200"), default="h100", help="default: h100")
-    plan.add_argument("--search", action="store_true", help="list the ten best meshes and micro-batches for N ranks")
-    budgeted = "for tensors on a GPU (default: 92%% of its memory)"
-    plan.add_argument("--memory", type=positive, metavar="GIB", help=budgeted)
-    plan.add_argument("--step-time", type=positive, metavar="S", help="say the MFU that steps of S seconds mean")
-    plan.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: 8")
-    inside = "of a GPU to the others of its node, each way (default: the GPU's NVLink)"
-    plan.add_argument("--link-inside", type=positive, metavar="GB/S", help=inside)
-    between = "of a GPU's network card, each way (default: 50, a100: 25)"
-    plan.add_argument("--link-between", type=positive, metavar="GB/S", help=between)
-    plan.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, and nothing else")
     add("ls", _ls, "list the recipes that ship with dtrain")
     copy = add("cp", _cp, "copy a shipped recipe, to edit it")
     copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
@@ -183,27 +167,6 @@ def _preview(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     with config.hiding(recipe):
         preview(recipe, arguments.samples, sys.stdout.isatty(), hide=lambda text: config.hidden(text, recipe))
-    return 0
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from dtrain import config
-    from dtrain.plan.command import Options, read_recipe, run
-
-    options = Options(
-        world_size=arguments.world_size,
-        gpu=arguments.gpu,
-        memory=arguments.memory,
-        gpus_per_node=arguments.gpus_per_node,
-        link_inside=arguments.link_inside,
-        link_between=arguments.link_between,
-        step_time=arguments.step_time,
-        search=arguments.search,
-        as_json=arguments.json,
-    )
-    recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
-    with config.hiding(recipe):
-        run(recipe, options, lambda text: print(config.hidden(text, recipe), flush=True))
     return 0
 
 

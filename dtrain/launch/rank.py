@@ -69,9 +69,8 @@ def run_rank(
     with ExitStack() as stack:
         planned = None
         if place.rank == 0 and recipe.metrics.plan:
-            from dtrain.plan.beside import PlannedPeak
-
-            planned = stack.enter_context(PlannedPeak(recipe, place.world_size, device.type)).tell
+            beside = importlib.import_module("dtrain.plan.beside")
+            planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type)).tell
         if device.type == "cuda":
             torch.cuda.set_device(device)
         hosts = met = None

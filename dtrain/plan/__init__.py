@@ -10,7 +10,8 @@
     shards                  how evenly the ranks hold a model
     hardware                devices, links and the estimate
     search                  other meshes and micro-batches, and what would fit
-    report, command         text and JSON; the command line's options
+    command, answer         the command's arguments; what it was asked, and what it prints
+    report                  a plan as text and as JSON
     beside                  the plan that a run shows of itself; children, the processes that all of these work in
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
