@@ -17,26 +17,30 @@ from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
+LAST = "checkpoint.every=1000"  # and the last
 SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")
 
 
-def recipe_of(method, root, *overrides):
+def recipe_of(method, root, kills, *overrides):
+    """Of a run that is long enough for so many kills."""
     if method == "sft":
-        sizes = ("train.steps=120", "train.global_batch=4", "train.micro_batch=1")
+        sizes = (f"train.steps={20 + 10 * kills}", "train.global_batch=4", "train.micro_batch=1")
         return tiny_recipe(root, *SHAPE, *sizes, *overrides)
     # A rollout every fourth step: kills meet the drawing, the rewards and the updates.
-    return tiny_grpo(root, *SHAPE, "train.steps=60", "grpo.updates_per_rollout=2", "grpo.beta=0.1", *overrides)
+    sizes = (f"train.steps={16 + 4 * kills}", "grpo.updates_per_rollout=2", "grpo.beta=0.1")
+    return tiny_grpo(root, *SHAPE, *sizes, *overrides)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(request, tmp_path_factory):
-    """A run of the method, in one piece."""
-    return run(recipe_of(request.param, tmp_path_factory.mktemp("whole"), "checkpoint.every=40"), 2)
+    """A run of a method, long enough for so many kills, in one piece."""
+    method, kills = request.param
+    return run(recipe_of(method, tmp_path_factory.mktemp("whole"), kills, LAST), 2)
 
 
 def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
     """Start the run once per target and kill that at a random instant, then let it end; compare it with one piece."""
-    recipe = recipe_of(uninterrupted.method, tmp_path)
+    recipe = recipe_of(uninterrupted.method, tmp_path, len(targets))
     store, steps = checkpoints(recipe), recipe.train.steps
     for target in targets:
         before = max(store.published(), default=0)
@@ -73,13 +77,14 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
     assert hidden == []
 
 
-@pytest.mark.parametrize("uninterrupted", ["sft", "grpo"], indirect=True)
-def test_killed_runs_go_on(tmp_path, uninterrupted):
-    kill_and_go_on(tmp_path, uninterrupted, random.Random(0), ["worker", "launcher", "all"])
+@pytest.mark.parametrize("uninterrupted", [("sft", 1), ("grpo", 1)], indirect=True)
+@pytest.mark.parametrize("target", ["worker", "launcher", "all"])
+def test_killed_runs_go_on(tmp_path, uninterrupted, target):
+    kill_and_go_on(tmp_path, uninterrupted, random.Random(0), [target])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("uninterrupted", ["sft", "grpo"], indirect=True)
+@pytest.mark.parametrize("uninterrupted", [("sft", 10), ("grpo", 10)], indirect=True)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_killed_runs_go_on_whenever(tmp_path, uninterrupted, seed):
     draw = random.Random(seed)
