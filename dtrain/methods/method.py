@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dtrain.batch import Batch, collate
 from dtrain.config.schema import Recipe
-from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.methods.facts import facts_of
+from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
+from dtrain.methods.facts import Facts, facts_of
 from dtrain.metrics import Metrics
 from dtrain.policy import Batching, Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -52,8 +52,22 @@ class Method:
     needs_start = False  # whether `begin` wants the weights that training starts from, on a resume too
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.facts = recipe, facts_of(recipe)
-        self.kind, self.prompts = self.facts.kind, self.facts.prompts(recipe)
+        self.recipe = recipe
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the method before anything is built."""
+        return facts_of(self.recipe)
+
+    @property
+    def kind(self) -> str:
+        """What a sample of the data is: examples, pairs or prompts."""
+        return self.facts.kind
+
+    @property
+    def prompts(self) -> PromptOptions | None:
+        """How the data's prompts are made, where it is prompts."""
+        return self.facts.prompts(self.recipe)
 
     @property
     def micro_rows(self) -> int | Batching:
