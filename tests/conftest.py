@@ -2,7 +2,8 @@
 
 fast     no processes and no whole runs
 usual    a slice of the matrices, the day's or that of `--slice K`, and everything else. Of the cases marked `full` one
-         in SLICES runs, of a test that starts processes FEW cases; the others run on other days
+         in SLICES runs; of a test that starts processes FEW cases, and of a file whose tests take `turns(N)` every Nth.
+         The others run on other days
 all      everything
 
 `--changed REV` keeps, of a lane, the files that depend on what has changed since the commit REV; imports tell.
@@ -69,14 +70,16 @@ def pytest_collection_finish() -> None:
 
 
 def _resting(items: list[pytest.Item], starting: dict[Path, frozenset[str]], chosen: int) -> set[pytest.Item]:
-    """Of each test that starts processes, the cases beyond FEW: those of other days."""
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    """Of the tests that start processes, the cases of other days."""
+    cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None and _starts(item, starting):
-            cases.setdefault((item.path, item.originalname), []).append(item)
+            turns = item.get_closest_marker("turns")
+            key = (item.path, "", turns.args[0]) if turns else (item.path, item.originalname, 0)
+            cases.setdefault(key, []).append(item)
     found = set()
-    for of_test in cases.values():
-        days = -(-len(of_test) // FEW)
+    for (_, _, turns), of_test in cases.items():
+        days = turns or -(-len(of_test) // FEW)
         of_test.sort(key=_number)
         found |= {item for index, item in enumerate(of_test) if index % days != chosen % days}
     return found

@@ -13,6 +13,8 @@ import pytest
 from dtrain.launch.workers import LOOK_SECONDS, SAVE_SECONDS, START_SECONDS, Heartbeat, RankProcess, StallTimer
 from tests.launch.processes import Launched, wait_until_gone
 
+pytestmark = pytest.mark.turns(3)
+
 LOST = 5  # seconds
 BUSY = 15  # seconds more, for processes to end on a busy machine
 

@@ -24,6 +24,8 @@ from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
+pytestmark = pytest.mark.turns(3)
+
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 688,
