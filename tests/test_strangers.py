@@ -22,6 +22,8 @@ from tests.serve.serving import make_model
 from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
 
+pytestmark = pytest.mark.turns(2)
+
 CODE = """
 import os
 from pathlib import Path

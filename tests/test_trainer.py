@@ -15,6 +15,8 @@ from dtrain.trainer import train
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
 
+pytestmark = pytest.mark.turns(2)
+
 
 def metrics(recipe):
     path = Path(recipe.run.dir) / recipe.run.name / "metrics.jsonl"

@@ -8,6 +8,8 @@ import pytest
 from tests.test_trainer import assert_same, interrupt, metrics, run, weights
 from tests.tiny import tiny_recipe
 
+pytestmark = pytest.mark.turns(2)
+
 # dp_replicate, dp_shard, cp, tp
 MESHES = [
     (1, 1, 1, 1), (1, 4, 1, 1), (1, 3, 1, 1), (1, 1, 1, 2), (1, 2, 2, 1),
