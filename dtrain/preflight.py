@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtrain.check import check, other_models
 from dtrain.checkpoint.hub import cached, download, is_id
-from dtrain.checkpoint.model_files import indexed_files
+from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
@@ -69,7 +69,7 @@ def preflight(recipe: Recipe, world_size: int) -> list[str]:
     problems += _data(recipe.data.train, "data.train")
     if recipe.data.val is not None:
         problems += _data(recipe.data.val, "data.val")
-    problems += _checkpoint(recipe)
+    problems += _checkpoint(recipe) + _export(recipe)
     problems += [text for text, is_problem in _code(recipe) if is_problem]
     return [hidden(problem, recipe) for problem in problems]
 
@@ -155,7 +155,8 @@ def _files(recipe: Recipe) -> list[str]:
     for key, path in other_models(recipe):
         if _is_model(path):
             problems += _weights(Path(path), key=key)
-        if key == "distill.teacher" and _is_model(path) and _is_model(student):
+        is_read = key == "distill.teacher" or (Path(path) / TOKENIZER).is_file()  # a reference may come without
+        if is_read and _is_model(path) and _is_model(student):
             problems += [f"{key}={path}: {problem}" for problem in _differing_tokens(path, student)]
     return problems
 
@@ -269,4 +270,33 @@ def _checkpoint(recipe: Recipe) -> list[str]:
         problems.append(
             f"checkpoint.init_from={init_from} is a model's directory, not a run's: set model.path={init_from} instead"
         )
+    elif "model.config" not in recipe.checkpoint.allow_changes:
+        problems += _start(recipe, Path(init_from))
     return problems
+
+
+def _start(recipe: Recipe, path: Path) -> list[str]:
+    """What makes the model whose weights are taken another one than ours, by the files that its run keeps."""
+    above = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, a step of them
+    kept = next((place / "model" for place in above if (place / "model" / CONFIG).is_file()), None)
+    ours = recipe.model.path
+    if kept is None or not _is_model(ours) or not _is_model(str(kept)):
+        return []
+    key = "checkpoint.init_from"
+    found = _reference(read_config(ours), read_config(kept), key, str(path))
+    found += [f"{key}={path}: {problem}" for problem in _differing_tokens(str(kept), ours)]
+    return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in found]
+
+
+def _export(recipe: Recipe) -> list[str]:
+    """An export takes the place of its whole directory."""
+    target = (Path(recipe.run.dir) / str(recipe.run.name) / "export").resolve()
+    if recipe.checkpoint.export == "none":
+        return []
+    read = [("model.path", recipe.model.path), *other_models(recipe)]
+    return [
+        f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
+        "run.name, or checkpoint.export=none"
+        for key, path in read
+        if path and Path(path).resolve().is_relative_to(target)
+    ]

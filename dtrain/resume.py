@@ -16,7 +16,7 @@ from torch import Tensor
 from dtrain import config
 from dtrain.checkpoint.files import set_aside
 from dtrain.checkpoint.identity import digest, digests
-from dtrain.checkpoint.model_files import CONFIG
+from dtrain.checkpoint.model_files import read_model_config
 from dtrain.checkpoint.origin import Origin
 from dtrain.checkpoint.rng import random_state, set_random_state
 from dtrain.checkpoint.rundir import RunDirectory, guard
@@ -90,7 +90,7 @@ def find_start(
         if start.state is not None:
             keys = f"{INIT},{recipe.method}.reference"
             otherwise = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
-        weights = Origin(**began[INIT]).again(INIT, path, otherwise, ranks)
+        weights = Origin.read(began[INIT], run.began).again(INIT, path, otherwise, ranks)
     else:
         weights = locate(path, ranks)
         began = {**began, INIT: asdict(Origin.of(*weights))}
@@ -105,7 +105,7 @@ def _find_step(
         ranks.first(lambda: run.refuse_used(resume))
         return Start()
     left, began = ranks.first(lambda: (run.left, read_json(run.began) if run.began.is_file() else {}))
-    origin = Origin(**began[RESUME]) if RESUME in began else None
+    origin = Origin.read(began[RESUME], run.began) if RESUME in began else None
     if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
         source, step = store, _newest(store, ranks, say)
         verified = step is not None
@@ -137,19 +137,22 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
     path, section = Path(recipe.model.path), recipe.data
     wrong = "{}={} is not the same model on every host".format
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
-    first, *others = digests([path / CONFIG, *weights], wrong("model.path", path), ranks)
+    others = digests(weights, wrong("model.path", path), ranks) if weights else []
     template = choose_template(path, tokenizer.special_tokens, section.chat_template, section.template_kwargs)
     found = {
-        "model.config": first,
+        "model.config": digest(read_model_config(path)),  # however its text is laid out
         "model.tokenizer": tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
+    ranks.same(found["model.config"], wrong("model.path", path))
     ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weights:
         found["model.weights"] = digest(others)
     for key, other in config.other_models(recipe):
-        first, *others = digests([Path(other) / CONFIG, *weight_files(Path(other))], wrong(key, other), ranks)
-        found[key] = digest(others) if key.endswith(".reference") else digest(first, others)
+        others = digests(weight_files(Path(other)), wrong(key, other), ranks)
+        kind = digest(read_model_config(Path(other)))
+        ranks.same(kind, wrong(key, other))
+        found[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
     return found
 
 

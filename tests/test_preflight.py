@@ -6,7 +6,7 @@ import pytest
 
 from dtrain import config
 from dtrain.preflight import preflight, shapes
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 
 def problems(tmp_path, *overrides):
@@ -139,3 +139,58 @@ def test_every_violation_of_a_mesh_comes_with_what_fits(tmp_path):
         "leaves a rank none of the model's 9 tokens; tp may be 1, 2, 3\n",
     ):
         assert part in f"{found}\n", part
+
+
+def kept_by_a_run(root, name, **changes):
+    """A run's directory with a save and the model's small files, as `init_from` is given it."""
+    directory = root / "runs" / name
+    (directory / "checkpoints" / "step-3").mkdir(parents=True)
+    write_model(directory / "model", **changes)
+    return directory
+
+
+def renumbered(directory):
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: len(words) - 1 - number for word, number in words.items()}
+    path.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step-3"])
+def test_init_from_a_run_of_another_kind_of_model_is_refused(tmp_path, place):
+    same, other = kept_by_a_run(tmp_path, "same"), kept_by_a_run(tmp_path, "other", rope_theta=50.0)
+    assert preflight(tiny_recipe(tmp_path, f"checkpoint.init_from={same / place}"), 1) == []
+    overrides = [f"checkpoint.init_from={other / place}"]
+    (problem,) = preflight(tiny_recipe(tmp_path, *overrides), 1)
+    assert "checkpoint.init_from=" in problem and "another kind of model than model.path (rope" in problem
+    assert problem.endswith("checkpoint.allow_changes=[model.config]")
+    assert preflight(tiny_recipe(tmp_path, *overrides, "checkpoint.allow_changes=[model.config]"), 1) == []
+    renumbered(same / "model")
+    (problem,) = preflight(tiny_recipe(tmp_path, f"checkpoint.init_from={same / place}"), 1)
+    assert "tokens otherwise than model.path" in problem
+
+
+def test_a_reference_of_another_tokenizer_is_refused_and_one_without_is_not(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    other = save_weights(write_model(tmp_path / "other"))
+    write_pairs(tmp_path / "pairs.jsonl")
+    dpo = [f"data.train.path={tmp_path / 'pairs.jsonl'}", "method=dpo", f"dpo.reference={other}"]
+    assert preflight(config.load(recipe, dpo), 1) == []
+    renumbered(other)
+    (problem,) = preflight(config.load(recipe, dpo), 1)
+    assert problem.startswith(f"dpo.reference={other}: it numbers")
+    (other / "tokenizer.json").unlink()
+    assert preflight(config.load(recipe, dpo), 1) == []
+
+
+@pytest.mark.parametrize("how", ["is", "leads to"])
+def test_an_export_does_not_take_the_place_of_the_model(tmp_path, how):
+    model = write_model(tmp_path / "runs" / "run" / "export" if how == "is" else tmp_path / "model")
+    if how == "leads to":
+        (tmp_path / "runs" / "run").mkdir(parents=True)
+        (tmp_path / "runs" / "run" / "export").symlink_to(model)
+    recipe = tiny_recipe(tmp_path, f"model.path={model}", "checkpoint.export=final")
+    (problem,) = preflight(recipe, 1)
+    assert problem.startswith(f"model.path={model} lies where this run puts its export")
+    assert preflight(config.load(recipe, ["run.name=another"]), 1) == []

@@ -9,6 +9,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import LARGE, read_json
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -44,10 +45,9 @@ def held_by(export: Path) -> dict[str, Any]:
     """{"step", "save"}: which step an export holds, and the mark of its save, or of the last one before it; nothing
     where it does not say."""
     try:
-        held = json.loads((export / HELD).read_bytes())
-    except (OSError, ValueError):
+        return read_json(export / HELD)
+    except UserError:
         return {}
-    return held if isinstance(held, dict) else {}
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

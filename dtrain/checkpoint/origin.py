@@ -6,6 +6,7 @@ for `checkpoint.init_from`. A path may mean another step later, when the run the
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dtrain.checkpoint.store import CheckpointStore, locate, step_of
 from dtrain.errors import UserError
@@ -23,6 +24,16 @@ class Origin:
     step: int
     identity: str
     save: str | None
+
+    @classmethod
+    def read(cls, record: Any, file: Path) -> "Origin":
+        """As JSON has it in `file`. Raises UserError."""
+        kinds = {"path": str, "step": int, "identity": str, "save": str | None}
+        if not isinstance(record, dict) or record.keys() != kinds.keys():
+            record = {}
+        if not record or not all(isinstance(record[key], kind) for key, kind in kinds.items()):
+            raise UserError(f"{file} is damaged: it does not say what the run began from; delete it to begin anew")
+        return cls(**record)
 
     @classmethod
     def of(cls, store: CheckpointStore, step: int) -> "Origin":

@@ -4,6 +4,7 @@ A table is float64 [pairs, 2]: Σ weight · log p of the chosen and of the rejec
 it depends on beside the data: what the reference's weights are, the dtype, the weights of tokens.
 """
 
+import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -35,8 +36,9 @@ def reference_table(
     """The table of `rows`' pairs, from `file` or made now and written there; `reference()` gives the policy its
     reference where that is needed. Collective."""
     shape = (len(rows.samples), 2)
-    if _everywhere(file.is_file() and file.stat().st_size == 16 * shape[0]):
-        return torch.from_file(str(file), shared=False, size=2 * shape[0], dtype=torch.float64).view(shape)
+    kept = _kept(file, 16 * shape[0])
+    if _everywhere(kept is not None):
+        return torch.frombuffer(kept, dtype=torch.float64).view(shape)
     if policy.reference is None:
         reference()
     table = torch.zeros(shape, dtype=torch.float64)
@@ -46,11 +48,22 @@ def reference_table(
     policy.sum_over_dp(table)  # each pair was scored by one rank
     if policy.rank == 0:
         partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
-        torch.from_file(str(partial), shared=True, size=table.numel(), dtype=torch.float64).copy_(table.flatten())
-        with partial.open("rb") as written:
+        content = table.numpy().tobytes()
+        with partial.open("wb") as written:
+            written.write(content + hashlib.sha256(content).digest())
+            written.flush()
             os.fsync(written.fileno())
         partial.rename(file)
     return table
+
+
+def _kept(file: Path, size: int) -> bytearray | None:
+    """The table's `size` bytes in a file that ends with their SHA-256; None where it is not there, or not whole."""
+    if not file.is_file() or file.stat().st_size != size + hashlib.sha256().digest_size:
+        return None
+    content = bytearray(file.read_bytes())
+    table, said = content[:size], content[size:]
+    return table if hashlib.sha256(table).digest() == said else None
 
 
 def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:

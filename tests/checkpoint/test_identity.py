@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -200,3 +201,32 @@ def test_an_old_checkpoint_resumes_and_says_that_nothing_could_be_compared(tmp_p
     said = capfd.readouterr().err
     assert said.count("an earlier dtrain saved it, without digests") == 1
     assert trajectory(recipe) == trajectory(whole)
+
+
+def test_a_config_laid_out_otherwise_is_the_same_model(tmp_path):
+    recipe = tiny_recipe(tmp_path, "checkpoint.every=5", "train.steps=5")
+    run(recipe)
+    path = Path(recipe.model.path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=3, sort_keys=True))
+    run(tiny_recipe(tmp_path, "checkpoint.every=5"))
+    assert [row["step"] for row in metrics(recipe)] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("record", ['{"checkpoint.resume": {"a": 1}}', '{"checkpoint.resume": []}'])
+def test_a_damaged_record_of_the_start_is_told(tmp_path, record):
+    recipe = tiny_recipe(tmp_path)
+    directory = Path(recipe.run.dir) / "run"
+    directory.mkdir(parents=True)
+    (directory / "began.json").write_text(record)
+    with pytest.raises(UserError, match="began.json is damaged"):
+        run(recipe)
+
+
+def test_an_export_that_says_nonsense_of_itself_is_written_again(tmp_path):
+    recipe = tiny_recipe(tmp_path, "checkpoint.export=final", "checkpoint.every=10")
+    run(recipe)
+    held = Path(recipe.run.dir) / "run" / "export" / "dtrain.json"
+    whole = held.read_text()
+    held.write_text("[" * 100_000)
+    run(recipe)
+    assert held.read_text() == whole

@@ -103,6 +103,17 @@ def test_a_run_that_starts_from_another_resumes_against_that_start(tmp_path):
     assert trajectory(resumed) == trajectory(whole) and fields_of(resumed) == fields_of(whole)
 
 
+@pytest.mark.parametrize("harm", [lambda content: bytes(len(content)), lambda content: content[:-1]])
+def test_a_damaged_table_is_made_again(tmp_path, harm):
+    first, second = (recipe_of(tmp_path, "dpo.precompute=true", name=name) for name in ("first", "second"))
+    run(first)
+    (file,) = (tmp_path / "runs" / ".cache").glob("*/reference-*.bin")
+    whole = file.read_bytes()
+    file.write_bytes(harm(whole))
+    run(second)
+    assert trajectory(second) == trajectory(first) and file.read_bytes() == whole
+
+
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("more", [(), ("dpo.ld_alpha=0.5",), ("dpo.loss=aot_unpaired",)])
 def test_what_is_precomputed_is_what_the_reference_says(tmp_path, packing, more):
