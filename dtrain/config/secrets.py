@@ -27,9 +27,14 @@ _IN_TEXT = (
     re.compile(r"(\b(?:Bearer|Basic)\s+)(?=\S*\d)[\w.~+/=-]{8,}()"),
     re.compile(r"()\b(?:hf_|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}()"),
     re.compile(r"()\b(?:sk-|github_pat_|glpat-|xox[abp]-)[\w-]{12,}()"),
+    re.compile(r"()\b(?:eyJ[\w-]{8,}\.[\w-]+\.[\w-]+|AIza[\w-]{30,})()"),
+    re.compile(r"(https://hooks\.slack\.com/services/)[\w/]+()"),
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?:(-----END)|\Z)", re.DOTALL),
 )
-_SETTING = re.compile(r"((?:^|[?&]|(?<=\s))-{0,2}([\w.-]+)=)(?!\$\{)([^&\s]+)")
-_HEADER = re.compile(r"^(([\w-]+):\s+)(?!\$\{)(\S.*)$")
+_SETTING = re.compile(r"((?:^|[?&;#]|(?<=\s))-{0,2}([\w.-]+)=)(?!\$\{)([^&;\s]+)")
+_HEADER = re.compile(r"^(([\w-]+):[ \t]+)(?!\$\{)(\S.*)$", re.MULTILINE)
+_OPTION = re.compile(r"((?:^|(?<=\s))--([\w-]+)\s+)(?!\$\{|-)(\S+)")
+_MEMBER = re.compile(r"""(["']([\w.-]+)["']\s*:\s*["'])(?!\$\{)([^"']+)""")
 _FALLBACK = re.compile(r"(oc\.env:\s*(\w+)\s*,\s*)([^${}]+)")
 
 
@@ -100,10 +105,11 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
         return False
     names = [part for part in path if isinstance(part, str)]
     beside = at(tree, path[:-1])
-    if isinstance(beside, list) and len(beside) == 2 and path[-1] == 1:
-        names.append(beside[0])
-    elif isinstance(beside, Mapping) and path[-1] == "value":
-        names.append(beside.get("name"))
+    if isinstance(beside, list) and path[-1]:
+        before = beside[path[-1] - 1]  # an option of a command line, or the name of a pair
+        names += [before] if len(beside) == 2 or str(before).startswith("--") else []
+    elif isinstance(beside, Mapping) and path[-1] in ("value", "val"):
+        names += [beside.get("name"), beside.get("key")]
     found = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
     if not isinstance(value, str):  # a number of tokens, a column's number
         return any(_ALWAYS.fullmatch("_".join(word.lower() for word in _PART.findall(name))) for name in found)
@@ -132,7 +138,7 @@ def masked(text: str, secrets: Sequence[str] = ()) -> str:
         text = text.replace(secret, HIDDEN)
     for pattern in _IN_TEXT:
         text = pattern.sub(rf"\1{HIDDEN}\2", text)
-    for pattern in (_SETTING, _HEADER):
+    for pattern in (_SETTING, _HEADER, _OPTION, _MEMBER):
         text = pattern.sub(lambda found: found[1] + (HIDDEN if is_secret_name(found[2], False) else found[3]), text)
     return text
 

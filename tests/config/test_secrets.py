@@ -136,12 +136,32 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
         f"HF_TOKEN={PLAIN} python x.py --password={PLAIN}",
         "hf_" + "aB3" * 11,
         f"sk-{PLAIN}",
+        f"Server=h;Password={PLAIN};",
+        f'{{"n": 1, "api_key": "{PLAIN}"}}',
+        f"curl --api-key {PLAIN} url",
+        f"Accept: all\nPassword: {PLAIN}",
+        f"https://host/cb#access_token={PLAIN}",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{PLAIN}\n-----END RSA PRIVATE KEY-----",
+        f"-----BEGIN PRIVATE KEY-----\n{PLAIN}",
+        "eyJaB3aB3aB3.aB3aB3.aB3",
+        "AIza" + "aB3" * 12,
+        "https://hooks.slack.com/services/T0/B0/aB3",
     ):
         assert PLAIN not in masked(text) and "aB3" not in masked(text), text
     tree = {"a": [["Authorization", PLAIN], {"name": "HF_TOKEN", "value": PLAIN}], "b": {"key": "sk9-aB3xQ7"}}
+    tree |= {"args": ["--model", "m1", "--api-key", PLAIN, "--n", "3"], "env": [{"key": "HF_TOKEN", "val": PLAIN}]}
     hide(tree)
     assert PLAIN not in str(tree) and tree["b"]["key"] == HIDDEN
-    for text in ("http://host/a@b", "max_tokens=5", "The answer is: 5", "Basic arithmetic", "a/b?key=1&steps=2"):
+    assert tree["args"] == ["--model", "m1", "--api-key", HIDDEN, "--n", "3"]
+    for text in (
+        "http://host/a@b",
+        "give --api-key-file FILE",
+        '{"max_tokens": "5"}',
+        "max_tokens=5",
+        "The answer is: 5",
+        "Basic arithmetic",
+        "a/b?key=1&steps=2",
+    ):
         assert masked(text) == text
     kept = {"key": "answer", "eos_token": "</s>", "token": "<|end|>", "tokens": 5, "max_token": 4, "password": None}
     assert config.load(config.load({"grpo": {"kwargs": kept}})).grpo.kwargs == kept
