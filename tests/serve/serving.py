@@ -64,9 +64,10 @@ def naive(directory: Path, prompt: Sequence[int], count: int, stop_ids=(1,)) -> 
 
 
 def key_file(root: Path) -> Path:
-    """The key of `KEY`, in a file."""
-    (root / "key").write_text("secret\n")
-    return root / "key"
+    """The key of `KEY`, in a file that is whole for whoever reads it: several ranks may write it."""
+    partial = root / f"key-{os.getpid()}"
+    partial.write_text("secret\n")
+    return partial.replace(root / "key")
 
 
 def controlled(root: Path) -> tuple[str, ...]:
