@@ -99,8 +99,8 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(tree: Any, path: Path, value: Any) -> bool:
-    """Whether the leaf `value` of `tree` is a secret by the names on its way, or by the name beside it: in a list of two,
-    after an option (`--api-key`) in a longer list, in a table of name or key and value."""
+    """Whether the leaf `value` of `tree` is a secret by the names on its way, or by the name beside it: in a list of
+    two, after an option (`--api-key`) in a longer list, in a table of name or key and value."""
     if value is None or isinstance(value, bool) or (isinstance(value, str) and "${" in value):
         return False
     names = [part for part in path if isinstance(part, str)]
