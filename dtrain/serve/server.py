@@ -144,14 +144,15 @@ class HttpServer(socketserver.TCPServer):
             if ask.stream:
                 self._stream(connection, job, answer)
             else:
-                pieces = [_next(connection, job) for _ in ask.requests]
-                connection.send(200, answer.whole(pieces))
+                pieces = _pieces(connection, job)
+                connection.send(200, answer.whole([next(pieces) for _ in ask.requests]))
         except OSError:
             service.worker.drop(job)
             raise
 
     def _stream(self, connection: Connection, job: Job, answer: Answer) -> None:
-        piece = _next(connection, job)  # an error before the first token still has a status of its own
+        pieces = _pieces(connection, job)
+        piece = next(pieces)  # an error before the first token still has a status of its own
         connection.begin(200, STREAM)
         left = len(job.requests)
         try:
@@ -160,22 +161,26 @@ class HttpServer(socketserver.TCPServer):
                 left -= piece.finish is not None
                 if not left:
                     break
-                piece = _next(connection, job)
+                piece = next(pieces)
             connection.chunk(answer.last_events(), last=True)
         except ApiError as error:
             connection.chunk(b"data: " + json.dumps(error.body).encode() + b"\n\n", last=True)
 
 
-def _next(connection: Connection, job: Job) -> StreamChunk:
-    """The next piece of a job. Raises ApiError as the worker says, and ConnectionError where the client is gone."""
+def _pieces(connection: Connection, job: Job) -> Iterator[StreamChunk]:
+    """The pieces of a job. Raises ApiError as the worker says, and ConnectionError soon after the client is gone, also
+    while pieces keep coming: an answer that is sent whole writes nothing to the client before its end."""
+    look = time.monotonic() + LOOK_SECONDS
     while True:
         with suppress(queue.Empty):
-            piece = job.pieces.get(timeout=LOOK_SECONDS)
+            piece = job.pieces.get(timeout=max(look - time.monotonic(), 0.0))
             if isinstance(piece, ApiError):
                 raise piece
-            return piece
-        if connection.is_gone():
-            raise ConnectionError("the client is gone")
+            yield piece
+        if time.monotonic() >= look:
+            if connection.is_gone():
+                raise ConnectionError("the client is gone")
+            look = time.monotonic() + LOOK_SECONDS
 
 
 def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: Callable[[str], None] = print) -> None:
