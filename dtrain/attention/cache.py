@@ -53,7 +53,7 @@ class Shelf:
         return self._sizes[layer]
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, with room for every slot in use; like: [.., kv, hd] of what is to be written."""
+        """Keys and values of a layer, with room for every slot in use; like: [..., kv, hd] of what is to be written."""
         held = self._layers[index]
         used = len(self.places)
         if held is None or held[0].shape[0] < used:

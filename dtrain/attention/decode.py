@@ -174,7 +174,7 @@ class Decode:
 
 
 class _View:
-    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [.., L]; and where
+    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [..., L]; and where
     a row writes."""
 
     def __init__(self, keys: int, visible: Tensor, spots: Tensor | None = None):
@@ -209,7 +209,7 @@ class _Shared:
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
-    """Attention over some of the keys: Σ w·v, Σ w [.., 1] and the largest score m [.., 1], with w = exp(score − m).
+    """Attention over some of the keys: Σ w·v, Σ w [..., 1] and the largest score m [..., 1], with w = exp(score − m).
 
     q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In max(float32, the dtype); products of half
     precision are summed in float32, as the fused kernels do.

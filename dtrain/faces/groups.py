@@ -73,7 +73,7 @@ class AllGatherCPTensor:
 
     @staticmethod
     def apply(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
-        """tensor [.., S/cp, ..] -> [.., S, ..] in natural order; the tensor itself without a group.
+        """tensor [..., S/cp, ...] -> [..., S, ...] in natural order; the tensor itself without a group.
 
         Backward the incoming gradients are summed over cp and cut: the true derivative where every cp rank owns a loss.
         One all-gather, backward one reduce-scatter. Raises ValueError for parts of odd length.
@@ -91,7 +91,7 @@ def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:
-    """[.., S, ..] -> this cp rank's head-tail part [.., S/cp, ..]; the tensor itself for cp_size 1. No collective.
+    """[..., S, ...] -> this cp rank's head-tail part [..., S/cp, ...]; the tensor itself for cp_size 1. No collective.
 
     Raises ValueError where 2·cp does not divide S.
     """
@@ -101,19 +101,19 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
 def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
     """out[:, t] = x[:, t + 1] over the global sequence cut contiguously over cp, `fill` after its end.
 
-    x [B, S/cp, ..]. One all-gather of [B, 1, ..]; differentiable, gradients summed over cp.
+    x [B, S/cp, ...]. One all-gather of [B, 1, ...]; differentiable, gradients summed over cp.
     """
     end = torch.full_like(x[:, :1], fill)
     size, rank = group_size(cp_group), group_rank(cp_group)
     if size > 1:
-        firsts = gather_along(x[:, :1], 1, cp_group)  # [B, cp, ..]
+        firsts = gather_along(x[:, :1], 1, cp_group)  # [B, cp, ...]
         following = torch.cat([firsts[:, 1:], end], 1)
         end = following[:, rank : rank + 1]
     return torch.cat([x[:, 1:], end], 1)
 
 
 def shard_like(ids: Tensor, local_length: int, cp_group: Group) -> Tensor:
-    """Ids [B, S, ..] of whole rows, padded with −1 to cp·local_length and cut to this cp rank's part.
+    """Ids [B, S, ...] of whole rows, padded with −1 to cp·local_length and cut to this cp rank's part.
 
     Raises ValueError where the rows are longer than what the ranks hold, or 2·cp does not divide that.
     """

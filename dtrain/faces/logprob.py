@@ -41,7 +41,7 @@ def tile_buffer(logits: Tensor, rows: int) -> Tensor:
 
 
 class _LogprobAt(torch.autograd.Function):
-    """log p at ids [.., k] from logits [.., v]; see `logprob_at`."""
+    """log p at ids [..., k] from logits [..., v]; see `logprob_at`."""
 
     @staticmethod
     def forward(ctx, logits, ids, start, group, chunk_size, inference_only):
@@ -76,7 +76,7 @@ class _LogprobAt(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs):
         logits, local, is_mine, valid, share, dead = ctx.saved_tensors
-        upstream = torch.where(valid, grad_logprobs, 0).to(share.dtype)  # [.., k]
+        upstream = torch.where(valid, grad_logprobs, 0).to(share.dtype)  # [..., k]
         # d log p_k / dz_v = [v = k] − p_v; p over the whole vocabulary is the shard's own softmax times its share.
         scale = -(upstream.sum(-1) * share).unsqueeze(-1)
         upstream = upstream * is_mine
@@ -104,10 +104,10 @@ def logprob_at(
     chunk_size: int | None = None,
     inference_only: bool = False,
 ) -> Tensor:
-    """log softmax(logits over the whole vocabulary) at ids, [.., k] in max(float32, the logits' dtype).
+    """log softmax(logits over the whole vocabulary) at ids, [..., k] in max(float32, the logits' dtype).
 
-    logits [.., v]: this rank's ids [start, start + v) of a vocabulary cut over `group` (None: it is whole), v may be 0;
-    ids [.., k] global, the same on every rank. An id outside the vocabulary gives 0.0 and no gradient.
+    logits [..., v]: this rank's ids [start, start + v) of a vocabulary cut over `group` (None: it is whole), v may be 0;
+    ids [..., k] global, the same on every rank. An id outside the vocabulary gives 0.0 and no gradient.
     The values come back on every rank, bit for bit the same; the gradient is the shard's own, in the logits' dtype.
     Forward: one all-gather of 3 numbers per row (k > 1: of 2, and one all-reduce of k). Backward: none.
     chunk_size bounds the positions in memory at once; smaller tiles are taken where they are faster.

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from dtrain.faces.groups import allgather_cp_sharded_tensor, shard_like, shard_start
 from dtrain.faces.logprob import ChunkedDistributedLogprob, DistributedLogprob
 from dtrain.faces.sampling import ChunkedDistributedLogprobWithSampling, DistributedLogprobWithSampling
-from dtrain.losses.head_filtered import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from dtrain.losses.head import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.vocabulary import Group, group_size
 from dtrain.parallel.collectives import all_gather
 from dtrain.parallel.placement import chunk_bounds

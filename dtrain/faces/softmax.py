@@ -26,7 +26,7 @@ from dtrain.parallel.collectives import all_gather
 
 
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:
-    """A new tensor [.., v] in the compute dtype. One all-gather."""
+    """A new tensor [..., v] in the compute dtype. One all-gather."""
     dtype = compute_dtype(logits.dtype)
     logp = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     leading = logits.shape[:-1]
@@ -44,13 +44,13 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
 
 @torch.no_grad()
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """logits [.., V/tp] -> log p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
+    """logits [..., V/tp] -> log p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
     return _log_softmax(vocab_parallel_logits, group)
 
 
 @torch.no_grad()
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """logits [.., V/tp] -> p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
+    """logits [..., V/tp] -> p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
     return _log_softmax(vocab_parallel_logits, group).exp_()
 
 
@@ -71,7 +71,7 @@ class _VocabParallelLogSoftmax(torch.autograd.Function):
 
 
 def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: Group = None) -> Tensor:
-    """log softmax(logits / temperature) of this rank's ids: [.., V/tp] as the logits (a DTensor's local shard),
+    """log softmax(logits / temperature) of this rank's ids: [..., V/tp] as the logits (a DTensor's local shard),
     float32 (float64 from float64), differentiable.
 
     Without a group the plain one. Forward one all-gather of 3 numbers per row, backward one all-reduce of one.
@@ -188,12 +188,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _merge_cross(students: Stats, targets: Stats, crossed: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """H(p, q) over the whole vocabulary, and this rank's shares of q and of p, all [..]. One all-gather."""
+    """H(p, q) over the whole vocabulary, and this rank's shares of q and of p, all [...]. One all-gather."""
     if group_size(group) == 1:
         return -crossed, torch.ones_like(crossed), torch.ones_like(crossed)
     size, rank = group_size(group), group_rank(group)
     message = torch.stack([students.m, students.l, targets.m, targets.l, crossed])
-    gathered = all_gather(message[None], 0, group).view(size, *message.shape).transpose(0, 1)  # [5, n, ..]
+    gathered = all_gather(message[None], 0, group).view(size, *message.shape).transpose(0, 1)  # [5, n, ...]
     (_, log_students), (_, log_targets) = (merge(Stats(*gathered[i : i + 2].unbind())) for i in (0, 2))
     share = log_targets.exp()
     # log q of the whole is log q of the shard plus the shard's log share of q.

@@ -34,7 +34,7 @@ def make_cp_batch_for_te(
     `seq_lens_padding_value`; and whatever else the model reads.
 
     Out: input_ids, labels, position_ids, padding_mask (bool, True behind a sequence's own tokens, whatever fills them)
-    and every other tensor [B, S, ..] as [T, ..], or [num_chunks, T, ..] with the rows dealt out in order, T divided by
+    and every other tensor [B, S, ...] as [T, ...], or [num_chunks, T, ...] with the rows dealt out in order, T divided by
     cp; positions with coordinates as [R, 1, T]; cu_seqlens and cu_seqlens_padded int32 [N + 1], both the cumulative
     padded lengths of the whole sequences (chunks with fewer are filled up with the sentinel); max_seqlen, the longest
     padded length, int32 [] or [num_chunks]; qkv_format. What else there is, tensors of other shapes too, passes as it
@@ -84,7 +84,7 @@ def _shard_thd_chunk_for_te(
     """This cp rank's head and tail chunk of every sequence of a flat batch of T tokens, in the sequences' order: a new
     dict.
 
-    The sequences end at cu_seqlens_padded (or cu_seqlens). position_ids [.., T] and every other tensor [T, ..] are cut;
+    The sequences end at cu_seqlens_padded (or cu_seqlens). position_ids [..., T] and every other tensor [T, ...] are cut;
     the rest stays as it is. A padding_mask that is missing is where the ids are `padding_token_id`; embeddings have to
     bring one.
     """
@@ -150,8 +150,8 @@ def _places(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
-    """Some rows, one after the other: streams [T, ..] and cu_seqlens of the padded lengths. position_ids [B, .., S] as
-    [.., T]."""
+    """Some rows, one after the other: streams [T, ...] and cu_seqlens of the padded lengths. position_ids [B, .., S] as
+    [..., T]."""
     rows, width = streams["input_ids"].shape[:2]
     used = padded != sentinel
     filled = torch.where(used, padded, 0).sum(1)
@@ -174,7 +174,7 @@ def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentine
 
 
 def _stack(chunks: list[dict[str, Any]], sentinel: int) -> dict[str, Any]:
-    """Chunks as one batch: [num_chunks, ..], the ends of the shorter ones filled up with the sentinel."""
+    """Chunks as one batch: [num_chunks, ...], the ends of the shorter ones filled up with the sentinel."""
     stacked = dict(chunks[0])
     for name in chunks[0].keys() - {"qkv_format"}:
         parts = [chunk[name] for chunk in chunks]

@@ -60,7 +60,7 @@ def distributed_vocab_topk(
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
-    """logits [.., V/tp] (a DTensor's local shard) -> the global id of the largest logit [..], the lower of equal ones.
+    """logits [..., V/tp] (a DTensor's local shard) -> the global id of the largest logit [...], the lower of equal ones.
 
     Shards are cut as torch.chunk cuts. One all-gather of 2 numbers per row, two small exchanges. No gradient.
     """
@@ -101,7 +101,7 @@ def gather_logits_at_global_indices(
 
 
 class _LogitsAt(torch.autograd.Function):
-    """logits [.., v] at columns [.., k], 0 where not mine; gradients of equal columns are summed before they are
+    """logits [..., v] at columns [..., k], 0 where not mine; gradients of equal columns are summed before they are
     rounded.
     """
 

@@ -109,7 +109,7 @@ def make_cp_batch_and_ctx(
     dropped, `position_ids` made where missing, every stream padded on the right to a multiple of 2·cp and cut on entry;
     `position_ids` alone are whole again on exit. The streams are input_ids (or inputs_embeds [B, S, H]) padded with
     `padding_token_id` (embeddings with 0), labels and loss_mask, which join the batch where they are given here, every
-    other tensor [B, S, ..] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
+    other tensor [B, S, ...] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
     the dimension that is cut. Anything else stays as it is. A tensor that needs no padding is cut itself, the caller's
     own; one that requires grad is cut at once, as a new tensor with its gradient. Raises KeyError where ids or labels
     or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids.

@@ -66,13 +66,13 @@ if TYPE_CHECKING:
         without_truncated,
         zero_variance_groups,
     )
-    from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
-    from dtrain.losses.head_filtered import (
+    from dtrain.losses.head import (
+        HeadLogprobs,
         TrainingSamplingParams,
-        apply_top_k_top_p,
-        filtered_logprobs_from_hidden_states,
+        logprobs_from_hidden_states,
         need_top_k_or_top_p_filtering,
     )
+    from dtrain.losses.head_filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
     from dtrain.losses.head_kl import HeadInput, KlSums, forward_kl, kl_sum_from_hidden_states, mixed_kl, reverse_kl
     from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
     from dtrain.losses.hidden import weighted_logprob_sum
@@ -90,9 +90,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "losses.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
-    "losses.head": "HeadLogprobs logprobs_from_hidden_states",
-    "losses.head_filtered": "TrainingSamplingParams apply_top_k_top_p filtered_logprobs_from_hidden_states "
-    "need_top_k_or_top_p_filtering",
+    "losses.head": "HeadLogprobs TrainingSamplingParams logprobs_from_hidden_states need_top_k_or_top_p_filtering",
+    "losses.head_filtered": "apply_top_k_top_p filtered_logprobs_from_hidden_states",
     "losses.head_kl": "HeadInput KlSums forward_kl kl_sum_from_hidden_states mixed_kl reverse_kl",
     "losses.head_topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
     "losses.hidden": "weighted_logprob_sum",

@@ -2,7 +2,7 @@
 the table of them: how each is normalised, its options and their defaults.
 
 r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
-(ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[..]. A
+(ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[...]. A
 loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
 
 After the losses: the divergence from a reference, and what corrects for completions that π_old did not draw.

@@ -21,10 +21,10 @@ class Sequences(Protocol):
     lengths: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """Σ of values [.., n, S] over each sequence, [.., sequences], whole on every rank that has a part of it."""
+        """Σ of values [..., n, S] over each sequence, [..., sequences], whole on every rank that has a part of it."""
 
     def spread(self, values: Tensor) -> Tensor:
-        """values [.., sequences] -> [.., n, S]: at each token its sequence's."""
+        """values [..., sequences] -> [..., n, S]: at each token its sequence's."""
 
 
 class Rows:
