@@ -97,7 +97,6 @@ class _Head(Scaling):
     entropy: bool
     squares: bool
     tile: tuple[int, int] | None
-    inference_only: bool
 
     @property
     def fields(self) -> int:
@@ -143,8 +142,9 @@ def logprobs_from_hidden_states(
             has_target &= flat_targets < weight.shape[0]
         if not has_target.all():
             index = has_target.nonzero().squeeze(1)
-    inference_only = inference_only or not torch.is_grad_enabled()
-    head = _Head(temperature, softcap, shard or WHOLE, entropy, log_p2, tile, inference_only)
+    if inference_only:
+        flat, weight = flat.detach(), weight.detach()
+    head = _Head(temperature, softcap, shard or WHOLE, entropy, log_p2, tile)
     chosen = flat_targets if index is None else flat_targets.index_select(0, index)
     values = _HiddenLogprobs.apply(flat, weight, chosen, index, head)
 
@@ -182,16 +182,14 @@ class _HiddenLogprobs(torch.autograd.Function):
         entropy = None if stats.neg_entropy is None or not head.entropy else torch.where(valid, -stats.neg_entropy, 0)
         top1 = valid & (target_logit >= stats.m)
         log_p2 = None if stats.squares is None else torch.where(valid, stats.squares.log(), 0)
-        differentiable = () if head.inference_only else (logprobs, entropy)
-        outputs = (logprobs, entropy, top1, log_p2)
-        ctx.mark_non_differentiable(*(v for v in outputs if v is not None and not any(v is d for d in differentiable)))
-        if not head.inference_only:
-            ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(top1, *([] if log_p2 is None else [log_p2]))
+        ctx.set_materialize_grads(False)
+        if any(ctx.needs_input_grad):
             lse = torch.where(valid, stats.m + stats.l, 0)
             kept_entropy = None if entropy is None else entropy.clone()
             ctx.save_for_backward(hidden, weight, local, is_mine & valid, valid, index, lse, kept_entropy)
             ctx.head = head
-        return outputs
+        return logprobs, entropy, top1, log_p2
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _top1, _log_p2):

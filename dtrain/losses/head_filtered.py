@@ -63,9 +63,7 @@ def filtered_logprobs_from_hidden_states(
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         logits = logits / sampling.temperature
-        return SampledLogprob.apply(
-            logits[None], chosen[None], group, sampling.top_k, sampling.top_p, None, not torch.is_grad_enabled()
-        )[0]
+        return SampledLogprob.apply(logits[None], chosen[None], group, sampling.top_k, sampling.top_p)[0]
 
     parts = [
         checkpoint(of_chunk, rows[start : start + step], weight, chosen[start : start + step], use_reentrant=False)
@@ -166,14 +164,14 @@ class SampledLogprob(torch.autograd.Function):
     sequence at once) the logits are, and filtered again."""
 
     @staticmethod
-    def forward(ctx, logits, target, group, top_k, top_p, chunk_size, inference_only):
+    def forward(ctx, logits, target, group, top_k, top_p, chunk_size=None):
         exchange = Exchange(logits.shape[-1], group, logits.device)
         rule = _Rule(top_k, top_p, sum(exchange.columns))
         target = target.flatten()
         rows = logits.reshape(len(target), logits.shape[-1])
         step = len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1)
         logprobs = torch.zeros(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        saves = not inference_only and ctx.needs_input_grad[0]
+        saves = ctx.needs_input_grad[0]
         softmax = None
         for chunk, mine in exchange.chunks(len(rows), step):
             logp = rule.log_softmax(exchange.whole_rows(rows[chunk]))
@@ -182,16 +180,13 @@ class SampledLogprob(torch.autograd.Function):
                 softmax = logp.exp_()
         if exchange.size > 1:
             dist.all_reduce(logprobs, group=group)
-        value = logprobs.view(logits.shape[:-1])
-        if inference_only:
-            ctx.mark_non_differentiable(value)
-        elif saves:
+        if saves:
             # One local softmax, or with chunks the logits, which are filtered again.
             live = rule.valid(target) & (logprobs > -float("inf"))
             ctx.save_for_backward(logits if softmax is None else softmax, target, live)
             ctx.from_softmax, ctx.shape, ctx.dtype = softmax is not None, logits.shape, logits.dtype
             ctx.exchange, ctx.rule, ctx.step = exchange, rule, step
-        return value
+        return logprobs.view(logits.shape[:-1])
 
     @staticmethod
     def backward(ctx, upstream):
@@ -208,7 +203,7 @@ class SampledLogprob(torch.autograd.Function):
             fill_rows_(full, g.squeeze(1) == 0)
             full.scatter_add_(-1, torch.where(g == 0, 0, target[mine, None]), g)
             grad[chunk] = exchange.shards(full.to(ctx.dtype), chunk.stop - chunk.start)
-        return grad.view(ctx.shape), *[None] * 6
+        return grad.view(ctx.shape), *[None] * 5
 
 
 class _Rule:

@@ -114,7 +114,8 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
 
 
 def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Global ids as columns of a shard that begins at `start`, and whether they are there; column 0 where not."""
+    """Global ids [...] as columns [...] of a shard that begins at `start`, and whether they are there (bool [...]);
+    column 0 where not."""
     local = ids - start
     is_mine = (local >= 0) & (local < columns)
     return torch.where(is_mine, local, 0), is_mine
@@ -151,7 +152,7 @@ def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
 
 
 def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
-    """Σ p·values over the last dimension, a value of −inf at p = 0 counting as 0. Overwrites `values`."""
+    """Σ p·values [..., v] -> [...], a value of −inf at p = 0 counting as 0. Overwrites `values`."""
     products = values.mul_(p)
     total = products.sum(-1)
     if total.is_cuda or total.isnan().any():  # where a look costs no synchronisation, the common case skips a pass
