@@ -52,7 +52,8 @@ def create_context_parallel_ctx(
     cp_rotate_method: str | None = None,
 ) -> AbstractContextManager[None]:
     """A context inside which every buffer [..., S, ...] is this cp rank's part [..., S/cp, ...] of itself, in place and
-    head-tail along its dimension of `cp_seq_dims`; on exit all but `cp_no_restore_buffers` are whole again, exceptions included. No collective.
+    head-tail along its dimension of `cp_seq_dims`; on exit all but `cp_no_restore_buffers` are whole again, exceptions
+    included. No collective.
 
     It can be entered once. A buffer's tensor object changes its storage, so views made before keep the whole.
     cp_rotate_method: how keys travel, None | allgather | alltoall (or ring); the model's kernel decides that when it is
