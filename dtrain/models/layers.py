@@ -197,6 +197,7 @@ class CausalLM(ParallelModel):
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
+    kernel: Kernel
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig, decoder: Decoder):
@@ -213,6 +214,7 @@ class CausalLM(ParallelModel):
 
     def use_kernel(self, kernel: Kernel) -> None:
         """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        self.kernel = kernel
         for layer in self.model.layers:
             layer.self_attn.kernel = kernel
 
