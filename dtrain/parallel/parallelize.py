@@ -80,7 +80,7 @@ def _parallelize_model(
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
-    """This rank's plain part of a DTensor, sharing its storage; any other tensor as it is."""
+    """This rank's plain part [..] of a DTensor, sharing its storage; any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -21,12 +21,12 @@ def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds of `tensor`, sharing its storage. No collective."""
+    """The plain tensor [..] that this rank holds of `tensor`, sharing its storage. No collective."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """The global slice, one per dimension, that `local_tensor(tensor)` is; whole dimensions for a plain tensor.
+    """The global slice, one per dimension of [..], that `local_tensor(tensor)` is; all of it for a plain tensor.
 
     No collective. Raises ValueError for a Partial placement, which is no slice of anything.
     """
@@ -85,7 +85,8 @@ class LocalParameters(nn.Module):
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
     def local(self, name: str) -> Tensor:
-        """The plain tensor that this rank computes with: the parameter of that name, or what its view takes of it."""
+        """The plain tensor that this rank computes with: the parameter of that name, as of a weight [out, in], or what its
+        view takes of it, [out/tp, in] of a column-parallel one. No collective forward."""
         parameter = getattr(self, name)
         view = self.local_views.get(name)
         return parameter if view is None else view(parameter)

@@ -376,7 +376,7 @@ class Policy(Memory, WeightsOut):
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Host `values`, summed in place over the ranks that hold different samples. One all-reduce."""
+        """Host `values` [..], summed in place over the ranks that hold different samples. One all-reduce."""
         return self._summed(values, self.mesh.dp)
 
     def gather_over_dp(self, rows: Tensor) -> tuple[Tensor, int]:

@@ -141,7 +141,7 @@ class LogprobSource:
         return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
-        """A value that every cp rank computes alike from `by_document`, as this rank's share of it: what is summed over
+        """A value [..] that every cp rank computes alike from `by_document`, as this rank's share: what is summed over
         the ranks counts it once. Its gradient stays whole, for each rank sends it to its own tokens only."""
         if self._cp.size() == 1:
             return value
@@ -206,7 +206,7 @@ class Scorer:
 
     @torch.no_grad()
     def entropies(self, batch: Batch, sampling: TrainingSamplingParams) -> Tensor:
-        """As `logprobs`: the entropy where there is a label."""
+        """As `logprobs`: the entropy where there is a label, else 0, [B, S]."""
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
     def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:
