@@ -33,7 +33,8 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 
 
 def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A replicated tensor [..] into a region where each rank computes its part: nothing forward, all-reduce backward."""
+    """A replicated tensor [..] into a region where each rank computes its part: nothing forward, an all-reduce
+    backward."""
     return _Enter.apply(tensor, group)
 
 

@@ -72,8 +72,8 @@ def get_grad_norm(
 
 
 def clip_grads_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients in place by min(1, max_norm / norm), in their own dtype; norm: a scalar, as of `grad_norm`. No
-    collective, no host sync."""
+    """Scale the gradients in place by min(1, max_norm / norm), in their own dtype; norm: a scalar (`grad_norm`).
+    No collective, no host sync."""
     grads = [local_tensor(grad) for grad in _grads(parameters)]
     # torch's clip_grad_norm_ adds the same 1e-6.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -85,8 +85,8 @@ class LocalParameters(nn.Module):
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
     def local(self, name: str) -> Tensor:
-        """The plain tensor that this rank computes with: the parameter of that name, as of a weight [out, in], or what its
-        view takes of it, [out/tp, in] of a column-parallel one. No collective forward."""
+        """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
+        or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""
         parameter = getattr(self, name)
         view = self.local_views.get(name)
         return parameter if view is None else view(parameter)
