@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the names are those of _MODU
     from dtrain.losses.hidden import *  # noqa: F403
     from dtrain.losses.policy_core import *  # noqa: F403
     from dtrain.losses.policy_losses import *  # noqa: F403
-    from dtrain.losses.preference import *  # noqa: F403
+    from dtrain.losses.preference import *  # type: ignore[assignment]  # noqa: F403  # its LOSSES are no name of ours
     from dtrain.losses.vocabulary import *  # noqa: F403
 
 _MODULES = {
