@@ -6,7 +6,7 @@ divided by counts of the global batch, so that the sum over micro-batches and ov
 whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class PolicySpec:
     """
 
     name: str = "dapo"
-    clip: tuple[float, float] = (0.2, 0.2)
+    clip: Sequence[float] = (0.2, 0.2)
     beta: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 

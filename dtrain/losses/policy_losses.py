@@ -11,6 +11,7 @@ what corrects for completions that π_old did not draw.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -95,7 +96,7 @@ class Tokens:
     advantages: Tensor
     possible: Tensor  # the mask less the tokens with π = 0
     sequences: Sequences
-    clip: tuple[float, float]
+    clip: Sequence[float]
     correction: "Correction | None" = None
 
 
