@@ -13,30 +13,80 @@ Names are imported when they are used: the tables of options are read where no t
 from logits by layout, are in `dtrain.faces`.
 """
 
+# ruff: noqa: F401
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers and editors; the names are those of _MODULES
-    from dtrain.faces.distillation import *  # noqa: F403
-    from dtrain.faces.groups import *  # noqa: F403
-    from dtrain.faces.logprob import *  # noqa: F403
-    from dtrain.faces.next_token import *  # noqa: F403
-    from dtrain.faces.packed import *  # noqa: F403
-    from dtrain.faces.policy_loss import *  # noqa: F403
-    from dtrain.faces.sampling import *  # noqa: F403
-    from dtrain.faces.sequence_first import *  # noqa: F403
-    from dtrain.faces.softmax import *  # noqa: F403
-    from dtrain.faces.topk import *  # noqa: F403
-    from dtrain.losses.advantage import *  # noqa: F403
-    from dtrain.losses.head import *  # noqa: F403
-    from dtrain.losses.head_filtered import *  # noqa: F403
-    from dtrain.losses.head_kl import *  # noqa: F403
-    from dtrain.losses.head_topk import *  # noqa: F403
-    from dtrain.losses.hidden import *  # noqa: F403
-    from dtrain.losses.policy_core import *  # noqa: F403
-    from dtrain.losses.policy_losses import *  # noqa: F403
-    from dtrain.losses.preference import *  # type: ignore[assignment]  # noqa: F403  # its LOSSES are no name of ours
-    from dtrain.losses.vocabulary import *  # noqa: F403
+if TYPE_CHECKING:
+    from dtrain.faces.distillation import get_distillation_topk_logprobs_from_logits
+    from dtrain.faces.groups import (
+        AllGatherCPTensor,
+        _get_tokens_on_this_cp_rank,
+        allgather_cp_sharded_tensor,
+        cp_shift_next,
+        group_all_reduce_sum,
+        group_all_reduce_sum_with_grad,
+    )
+    from dtrain.faces.logprob import ChunkedDistributedGatherLogprob, ChunkedDistributedLogprob, DistributedLogprob
+    from dtrain.faces.next_token import (
+        dtensor_from_parallel_logits_to_logprobs,
+        from_parallel_logits_to_logprobs,
+        get_logprobs_from_vocab_parallel_logits,
+        get_next_token_logprobs_from_logits,
+    )
+    from dtrain.faces.packed import from_parallel_logits_to_logprobs_packed_sequences
+    from dtrain.faces.policy_loss import policy_loss
+    from dtrain.faces.sampling import (
+        ChunkedDistributedLogprobWithSampling,
+        DistributedLogprobWithSampling,
+        all_to_all_sq2vp,
+        all_to_all_vp2sq,
+    )
+    from dtrain.faces.sequence_first import (
+        ChunkedDistributedHiddenStatesToLogprobs,
+        from_parallel_hidden_states_to_logprobs,
+    )
+    from dtrain.faces.softmax import (
+        ChunkedDistributedEntropy,
+        DistributedCrossEntropy,
+        _compute_distributed_log_softmax,
+        _compute_distributed_softmax,
+        vocab_parallel_log_softmax,
+    )
+    from dtrain.faces.topk import (
+        distributed_vocab_topk,
+        gather_logits_at_global_indices,
+        vocab_parallel_argmax,
+        vocab_parallel_gather_columns,
+    )
+    from dtrain.losses.advantage import (
+        advantages,
+        decoupled_advantages,
+        soft_overlong_penalty,
+        without_truncated,
+        zero_variance_groups,
+    )
+    from dtrain.losses.head import (
+        HeadLogprobs,
+        TrainingSamplingParams,
+        logprobs_from_hidden_states,
+        need_top_k_or_top_p_filtering,
+    )
+    from dtrain.losses.head_filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
+    from dtrain.losses.head_kl import HeadInput, KlSums, forward_kl, kl_sum_from_hidden_states, mixed_kl, reverse_kl
+    from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
+    from dtrain.losses.hidden import weighted_logprob_sum
+    from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+    from dtrain.losses.policy_losses import Documents, Rows
+    from dtrain.losses.preference import (
+        combined_preference_loss,
+        length_desensitised_weights,
+        preference_loss,
+        preference_rewards,
+        preference_weights,
+        running_mean,
+    )
+    from dtrain.losses.vocabulary import VocabShard
 
 _MODULES = {
     "losses.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
