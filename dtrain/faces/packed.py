@@ -53,7 +53,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     else:
         following = _next_in_sequence(target.flatten(), ends)
         if size > 1:
-            following = following[_held(ends, tokens, group_rank(cp_group), size)]
+            following = following[held_positions(ends, tokens, group_rank(cp_group), size)]
     logprobs = logprobs_of_targets(
         vocab_parallel_logits,
         following[None],
@@ -66,7 +66,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     ).squeeze(0)  # [T/cp]
     if size > 1:
         logprobs = gather_along(logprobs, 0, cp_group)  # [T], rank after rank
-        held = torch.cat([_held(ends, tokens, rank, size) for rank in range(size)])
+        held = torch.cat([held_positions(ends, tokens, rank, size) for rank in range(size)])
         places = torch.empty_like(held).scatter_(0, held, torch.arange(tokens, device=held.device))
         logprobs = logprobs.index_select(0, places)
     offsets = torch.arange(unpacked_seqlen - 1, device=ends.device)
@@ -88,22 +88,23 @@ def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
         torch._assert_async(even, f"a packed length is no multiple of {2 * cp_size}, 2·cp; nothing is dropped")
 
 
-def _sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
-    """The sequence that each position of the packed order lies in."""
+def sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
+    """The sequence [n] that each of `positions` [n] lies in; ends [N + 1]: the first is 0."""
     return torch.searchsorted(ends[1:].contiguous(), positions, right=True)
 
 
 def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:
     """[T] -> the token after each in its own sequence, NO_TARGET at its end."""
     positions = torch.arange(len(target), device=target.device)
-    last = positions + 1 == ends[1:][_sequence_of(positions, ends)]
+    last = positions + 1 == ends[1:][sequence_of(positions, ends)]
     return torch.where(last, NO_TARGET, target.roll(-1))
 
 
-def _held(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
-    """The packed positions that a cp rank holds, in its order, [tokens / size]."""
+def held_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
+    """The packed positions [tokens / size] that a cp rank holds of sequences ending at `ends` [N + 1], in its order:
+    rising, the head and the tail chunk of each."""
     places = torch.arange(tokens // size, device=ends.device)
-    sequence = _sequence_of(places, torch.div(ends, size, rounding_mode="floor"))
+    sequence = sequence_of(places, torch.div(ends, size, rounding_mode="floor"))
     start, end = ends[sequence], ends[sequence + 1]
     chunk = torch.div(end - start, 2 * size, rounding_mode="floor")
     offset = places - torch.div(start, size, rounding_mode="floor")

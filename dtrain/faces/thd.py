@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.parallel.layout import chunks_of, mesh_rank
+from dtrain.faces.packed import held_positions, sequence_of
+from dtrain.parallel.layout import mesh_rank
 
 CONSUMED = ("seq_lens", "seq_lens_padded", "attention_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 
@@ -136,16 +137,13 @@ def _held_tokens(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
             pass
         else:
             return transformer_engine_torch.thd_get_partitioned_indices(ends, total, size, rank).to(torch.int64)
-    offsets, sequence = _places(ends.to(torch.int64), total)
-    chunk = offsets // (lengths // (2 * size))[sequence]
-    head, tail = chunks_of(rank, size)
-    return ((chunk == head) | (chunk == tail)).nonzero().squeeze(1)
+    return held_positions(ends.to(torch.int64), total, rank, size)
 
 
 def _places(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """For each of `total` flat tokens, its offset in its sequence and which sequence that is, both [T] int64."""
     positions = torch.arange(total, device=ends.device)
-    sequence = torch.searchsorted(ends[1:].contiguous(), positions, right=True)
+    sequence = sequence_of(positions, ends)
     return positions - ends[sequence], sequence
 
 

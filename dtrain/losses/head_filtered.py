@@ -211,7 +211,6 @@ class _Rule:
 
     def __init__(self, top_k: int | None, top_p: float, vocabulary: int):
         self.top_k, self.top_p, self.vocabulary = top_k, top_p, vocabulary
-        self.filters = need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k, top_p))
 
     def valid(self, target: Tensor) -> Tensor:
         return (target >= 0) & (target < self.vocabulary)
@@ -220,11 +219,9 @@ class _Rule:
         """[n, V] -> log p over the tokens that stay, −inf for the others."""
         logp = torch.empty(logits.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
         for start in range(0, len(logits), ROWS_PER_SORT):
-            block = logits[start : start + ROWS_PER_SORT]
-            if self.filters:
-                mask = kept(block, self.top_k, self.top_p)
-                block = block.masked_fill(~mask, -float("inf"))
-            torch.log_softmax(block, -1, dtype=logp.dtype, out=logp[start : start + ROWS_PER_SORT])
+            rows = slice(start, start + ROWS_PER_SORT)
+            left, _ = apply_top_k_top_p(logits[rows], self.top_k, self.top_p)
+            torch.log_softmax(left, -1, dtype=logp.dtype, out=logp[rows])
         return logp
 
     def at_target(self, logp: Tensor, target: Tensor) -> Tensor:

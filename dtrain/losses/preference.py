@@ -11,7 +11,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE
 from dtrain.losses import pair_losses
 from dtrain.losses.pair_losses import Pairs
-from dtrain.losses.preference_options import DIVERGENCE, LOSSES, OFF, RANGES, PreferenceLoss
+from dtrain.losses.preference_options import DIVERGENCE, LOSSES, OFF, RANGES
 from dtrain.ranges import NUMBER, hint, nearest
 
 
@@ -40,14 +40,18 @@ def preference_loss(
     and that is not switched off, missing lengths, half a reference, another divergence than reverse_kl without a
     reference, and tensors of unequal shapes.
     """
-    loss = _known(name)
-    given = {"label_smoothing": label_smoothing, **options}
-    _check_options(name, loss, beta, given)
-    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
-    divergence = {key: given[key] for key in DIVERGENCE if key in given}
-    pairs = _pairs(loss, name, logps, (chosen_lengths, rejected_lengths), divergence)
-    own = {key: given.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
-    return getattr(pair_losses, loss.function)(pairs, beta=beta, **own)
+    return combined_preference_loss(
+        name,
+        chosen_logps,
+        rejected_logps,
+        ref_chosen_logps,
+        ref_rejected_logps,
+        beta=beta,
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+        label_smoothing=label_smoothing,
+        **options,
+    )
 
 
 def combined_preference_loss(
@@ -72,29 +76,17 @@ def combined_preference_loss(
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     if not names or len(weights) != len(names):
         raise ValueError(f"loss_weights: {len(weights)} weights for {len(names)} losses; one each is needed")
-    known = [_known(name) for name in names]
-    in_use = {key: value for key, value in options.items() if key not in OFF or value != OFF[key]}
-    read = frozenset[str]().union(*(loss.options for loss in known))
-    for key in in_use:
-        if key not in read:
-            raise ValueError(_unread(key, " + ".join(names), read))
-    without = [name for name, loss in zip(names, known, strict=True) if not loss.f_divergence]
-    if "f_divergence" in in_use and without:
-        raise ValueError(_unread("f_divergence", without[0], LOSSES[without[0]].options))
-    total = torch.zeros((), dtype=_dtype(chosen_logps), device=chosen_logps.device)
-    for name, loss, weight in zip(names, known, weights, strict=True):
-        own = {key: value for key, value in in_use.items() if key in loss.options}
-        total = total + weight * preference_loss(
-            name,
-            chosen_logps,
-            rejected_logps,
-            ref_chosen_logps,
-            ref_rejected_logps,
-            beta=beta,
-            chosen_lengths=chosen_lengths,
-            rejected_lengths=rejected_lengths,
-            **own,
-        )
+    for name in names:
+        if name not in LOSSES:
+            raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
+    losses = [LOSSES[name] for name in names]
+    _check_options(names, {"beta": beta, **options})
+    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
+    pairs = _pairs(names, logps, (chosen_lengths, rejected_lengths), options)
+    total = torch.zeros((), dtype=pairs.chosen.dtype, device=chosen_logps.device)
+    for loss, weight in zip(losses, weights, strict=True):
+        own = {key: options.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
+        total = total + weight * getattr(pair_losses, loss.function)(pairs, beta=beta, **own)
     return total
 
 
@@ -191,12 +183,6 @@ def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: 
     return weights.view(labels.shape)
 
 
-def _known(name: str) -> PreferenceLoss:
-    if name not in LOSSES:
-        raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
-    return LOSSES[name]
-
-
 def _unread(option: str, name: str, known: Iterable[str]) -> str:
     if option in RANGES:
         return f"{option} is not read by {name}; it reads beta{''.join(f', {key}' for key in sorted(known))}"
@@ -204,39 +190,44 @@ def _unread(option: str, name: str, known: Iterable[str]) -> str:
     return f"{option} is no option of {name}{f'; did you mean {near}?' if near else ''}"
 
 
-def _check_options(name: str, loss: PreferenceLoss, beta: float, options: Mapping[str, Any]) -> None:
-    for key, value in {"beta": beta, **options}.items():
-        is_off = key in OFF and value == OFF[key]
-        if key not in loss.options and key != "beta" and not is_off:
-            raise ValueError(_unread(key, name, loss.options))
+def _check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
+    in_use = {key: value for key, value in options.items() if key not in OFF or value != OFF[key]}
+    read = frozenset({"beta"}).union(*(LOSSES[name].options for name in names))
+    for key, value in options.items():
+        if key in in_use and key not in read:
+            raise ValueError(_unread(key, " + ".join(names), read - {"beta"}))
         good, words = RANGES.get(key, NUMBER)
         if not isinstance(value, Tensor) and not good(value):
             raise ValueError(f"{key}={value!r}: {words}")
-    if name == "exo_pair" and options["label_smoothing"] == 0:
+    for name in names:
+        if "f_divergence" in in_use and not LOSSES[name].f_divergence:
+            raise ValueError(_unread("f_divergence", name, LOSSES[name].options))
+    if "exo_pair" in names and "label_smoothing" not in in_use:
         raise ValueError("label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
     if "f_alpha_divergence_coef" in options and options.get("f_divergence") != "alpha_divergence":
         raise ValueError("f_alpha_divergence_coef is read only with f_divergence=alpha_divergence")
 
 
 def _pairs(
-    loss: PreferenceLoss,
-    name: str,
+    names: Sequence[str],
     logps: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     lengths: tuple[Tensor | None, Tensor | None],
-    divergence: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> Pairs:
     chosen, rejected, ref_chosen, ref_rejected = logps
+    divergence = {key: options.get(key, default) for key, default in DIVERGENCE.items()}
     if (ref_chosen is None) != (ref_rejected is None):
         missing = "ref_chosen_logps" if ref_chosen is None else "ref_rejected_logps"
         raise ValueError(f"{missing} is missing: the reference is given for both completions or for none")
-    if ref_chosen is None and divergence.get("f_divergence", "reverse_kl") != "reverse_kl":
+    if ref_chosen is None and divergence["f_divergence"] != "reverse_kl":
         raise ValueError(f"f_divergence={divergence['f_divergence']}: there is no reference to diverge from")
-    if loss.needs_lengths and any(length is None for length in lengths):
-        raise ValueError(f"{name} is a loss per token: it needs chosen_lengths and rejected_lengths")
+    for name in names:
+        if LOSSES[name].needs_lengths and any(length is None for length in lengths):
+            raise ValueError(f"{name} is a loss per token: it needs chosen_lengths and rejected_lengths")
     shapes = [tuple(tensor.shape) for tensor in (*logps, *lengths) if tensor is not None]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ValueError(f"log-probabilities and lengths are one number per pair, [B] each; their shapes are {shapes}")
-    dtype = _dtype(chosen)
+    dtype = torch.promote_types(chosen.dtype, torch.float32)
     ref_chosen, ref_rejected = (torch.zeros_like(chosen) if one is None else one.to(chosen.device) for one in logps[2:])
     chosen_lengths, rejected_lengths = (torch.ones_like(chosen) if one is None else one for one in lengths)
     return Pairs(
@@ -246,9 +237,5 @@ def _pairs(
         ref_rejected.to(dtype),
         chosen_lengths,
         rejected_lengths,
-        **{**DIVERGENCE, **divergence},
+        **divergence,
     )
-
-
-def _dtype(logps: Tensor) -> torch.dtype:
-    return torch.promote_types(logps.dtype, torch.float32)

@@ -3,7 +3,7 @@ terminal shows of it: a line of measures, and some completions.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -110,7 +110,7 @@ class Collector:
             taken = list(islice(placements, wanted - len(self._teaching(groups))))
             if not taken:
                 break
-            asked = list(self._asked(taken, at))
+            asked = self.asked(self.rows, taken, self.rows.rows_before(at))
             last = taken[-1]
             at = last.after
             samples = self._draw(asked, self._requests(asked), version, self.ask_stop)
@@ -121,7 +121,8 @@ class Collector:
         if last is None:
             return None
         following = list(islice(self.rows.placements(last.after), wanted))
-        self.engine.expect(self._requests(list(self._asked(following, last.after))), version)
+        expected = self.asked(self.rows, following, self.rows.rows_before(last.after))
+        self.engine.expect(self._requests(expected), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
         if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             teaching = self._teaching(groups)
@@ -143,9 +144,6 @@ class Collector:
             ((ids, _),) = rows.samples[sample]
             found.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
         return found
-
-    def _asked(self, placements: Sequence[Placement], cursor: Cursor) -> Iterator[PromptRow]:
-        yield from self.asked(self.rows, placements, self.rows.rows_before(cursor))
 
     def _teaching(self, groups: PromptGroups) -> list[int]:
         """The groups whose rewards differ; all of them where that does not matter."""

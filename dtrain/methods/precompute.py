@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
@@ -19,6 +18,7 @@ from dtrain.checkpoint.identity import digest
 from dtrain.data import Rows
 from dtrain.data.packing import pack
 from dtrain.losses.preference import length_desensitised_weights
+from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Batching, Policy
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make
@@ -43,7 +43,8 @@ def reference_table(
     its reference where that is needed. Collective."""
     shape = (len(rows.samples), 2)
     kept = _kept(file, 16 * shape[0])
-    if _everywhere(kept is not None):
+    everywhere = all(Ranks().every(lambda: kept is not None))
+    if kept is not None and everywhere:
         return torch.frombuffer(kept, dtype=torch.float64).view(shape)
     if policy.reference is None:
         reference()
@@ -102,11 +103,3 @@ def _score(
     sums = sum_by_document(logprobs, ids, documents(batch))
     order = torch.tensor([index for members in mine for index in members], dtype=torch.int64)
     table[order] = sums.view(-1, 2)
-
-
-def _everywhere(flag: bool) -> bool:
-    """Whether it holds on every rank."""
-    agreed = torch.tensor([int(flag)])
-    if dist.get_world_size() > 1:
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
