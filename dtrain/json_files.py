@@ -3,6 +3,7 @@
 The only reader of such text: every file of a model, a checkpoint or a data set goes through it. Imports no torch.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ DEPTH = 100  # levels; what walks a value later may recurse
 PARTS = 100_000_000  # entries of all lists and objects together
 SMALL, LARGE, OWN = 1 << 24, 1 << 27, 1 << 33  # bytes: of a configuration, a vocabulary, a file of dtrain's own
 _NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+
+
+def digest(*parts: Any) -> str:
+    """The SHA-256 of values that JSON can write, in hex."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def kind_of(value: Any) -> str:
@@ -87,8 +93,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name {twice[:80]!r} stands twice in one object; keep one of them")
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name[:80]!r} stands twice in one object; keep one of them")
+            seen.add(name)
     return found
 
 

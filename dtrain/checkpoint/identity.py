@@ -5,26 +5,20 @@ its share, in several threads. A machine with copies of its own reads these, and
 """
 
 import hashlib
-import json
 import socket
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.json_files import digest
 from dtrain.parallel.ranks import Ranks
 
 CHUNK = 64 << 20
 BLOCK = 1 << 16
 THREADS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def digest(*parts: Any) -> str:
-    """Of values that JSON can write."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None = None) -> list[str]:

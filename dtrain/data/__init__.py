@@ -27,7 +27,6 @@ _HOMES = {
     "Batches": "loader",
     "GlobalBatch": "loader",
     "open_rows": "sources",
-    "open_samples": "sources",
 }
 __all__ = list(_HOMES)
 

@@ -17,7 +17,7 @@ from dtrain.json_files import kind_of, loads
 IGNORE = -100  # a label without loss, as everywhere in the field
 
 # The keys by which a format is known; the first that a row has all of is its format.
-FORMATS = {
+FORMATS: dict[str, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -27,12 +27,12 @@ FORMATS = {
     "text": ("text",),
 }
 # The same for methods that train on pairs.
-PAIR_FORMATS = {
+PAIR_FORMATS: dict[str, tuple[str, ...]] = {
     "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids"),
     "preference": ("chosen", "rejected"),
 }
 # The same for methods that train on what the model answers to prompts.
-PROMPT_FORMATS = {
+PROMPT_FORMATS: dict[str, tuple[str, ...]] = {
     "tokenized": ("prompt_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
