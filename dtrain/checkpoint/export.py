@@ -35,14 +35,14 @@ def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str
     source, out = Path(source), Path(out)
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
-    wanted = _DTYPES.get(dtype)
+    wanted = _DTYPES[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
     ranks, held = Ranks(alone=True), None
     if (source / CONFIG).is_file() and WeightFiles.exist(source):
         layout, said = layout_of(source), f"weights of {source}"
-        model = _model(layout)
-        entries = _stored_entries(model, layout, wanted)
+        model, files = _model(layout), WeightFiles(source)
+        entries = [layout.entry(files, name, wanted) for name in check_fit(model, files).values()]
     else:
         store, step = locate(source, ranks)
         run = store.directory.absolute().parent
@@ -60,11 +60,6 @@ def _model(layout: Layout) -> nn.Module:
     from dtrain import models
 
     return models.build(models.read_config(layout.source), device="meta")
-
-
-def _stored_entries(model: nn.Module, layout: Layout, dtype: torch.dtype | None) -> list[Entry]:
-    sources = check_fit(model, layout.files)
-    return [layout.entry(sources[name], dtype) for name in sources]
 
 
 def _saved_entries(
@@ -123,10 +118,9 @@ def _model_path(run: Path) -> tuple[Path | None, bool]:
     try:
         check_shape(yaml.load(text, Loader=yaml.BaseLoader), _RECIPE_PARTS)
         recipe = OmegaConf.create(text)
-        init = OmegaConf.select(recipe, "model.init", throw_on_resolution_failure=False)
-        path = OmegaConf.select(
-            recipe, "model.path", throw_on_resolution_failure=False
-        )  # of an environment that is gone
+        init, path = (  # of an environment that is gone, perhaps
+            OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in ("model.init", "model.path")
+        )
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{run / 'config.yaml'}: {str(error) or 'it is nested too deep'}") from error
     return Path(path) if path and isinstance(path, str) else None, init == "scratch"

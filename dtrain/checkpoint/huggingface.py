@@ -1,7 +1,9 @@
 """Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
 
 import re
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
@@ -65,12 +67,15 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
     """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
-    return list(dict.fromkeys(candidate for name in names for candidate in model.checkpoint_names(name)))
+    # nn.Module's stub has a Tensor or a Module for every attribute.
+    found = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
+    return list(dict.fromkeys(chain.from_iterable(found)))
 
 
 def passed_over(model: nn.Module, name: str) -> bool:
     """Whether a tensor of the files is known to be none of the model's."""
-    return any(re.fullmatch(pattern, name) for pattern in model.ignored_checkpoint_names)
+    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _head_hint(name: str) -> str:

@@ -122,24 +122,21 @@ class Layout:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
         if self.files is None or not has_untrained_parts(self.config):
             return []
-        names = [name for name in self.files.stored if passed_over(model, name)]
-        unreadable = [name for name in names if self.files.stored[name].dtype is None]
-        if unreadable:
-            raise UserError(
-                f"{self.source}: {unreadable[0]} is {self.files.stored[unreadable[0]].kind}, which dtrain does not copy"
-            )
-        return [self.entry(name) for name in names]
+        return [self.entry(self.files, name) for name in self.files.stored if passed_over(model, name)]
 
-    def entry(self, name: str, dtype: torch.dtype | None = None) -> Entry:
-        """The source's own tensor `name`, to be written in `dtype` or its own."""
-        stored = self.files.stored[name]
+    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
+        """The tensor `name` of `files`, to be written in `dtype` or its own."""
+        stored = files.stored[name]
+        own = stored.dtype
+        if own is None:
+            raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
 
         def read() -> Tensor:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype)
-            self.files.copy_into(tensor, name)
+            tensor = torch.empty(stored.shape, dtype=own)
+            files.copy_into(tensor, name)
             return tensor
 
-        return Entry(name, stored.shape, dtype or stored.dtype, read)
+        return Entry(name, stored.shape, dtype or own, read)
 
 
 def layout_of(source: Path) -> Layout:
@@ -150,15 +147,14 @@ def layout_of(source: Path) -> Layout:
 
 
 def _model_entry(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Entry:
-    sharded = isinstance(tensor, DTensor)
     written = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def read() -> Tensor:
         # Cast before the gather: half the bytes travel where the file is in half precision.
         cast = tensor.detach().to(written)
-        return cast.full_tensor() if sharded else cast
+        return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
-    return Entry(name, tuple(tensor.shape), written, read, collective=sharded)
+    return Entry(name, tuple(tensor.shape), written, read, collective=isinstance(tensor, DTensor))
 
 
 def write_entries(
@@ -222,20 +218,16 @@ def _begin(out: Path, partial: Path, replace: bool) -> None:
 
 def _write_side_by_side(shards: list[list[Entry]], names: list[str], directory: Path, ranks: Ranks) -> None:
     """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
-    mine = ranks.rank if ranks.rank < len(shards) else None
-    file = _SafetensorsFile(directory / names[mine], shards[mine]) if mine is not None else None
+    mine = shards[ranks.rank] if ranks.rank < len(shards) else []
+    file = _SafetensorsFile(directory / names[ranks.rank], mine) if mine else None
     for position in range(max(map(len, shards))):
         kept = None
         for writer, shard in enumerate(shards):
-            if position >= len(shard):
-                continue
-            if shard[position].collective:
+            if position < len(shard) and shard[position].collective:
                 tensor = shard[position].read()
-                kept = tensor if writer == mine else kept
-            elif writer == mine:
-                kept = file.attempt(shard[position].read)
-        if kept is not None:
-            file.add(shards[mine][position], kept)
+                kept = tensor if writer == ranks.rank else kept
+        if file is not None and position < len(mine):
+            file.add(mine[position], kept)
     ranks.every(file.close if file is not None else lambda: None)
 
 
@@ -245,7 +237,7 @@ class _SafetensorsFile:
 
     def __init__(self, path: Path, entries: list[Entry]):
         self.path = path
-        self.failure: OSError | UserError | None = None
+        self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
         header: dict = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -257,7 +249,11 @@ class _SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self._write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, entry: Entry, tensor: Tensor) -> None:
+    def add(self, entry: Entry, tensor: Tensor | None) -> None:
+        """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
+        tensor = self._attempt(entry.read) if tensor is None else tensor
+        if tensor is None:
+            return
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:
             raise ValueError(f"{entry.name} is {tuple(tensor.shape)}, announced as {entry.shape}")
@@ -268,31 +264,28 @@ class _SafetensorsFile:
         """Sync and close; raises the first error that the disk gave."""
         if self._stream is not None:
             with self._stream as stream:
-                if self.failure is None:
-                    stream.flush()
+                if self._failure is None:
                     os.fsync(stream.fileno())
-        if self.failure is not None:
-            raise UserError(f"{self.path}: {in_words(self.failure)}") from self.failure
+        if self._failure is not None:
+            raise UserError(f"{self.path}: {in_words(self._failure)}") from self._failure
 
-    def attempt(self, act: Callable[[], T]) -> T | None:
+    def _attempt(self, act: Callable[[], T]) -> T | None:
         """The result of `act`; None after a failure, of `act` or before."""
-        if self.failure is None:
+        if self._failure is None:
             try:
                 return act()
             except (OSError, UserError) as error:
-                self.failure = error
+                self._failure = error
         return None
 
     def _write(self, data) -> None:
-        if self._stream is None:
-            self._stream = self.attempt(lambda: self.path.open("wb", buffering=0))
-        self.attempt(lambda: _write_all(self._stream, memoryview(data).cast("B")))
+        def write() -> None:
+            self._stream = self._stream or self.path.open("wb", buffering=0)
+            view = memoryview(data).cast("B")
+            while view:  # the system may take less than it is given, 2 GiB at most
+                view = view[self._stream.write(view) :]
 
-
-def _write_all(stream: IO[bytes], view: memoryview) -> None:
-    # The system may take less than it is given, 2 GiB at most.
-    while view:
-        view = view[stream.write(view) :]
+        self._attempt(write)
 
 
 def _finish(

@@ -6,13 +6,13 @@ rejected completion says is in preferences.py, what a prompt says in prompts.py.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.json_files import kind_of, loads
+from dtrain.ranges import nearest
 
 IGNORE = -100  # a label without loss, as everywhere in the field
 
@@ -221,7 +221,7 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(role, str):
         raise UserError(f"{key} has no role; give it one of {', '.join(ROLES)}")
     if role not in ROLES:
-        near = ROLE_HINTS.get(role.lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, 1)), None)
+        near = ROLE_HINTS.get(role.lower()) or nearest(role.lower(), ROLES)
         raise UserError(
             f"{key}.role is {role!r}, which is no known role"
             + (f"; did you mean {near!r}?" if near else "")
