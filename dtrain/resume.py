@@ -218,7 +218,8 @@ def contents(
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """What a save after `step` holds: tensors, the state that is the same on every rank, and this rank's own.
 
-    tensors: [any shape], as the policy and the method have them. cursor: the next row. known: the recipe, and what tells the run from others. measured: the step's metrics.
+    tensors: [any shape], those of the policy and of the method. cursor: the next row. known: the recipe, and what tells
+    the run from others. measured: the step's metrics.
     """
     state = {
         "step": step,
