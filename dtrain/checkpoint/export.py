@@ -1,7 +1,7 @@
 """From a run or one of its checkpoints to a Hugging Face directory, on one process, tensor by tensor."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -38,7 +38,7 @@ def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str
     wanted = _DTYPES[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
-    ranks, held = Ranks(alone=True), None
+    ranks = Ranks(alone=True)
     if (source / CONFIG).is_file() and WeightFiles.exist(source):
         layout, said = layout_of(source), f"weights of {source}"
         model, files = _model(layout), WeightFiles(source)
@@ -46,11 +46,11 @@ def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str
     else:
         store, step = locate(source, ranks)
         run = store.directory.absolute().parent
-        layout, said = _run_layout(run), f"step {step} of {run}"
         held = {"step": step, "save": store.read_state(step).get("save")}
+        layout, said = _run_layout(run, held), f"step {step} of {run}"
         model = _model(layout)
         entries = _saved_entries(model, store, step, layout, wanted)
-    write_entries(entries, layout.copied(model), layout, out, held=held, ranks=ranks)
+    write_entries(model, entries, layout, out, ranks=ranks)
     return said
 
 
@@ -65,9 +65,7 @@ def _model(layout: Layout) -> nn.Module:
 def _saved_entries(
     model: nn.Module, store: CheckpointStore, step: int, layout: Layout, dtype: torch.dtype | None
 ) -> list[Entry]:
-    fill = store.opened(step)
-    saved = store.tensors(step)
-    tensors = model_tensors(model)
+    fill, saved, tensors = store.opened(step), store.tensors(step), model_tensors(model)
     names = {names[0]: layout.name(model, names) for names in aliases(model).values()}
     entries = []
     for key, (shape, kept) in saved.items():
@@ -78,22 +76,19 @@ def _saved_entries(
             raise UserError(
                 f"{store.path(step)} has {name} of {list(shape)}, which the model of its run's config.json lacks"
             )
-        entries.append(Entry(names.pop(name), shape, dtype or kept, _reader_of_store(fill, key, shape, kept)))
+
+        def read(key: str = key, shape: tuple[int, ...] = shape, kept: torch.dtype = kept) -> Tensor:
+            tensor = torch.empty(shape, dtype=kept)
+            fill({key: tensor})
+            return tensor
+
+        entries.append(Entry(names.pop(name), shape, dtype or kept, read))
     if names:
         raise UserError(f"{store.path(step)} lacks {len(names)} tensors of its model, the first {next(iter(names))}")
     return entries
 
 
-def _reader_of_store(fill: Callable, key: str, shape: tuple[int, ...], dtype: torch.dtype):
-    def read() -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        fill({key: tensor})
-        return tensor
-
-    return read
-
-
-def _run_layout(run: Path) -> Layout:
+def _run_layout(run: Path, held: dict[str, Any]) -> Layout:
     """Small files from the run's own copy; weights that are copied through from the model that it started from."""
     path, scratch = _model_path(run)
     own = run / "model"
@@ -107,7 +102,7 @@ def _run_layout(run: Path) -> Layout:
             f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "
             f"model.path, and {path} has no weights: put them there again"
         )
-    return Layout(source, config, files, has_untrained_parts(config) and files is None)
+    return Layout(source, config, files, held=held)
 
 
 def _model_path(run: Path) -> tuple[Path | None, bool]:

@@ -77,32 +77,31 @@ def checksum(path: Path) -> Record:
 def write_new(path: Path, text: str) -> Record:
     """Write `text` to `path`, synced to disk. For files in a directory not yet published."""
     content = text.encode()
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    _write(path, content)
     return Record(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
 
 
 def replace_text(path: Path, text: str) -> None:
     """Put `text` at `path` in one step: a reader, or a kill, finds the old file or the new one."""
+    replace(path, text.encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """As `replace_text`."""
     beside = path.with_name(f".{path.name}.new")
-    write_new(beside, text)
+    _write(beside, content)
     beside.replace(path)
-    sync_directory(path.parent)
+    _sync_directory(path.parent)
 
 
-def replace_by_copy(source: Path, target: Path) -> None:
-    """Put a copy of `source` at `target` in one step, synced to disk."""
-    beside = target.with_name(f".{target.name}.new")
-    with source.open("rb") as reading, beside.open("wb") as writing:
-        shutil.copyfileobj(reading, writing)
-        writing.flush()
-        os.fsync(writing.fileno())
-    beside.replace(target)
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -151,9 +150,9 @@ def refuse_unwritable(path: Path) -> None:
 
 def publish(partial: Path, final: Path) -> None:
     """Rename a finished directory to its name, durably; raises OSError if `final` is there and not empty."""
-    sync_directory(partial)
+    _sync_directory(partial)
     partial.rename(final)
-    sync_directory(final.parent)
+    _sync_directory(final.parent)
 
 
 def set_aside(path: Path, prefix: str = ".discarded-") -> Path:

@@ -13,6 +13,7 @@ from dtrain.errors import UserError
 from dtrain.parallel.placement import local_slices, local_tensor
 
 _LISTED = 10
+_HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
 def read_weights(model: nn.Module, directory: str | Path) -> None:
@@ -50,7 +51,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
         found = [candidate for candidate in candidate_names(model, names[name]) if candidate in files.stored]
         used.update(found)
         if not found:
-            missing.append(f"missing: {name}" + _head_hint(name))
+            missing.append(f"missing: {name}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
         stored = files.stored[found[0]]
         sources[name] = found[0]
@@ -76,12 +77,6 @@ def passed_over(model: nn.Module, name: str) -> bool:
     """Whether a tensor of the files is known to be none of the model's."""
     patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
     return any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
-def _head_hint(name: str) -> str:
-    if name != "lm_head.weight":
-        return ""
-    return " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
 def _report(directory: Path, *kinds: list[str]) -> str:

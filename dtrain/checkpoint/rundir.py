@@ -45,31 +45,9 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.config, self.began, self.metrics = map(self.path.joinpath, ("config.yaml", "began.json", "metrics.jsonl"))
+        self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
         self._lock: int | None = None
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def began(self) -> Path:
-        return self.path / "began.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
 
     def hold(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
         """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process

@@ -139,15 +139,26 @@ class CheckpointStore:
         then nothing of this save remains and the steps before it stand.
         """
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
-        state_text = json.dumps(state)
-        rank_text = None if rank_state is None else json.dumps(rank_state)
+        state_text, own_text = json.dumps(state), json.dumps(rank_state)
+        own_file = f"rank-{self.ranks.rank}.json"
         final, partial = self.path(step), self.directory / f".partial-step-{step}"
-        self.ranks.first(lambda: self._begin(final, partial))
+
+        def begin() -> None:
+            if final.exists():
+                raise UserError(f"{final} is already there, and a saved step is never overwritten: delete or move it")
+            self.clean()
+            partial.mkdir(parents=True)
+
+        def written() -> dict[str, Record]:
+            own = {} if rank_state is None else {own_file: write_new(partial / own_file, own_text)}
+            return writer.records | own
+
+        self.ranks.first(begin)
         try:
             writer = PieceWriter(partial)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
-            records = self.ranks.every(lambda: writer.records | self._write_rank_state(partial, rank_text))
+            records = self.ranks.every(written)
             self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records))
         except UserError:
             if self.ranks.is_first:
@@ -240,18 +251,6 @@ class CheckpointStore:
             return []
         steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
         return sorted(step for step in steps if step is not None)
-
-    def _begin(self, final: Path, partial: Path) -> None:
-        if final.exists():
-            raise UserError(f"{final} is already there, and a saved step is never overwritten: delete or move it")
-        self.clean()
-        partial.mkdir(parents=True)
-
-    def _write_rank_state(self, partial: Path, text: str | None) -> dict[str, Record]:
-        if text is None:
-            return {}
-        name = f"rank-{self.ranks.rank}.json"
-        return {name: write_new(partial / name, text)}
 
     def _publish(self, step: int, partial: Path, table: str, state: str, records: list[dict[str, Record]]) -> None:
         files = {name: record for written in records for name, record in written.items()}

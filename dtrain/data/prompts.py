@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats import read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.formats import read_instruction, read_integers, read_messages, read_string, read_tools, require_keys
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -75,9 +75,8 @@ def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, A
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
         return messages, _columns(row, "question")
     if name == "alpaca":
-        text, given = read_string(row["instruction"], "instruction"), row.get("input")
-        text = f"{text}\n\n{read_string(given, 'input')}" if given else text
-        return [{"role": "user", "content": text}], _columns(row, "instruction", "input", answer=row.get("output"))
+        messages = [{"role": "user", "content": read_instruction(row)}]
+        return messages, _columns(row, "instruction", "input", answer=row.get("output"))
     if name == "prompt_completion":
         messages, _ = read_messages(row["prompt"], "prompt")
         _check_end(messages, "prompt")

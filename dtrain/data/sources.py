@@ -91,7 +91,7 @@ def _sources(split: Any, key: str, say: Say, kind: str) -> list[Source]:
         if name == "preference" and kind != "pairs":
             raise UserError(f"{files[0]}: {refuse_preference()}")
         if name not in KINDS[kind]:
-            raise UserError(f"{files[0]}: {refuse_single(name) if kind == 'pairs' else _no_prompt(name)}")
+            raise UserError(f"{files[0]}: {refuse_single(name, kind)}")
         sources.append(Source(files, name, float(weight)))
     return sources
 
@@ -146,13 +146,6 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
         lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
     return lines
-
-
-def _no_prompt(name: str) -> str:
-    return (
-        f"rows of format {name} hold no prompt to answer; method=grpo needs messages, prompt, question, instruction or "
-        "prompt_ids"
-    )
 
 
 def _given(split: Any, key: str) -> list[tuple[str | list[str], str, float, str]]:
