@@ -125,10 +125,8 @@ def restore_optimizer(
     if state:
         raise UserError(f"the checkpoint has optimizer state for {sorted(state)[:5]}, which the run does not train")
     for group, (_, values) in zip(optimizer.param_groups, groups, strict=True):
-        for key in group.keys() & values.keys() - set(keep):
-            group[key] = _like(group[key], values[key])
-        for key in values.keys() - group.keys() - set(keep):
-            group[key] = values[key]
+        for key in values.keys() - set(keep):
+            group[key] = _like(group.get(key), values[key])
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
             elif _first_character(stream) == b"[":
                 rows = _json_array(file, stream)
             else:
-                rows = _json_lines(stream)
+                rows = ((line, text, len(text)) for line, text in enumerate(stream, start=1) if text.strip())
             yield from _chunks(file, rows)
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
@@ -146,10 +146,7 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
 def _first_character(stream: Stream) -> bytes:
     """The first byte that is neither space nor byte order mark; the stream is back at its start."""
     found = b""
-    while not found:
-        block = stream.read(4096)
-        if not block:
-            break
+    while not found and (block := stream.read(4096)):
         found = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     stream.seek(0)
     return found
@@ -167,12 +164,6 @@ def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]
             gathered, size = [], 0
     if gathered:
         yield Chunk(str(file), gathered, size)
-
-
-def _json_lines(stream: Stream) -> Iterator[tuple[int, bytes, int]]:
-    for line, text in enumerate(stream, start=1):
-        if text.strip():
-            yield line, text, len(text)
 
 
 def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
