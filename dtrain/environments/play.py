@@ -57,8 +57,9 @@ class Episodes:
         `environments` does, and Interrupted as `engine` does."""
 
         def make() -> None:
-            seeds = [environment_seed(request) for request in requests]
-            self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
+            if self.environments is not None:
+                seeds = [environment_seed(request) for request in requests]
+                self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
 
         self.ranks.first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
@@ -87,13 +88,14 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> Episodes:
     opened: list[Environments] = []
 
     def start() -> None:
-        environments = Environments(
-            section.environment,
-            timeout=section.environment_timeout,
-            threads=section.environment_threads,
-            say=run.metrics.say,
-        )
-        opened.append(run.stack.enter_context(environments))
+        if section.environment is not None:
+            environments = Environments(
+                section.environment,
+                timeout=section.environment_timeout,
+                threads=section.environment_threads,
+                say=run.metrics.say,
+            )
+            opened.append(run.stack.enter_context(environments))
 
     Ranks().first(start)
     environments = opened[0] if opened else None
