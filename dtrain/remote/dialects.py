@@ -63,8 +63,9 @@ class Vllm:
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
-        values, ids, tokens = logprobs.get("token_logprobs"), choice.get("token_ids"), logprobs.get("tokens")
-        if values is None or (ids is None and tokens is None):
+        values, ids = logprobs.get("token_logprobs"), choice.get("token_ids")
+        tokens: Sequence[str] | None = ids if ids is not None else logprobs.get("tokens")
+        if values is None or tokens is None:
             raise UserError(
                 "its completions carry no logprobs (or no token ids): use vLLM 0.10.2 or later, with "
                 "--max-logprobs at its default or above, or another kind of server"

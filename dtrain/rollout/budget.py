@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+
+from dtrain.models.layers import CausalLM
 
 _ROWS = {"cpu": 128}
 _ROWS_ELSEWHERE = 512
@@ -28,7 +29,7 @@ class Budget:
     prefill: int = 2048
 
 
-def choose_budget(model: nn.Module, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
+def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
     """The budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
 
     A position is counted in every layer, though those with a window keep less, and in the parameters' dtype.

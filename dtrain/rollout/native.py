@@ -12,12 +12,13 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.attention.cache import KeyValues
 from dtrain.attention.decode import Prefill
 from dtrain.errors import Interrupted
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back, weights_gathered
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import whole_sequences
@@ -37,7 +38,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: CausalLM,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -93,13 +94,15 @@ class NativeEngine:
             for index, request in enumerate(requests):
                 engine.check_room(request, f"request {index}")
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
+            completions: list[Completion] = []
+            was_interrupted = False
             try:
                 completions = engine.generate(mine)
             except Interrupted:
-                completions = None
+                was_interrupted = True
             while peers.others_go_on():
                 self._take_part()
-        if ask_stop is not None and not self._least(int(completions is not None)):
+        if ask_stop is not None and not self._least(int(not was_interrupted)):
             raise Interrupted
         return self._exchanged(completions, shares)
 
@@ -180,7 +183,8 @@ class _MeshPeers(Peers):
         return self._in_step and self._ranks_at_work(0) > 0
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The first tp rank's draw. All have the same logits, but a sum may be rounded in another order on a GPU."""
+        """The first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same logits, but a
+        sum may be rounded in another order on a GPU."""
         if self._tp.size() == 1:
             return tokens, logprobs
         asked = float(self._ask_stop is not None and self._ask_stop())
@@ -203,7 +207,7 @@ class _MeshPeers(Peers):
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
+def _uncompiled(model: CausalLM) -> Iterator[None]:
     """Inside, layers compiled for training run as they are written: a decoding step has other shapes every time."""
     if not any(layer._compiled_call_impl is not None for layer in model.model.layers):
         yield

@@ -36,7 +36,7 @@ class RewardCalls:
 def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The callable with its options given; a class is made with them first. Whatever the module raises passes."""
     found = getattr(importlib.import_module(module), function)
-    if inspect.isclass(found):
+    if isinstance(found, type):
         return found(**options)
     return partial(found, **options)
 
