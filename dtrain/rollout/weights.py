@@ -30,7 +30,7 @@ class WeightSource(Protocol):
     def full_tensors(
         self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, the whole tensor, of `info`'s shape [..]) in the order of the info; of `names` alone where given."""
+        """(name, whole tensor [..]) in the order of the info, of `names` alone where they are given."""
 
 
 class WeightReceiver:
@@ -51,14 +51,14 @@ class WeightReceiver:
         self._group = weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
 
     def receive(self, info: Info, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor [..] of its listed shape) of what `info` (the sender's `prepare_refit_info`) lists. One broadcast
-        per bucket, whose tensors share one memory: copy what is kept."""
+        """(name, tensor [..]) of what `info` (the sender's `prepare_refit_info`) lists, in its shape. One broadcast per
+        bucket, whose tensors share one memory: copy what is kept."""
         for names in buckets(info, bucket_bytes):
             yield from self.receive_bucket({name: info[name] for name in names})
 
     def receive_bucket(self, info: Info) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor [..] of its listed shape) of one message that holds all of `info`; one broadcast of [bytes]
-        uint8. RuntimeError where the sender is gone."""
+        """(name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
+        RuntimeError where the sender is gone."""
         sizes = [nbytes(*info[name]) for name in info]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat, 0).wait()
