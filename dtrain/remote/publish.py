@@ -31,8 +31,8 @@ QUICK_SECONDS = 10.0  # for a question that costs a server nothing
 class _Publisher:
     """engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
 
-    def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None, ranks: Ranks | None):
-        self._engine, self.dtype, self.ranks = engine, dtype, ranks or Ranks()
+    def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
+        self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
 
     @property
     def engine(self) -> HttpEngine:
@@ -56,9 +56,8 @@ class DirectoryPublisher(_Publisher):
         *,
         dtype: torch.dtype | None = None,
         keep: int = 2,
-        ranks: Ranks | None = None,
     ):
-        super().__init__(engine, dtype, ranks)
+        super().__init__(engine, dtype)
         self.shared, self.source, self.keep = Path(shared).absolute(), source, keep
 
     def publish(self, model: nn.Module, version: int) -> None:
@@ -78,10 +77,9 @@ class DirectoryPublisher(_Publisher):
 class StreamPublisher(_Publisher):
     """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
 
-    address: this machine's, as the servers reach it (None: the one that the way to the first server starts from);
-    port: None takes a free one each time the group meets. device: where the tensors are; the group is nccl on CUDA,
-    else gloo, and the servers' must be of the same kind. For `dtrain serve`, and SGLang, whose words and group these
-    are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
+    device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
+    meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
+    words and group these are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
 
     The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
     collective. Raises UserError for a server that takes no stream.
@@ -94,13 +92,9 @@ class StreamPublisher(_Publisher):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        address: str | None = None,
-        port: int | None = None,
-        ranks: Ranks | None = None,
     ):
-        super().__init__(engine, dtype, ranks)
+        super().__init__(engine, dtype)
         self.device, self.bucket_bytes = torch.device(device), bucket_bytes
-        self.address, self.port = address, port
         self._group: Any = None
         self._members: list[ServerClient] = []
         self._meetings = 0
@@ -167,8 +161,8 @@ class StreamPublisher(_Publisher):
             else:
                 sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
         self._meetings += 1
-        address = self.address or own_address(servers[0].wire.host, 9) or socket.gethostname()
-        port = self.port or _free_port(address)
+        address = own_address(servers[0].wire.host, 9) or socket.gethostname()
+        port = _free_port(address)
         meeting = {
             "master_address": address,
             "master_port": port,
