@@ -33,7 +33,7 @@ class Ahead:
         self.staleness: list[int] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._drawing: Future[list[Completion]] | None = None
-        self._requests: list[Request] = []
+        self.requests: list[Request] = []
 
     @property
     def is_under_way(self) -> bool:
@@ -44,8 +44,8 @@ class Ahead:
         """Draw `requests` in a thread. version: the trainer's, which completions get whose engine tells none."""
         if self.is_under_way:
             raise ValueError("a rollout is under way: take it first")
-        self._requests = list(requests)
-        self._drawing = self._thread.submit(self._draw, self._requests, version)
+        self.requests = list(requests)
+        self._drawing = self._thread.submit(self._draw, self.requests, version)
 
     def take(self, version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         """Wait for the rollout that was begun; its completions, in order, each at most `max_off_policy_steps` older
@@ -63,7 +63,7 @@ class Ahead:
         self.dropped = len(old)
         if old:
             self.say(f"{len(old)} of {len(found)} completions are more than {self.most} steps old: drawn again")
-            again = self._draw([self._requests[index] for index in old], version, ask_stop)
+            again = self._draw([self.requests[index] for index in old], version, ask_stop)
             for index, completion in zip(old, again, strict=True):
                 found[index] = completion
             oldest = max(_ages(again, version))

@@ -178,7 +178,7 @@ DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dt
 def recognise(wire: Wire, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
     """A server of `kind`, auto: that of its models' owner; and its models' names. Raises Unanswered, Refused and
     UserError."""
-    answer = wire.get("/v1/models", seconds)
+    answer = wire.ask("/v1/models", None, seconds)
     models = answer.get("data") if isinstance(answer, dict) else None
     names = [str(model.get("id")) for model in models or []]
     if kind != "auto":

@@ -174,7 +174,7 @@ class HttpEngine:
             tries, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
             while True:
                 try:
-                    return server.wire.post(path, body, tries.seconds)
+                    return server.wire.ask(path, body, tries.seconds)
                 except Unanswered as error:
                     tries.note(url, error)
                     if self._closed or tries.count(url) > self.retries or not tries.has_time(url):
@@ -196,7 +196,7 @@ class HttpEngine:
             seconds = tries.seconds / 2 if others else tries.seconds
             try:
                 path, body = server.dialect.body(requests, server.model)
-                completions = server.dialect.read(server.wire.post(path, body, seconds), requests)
+                completions = server.dialect.read(server.wire.ask(path, body, seconds), requests)
                 for completion, request in zip(completions, requests, strict=True):
                     _check(completion, request.sampling.max_new_tokens, told)
             except Unanswered as error:

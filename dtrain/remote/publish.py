@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.addresses import own_address
+from dtrain.addresses import listen, own_address
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
 from dtrain.parallel.ranks import Ranks
@@ -162,7 +162,8 @@ class StreamPublisher(_Publisher):
                 sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
         self._meetings += 1
         address = own_address(servers[0].wire.host, 9) or socket.gethostname()
-        port = _free_port(address)
+        with listen(address, 0) as probe:  # a free port
+            port = probe.getsockname()[1]
         meeting = {
             "master_address": address,
             "master_port": port,
@@ -210,9 +211,7 @@ class StreamPublisher(_Publisher):
     def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
         """One call without a second try: a broadcast has none either. Raises UserError."""
         try:
-            if body is None:
-                return server.wire.get(path, QUICK_SECONDS)
-            answer = server.wire.post(path, body, self.engine.timeout)
+            answer = server.wire.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
         except (Unanswered, Refused) as error:
             raise UserError(f"{server.wire.url}{path}: {error}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -221,7 +220,7 @@ class StreamPublisher(_Publisher):
 
     def _is_alive(self, server: ServerClient) -> bool:
         try:
-            server.wire.get("/v1/models", QUICK_SECONDS)
+            server.wire.ask("/v1/models", None, QUICK_SECONDS)
         except (Unanswered, Refused) as error:
             self.engine.say(f"{server.wire.url} takes no part in this update: {error}")
             return False
@@ -264,9 +263,3 @@ def _first_error(futures: list[Future]) -> None:
     done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -25,7 +25,6 @@ class OverHttp:
         section = recipe.grpo.server
         self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
         self._ahead: Ahead | None = None
-        self._expected: list[Request] = []
         self._published: int | None = None
         self._publisher: StreamPublisher | DirectoryPublisher
 
@@ -85,13 +84,12 @@ class OverHttp:
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         if self._ahead is not None and requests:
-            self._expected = list(requests)
-            self._ahead.begin(self._expected, version)
+            self._ahead.begin(requests, version)
 
     def _draw(self, requests: list[Request], version: int, ask_stop: AskStop | None) -> list[Completion] | None:
         """None: rank 0 was asked to stop."""
         try:
-            if self._ahead is not None and self._ahead.is_under_way and requests == self._expected:
+            if self._ahead is not None and self._ahead.is_under_way and requests == self._ahead.requests:
                 return self._ahead.take(version, ask_stop)
             return self._publisher.engine.generate(requests, ask_stop)
         except Interrupted:

@@ -14,17 +14,8 @@ from types import MappingProxyType
 from dtrain.errors import UserError
 from dtrain.rollout.worker import search_path
 
-_HERE = "dtrain.rollout.rewards"
-BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "math_exact": f"{_HERE}.math_exact:math_exact",
-        "numeric": f"{_HERE}.numeric:numeric",
-        "regex": f"{_HERE}.regex:regex",
-        "format_tags": f"{_HERE}.format_tags:format_tags",
-        "length_penalty": f"{_HERE}.length_penalty:length_penalty",
-        "json_valid": f"{_HERE}.json_valid:json_valid",
-    }
-)
+_NAMES = ("math_exact", "numeric", "regex", "format_tags", "length_penalty", "json_valid")
+BUILT_IN: Mapping[str, str] = MappingProxyType({name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES})
 """Name -> import path."""
 
 

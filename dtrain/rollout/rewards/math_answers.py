@@ -65,9 +65,7 @@ def answer_in(text: str) -> str | None:
     marked = marked_answer(text)
     if marked is not None:
         return marked
-    last = None
-    for match in _ANY_NUMBER.finditer(_plain(text)):
-        last = match
+    last = [None, *_ANY_NUMBER.finditer(_plain(text))][-1]
     return None if last is None else last.group().strip()
 
 
@@ -79,9 +77,7 @@ def marked_answer(text: str) -> str | None:
     if "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0][:LONGEST].strip()
     text = text.replace("**", "")
-    last = None
-    for match in _ANSWER_IS.finditer(text):
-        last = match
+    last = [None, *_ANSWER_IS.finditer(text)][-1]
     if last is None:
         return None
     said = text[last.end() :].lstrip().partition("\n")[0][:LONGEST].strip()
