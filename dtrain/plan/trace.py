@@ -23,8 +23,9 @@ from dtrain.models.config import ModelConfig
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.plan.memory import Phase
 from dtrain.plan.planned_device import PlannedDevice
-from dtrain.plan.policy import PlannedPolicy, mark_layers
+from dtrain.plan.policy import PlannedPolicy, mark_layers, state_bytes
 from dtrain.plan.rows import full_rows
 from dtrain.plan.shards import min_shard_elements
 from dtrain.plan.tracer import Tracer
@@ -53,7 +54,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 class Trace:
     """A step of so many layers and micro-batches.
 
-    peaks: by (phase, pass, layer), bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "gradients",
+    peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "gradients",
     "state": bytes of this rank's shards and of what the optimizer keeps for them; "lightest": the smallest parameters
     that a rank has; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
     brings.
@@ -61,7 +62,7 @@ class Trace:
 
     layers: int
     micro_batches: int
-    peaks: dict[tuple[str, int | None, int | None], Counter[str]]
+    peaks: dict[Phase, Counter[str]]
     counts: Counter[tuple]
 
 
@@ -84,7 +85,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
         stack.enter_context(PlannedDevice(planned))
         policy.init_optimizer(total_steps=10)
         with tracer:
-            tracer.memory.begin(("start", None, None))
+            tracer.memory.begin(Phase("start"))
             rows = full_rows(recipe, method, micro_batches)
             batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
@@ -93,7 +94,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     held = {
         "parameters": sum(local_tensor(parameter.detach()).numel() for parameter in parameters) * itemsize,
         "gradients": policy.gradient_bytes,
-        "state": policy.shards.state_bytes,
+        "state": state_bytes(policy.optimizer),
         "lightest": min_shard_elements(parameters) * itemsize,
         "rows": policy.scorer.host if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,

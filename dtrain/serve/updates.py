@@ -72,7 +72,7 @@ class Updates:
         """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
         fields = check(body, FROM_DISK)
         directory = Path(os.path.realpath(fields["model_path"].replace("\0", "")))
-        if not directory.is_relative_to(self.root):
+        if self.root is None or not directory.is_relative_to(self.root):
             raise ApiError(403, f"model_path={str(directory)!r} is not below {self.root}", "model_path")
         if not os.path.isdir(directory):
             raise ApiError(
