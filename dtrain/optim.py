@@ -323,6 +323,7 @@ class Updater:
         self,
         model: nn.Module,
         optimizer: Optimizer,
+        scheduler: Schedule,
         *,
         max_grad_norm: float | None,
         skip_nonfinite: int,
@@ -330,13 +331,14 @@ class Updater:
     ):
         self.model = model
         self.optimizer = optimizer
+        self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
         self.loss_scale = loss_scale
         self.skipped_in_row = 0
 
     def update(self) -> float:
-        """Clip, step, clear. Returns the norm before clipping.
+        """Clip, step, clear, and go on in the schedule. Returns the norm before clipping.
 
         A norm that is not finite leaves weights and optimizer as they are: with a loss scale the scale falls; otherwise
         it is skipped up to `skip_nonfinite` times in a row, and then a UserError names the parameters.
@@ -362,6 +364,7 @@ class Updater:
                 clip_grads_(parameters, self.max_grad_norm, norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
         return value
 
     def _nonfinite_message(self, norm: float) -> str:

@@ -16,6 +16,7 @@ import secrets
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, runtime: Runtime, stack: ExitStack):
         self.recipe, self.runtime, self._stack = recipe, runtime, stack
         self.ranks = Ranks()
-        self.run = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+        self.run = RunDirectory(recipe.run.directory)
         self.ranks.first(lambda: self.run.hold(tell=print) and None)  # a lock is no value to broadcast
         if recipe.checkpoint.export != "none":
             self.ranks.first(lambda: refuse_unwritable(self.run.export))
@@ -81,9 +82,9 @@ class Trainer:
         self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.sizes = config.sizes(recipe, runtime.world_size)
-        self.tokenizer = Tokenizer.from_directory(recipe.model.path)
+        self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
-        model_config = read_config(recipe.model.path)
+        model_config = read_config(recipe.model.directory)
         self.method = METHODS[recipe.method](recipe)
         self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
@@ -104,7 +105,7 @@ class Trainer:
         self.total_steps = recipe.train.steps or self._last_step_of_epochs()
         self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
-        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best, min))
+        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
         background = keep.async_save and keep.every is not None
         saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
         self.saver = stack.enter_context(saver)
@@ -112,7 +113,7 @@ class Trainer:
         self._measured: dict[str, float] = {}  # of the step that is done
         self._cursor = self.start.cursor  # behind it
         begun = self.start.state or {}
-        self._held = {"step": self.start.step, "save": begun.get("save")}  # by the last save
+        self._held: dict[str, Any] = {"step": self.start.step, "save": begun.get("save")}  # by the last save
         own = self.start.store is self.store and self._held["save"]
         self._mark = run_of(own) if own else secrets.token_hex(8)  # of the run, in those of its saves
         self._planned = runtime.planned  # until its answer was told
@@ -145,7 +146,7 @@ class Trainer:
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
-            self.run.keep_model_files(self.recipe.model.path, self.policy.chat_template)
+            self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start
 
@@ -236,7 +237,7 @@ class Trainer:
     def export(self) -> None:
         """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
         with self.runtime.stop.saving():
-            self.policy.export(self.run.export, Path(self.recipe.model.path), self._held)
+            self.policy.export(self.run.export, self.recipe.model.directory, self._held)
         self.metrics.say(f"exported to {self.run.export}")
 
     def lacks_export(self, start: Start) -> bool:
@@ -353,7 +354,7 @@ class Trainer:
             say(line)
         say(f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})")
         if policy.device.type == "cuda":
-            kernel = policy.model.model.layers[0].self_attn.kernel
+            kernel = policy.model.kernel
             say(f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else ""))
         schedule, longest = self.recipe.scheduler, policy.model.config.max_position_embeddings
         if not isinstance(schedule, list) and schedule.name in SCHEDULES and schedule.warmup_steps >= self.total_steps:

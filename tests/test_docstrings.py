@@ -8,7 +8,7 @@ from pathlib import Path
 import dtrain
 
 PACKAGE = Path(dtrain.__file__).parent
-PART = r"(?:\.\.\.|[A-Za-z0-9][\w/+*. -]*)"
+PART = r"(?:\.\.\.?|[A-Za-z0-9][\w/+*.· -]*)"
 SHAPE = re.compile(rf"(?<!\w)\[{PART}(?:, {PART})*\]|\bscalar")  # [B, S/cp], [T, V/tp], [rows], [..., 2], a scalar
 LEAST = 0.8
 
@@ -21,7 +21,7 @@ def on_tensors(tree: ast.Module) -> Iterator[tuple[str, str]]:
             if isinstance(one, ast.FunctionDef) and not one.name.startswith("_"):
                 arguments = [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs]
                 notes = [ast.unparse(note) for note in (one.returns, *(a.annotation for a in arguments)) if note]
-                if any("Tensor" in note for note in notes):
+                if any(re.search(r"\bD?Tensor\b", note) for note in notes):
                     yield one.name, ast.get_docstring(one) or ""
 
 

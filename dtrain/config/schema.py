@@ -6,6 +6,7 @@ sections follow it in the order in which a recipe is usually written. The text u
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Format = Literal[
@@ -23,6 +24,11 @@ class Run:
     """The directory that holds the runs."""
     seed: int = 0
     """Initial weights, the order of the data and sampling are functions of it, and of no mesh."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's own, of a loaded recipe."""
+        return Path(self.dir) / str(self.name)
 
 
 @dataclass
@@ -55,6 +61,11 @@ class Model:
     """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows, on
     CUDA in bfloat16 or float16 without context parallel. auto: varlen where it proves on the device that it gives
     sdpa's numbers, else sdpa; the terminal says which."""
+
+    @property
+    def directory(self) -> Path:
+        """`path`, of a checked recipe."""
+        return Path(str(self.path))
 
 
 @dataclass

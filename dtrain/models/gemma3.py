@@ -16,7 +16,7 @@ from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, Gat
 from dtrain.parallel.placement import LocalParameters
 
 
-class Gemma3RMSNorm(LocalParameters, nn.Module):
+class Gemma3RMSNorm(LocalParameters):
     """(1 + weight) · norm(x), all in max(float32, x's dtype), rounded once at the end."""
 
     def __init__(self, size: int, eps: float):

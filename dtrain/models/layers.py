@@ -18,7 +18,7 @@ from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.models.config import SLIDING, ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
 from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import gather_vocabulary
+from dtrain.parallel.tensor import Block, ParallelModel, Stack, VocabEmbedding, VocabHead, gather_vocabulary
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -44,15 +44,10 @@ DECODER_PLAN = {
 
 class Linear(LocalParameters, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.local("weight"), self.local("bias"))
+        return F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
 
 
-class Embedding(LocalParameters, nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.local("weight"), self.padding_idx)
-
-
-class RMSNorm(LocalParameters, nn.Module):
+class RMSNorm(LocalParameters):
     """weight · norm(x). The norm is computed in max(float32, x's dtype) and rounded before the weight."""
 
     def __init__(self, size: int, eps: float):
@@ -71,7 +66,7 @@ class RMSNorm(LocalParameters, nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built."""
 
     kernel: Kernel
@@ -91,7 +86,7 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
-        heads = (-1, self.head_dim)
+        hidden, heads = self.enter(hidden), (-1, self.head_dim)
         q = self.q_proj(hidden).unflatten(-1, heads)  # [B, S, H, hd]
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
@@ -103,7 +98,7 @@ class Attention(nn.Module):
         return self.o_proj(self.kernel(q, k, v, mask, self.scale).flatten(2))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Block):
     """down(act(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig):
@@ -115,6 +110,7 @@ class GatedMLP(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
@@ -133,7 +129,7 @@ class PreNormLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Decoder(nn.Module):
+class Decoder(Stack):
     """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings."""
 
     def __init__(
@@ -146,11 +142,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_scale = embed_scale
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
+    def states(
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
@@ -191,7 +187,7 @@ class Decoder(nn.Module):
         return hidden * torch.tensor(self.embed_scale, dtype=hidden.dtype, device="cpu").item()
 
 
-class CausalLM(nn.Module):
+class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
     config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
@@ -199,13 +195,16 @@ class CausalLM(nn.Module):
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
+    config: ModelConfig
+    model: Decoder
+    kernel: Kernel
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig, decoder: Decoder):
         super().__init__()
         self.config = config
         self.model = decoder
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -215,6 +214,7 @@ class CausalLM(nn.Module):
 
     def use_kernel(self, kernel: Kernel) -> None:
         """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        self.kernel = kernel
         for layer in self.model.layers:
             layer.self_attn.kernel = kernel
 

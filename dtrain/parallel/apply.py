@@ -14,12 +14,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.errors import UserError
 from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import STYLES, Style, TensorParallel, replicated
+from dtrain.parallel.tensor import MODULES, STYLES, ParallelModel, Style, TensorParallel, replicated
 
 Plan = Mapping[str, str | Style | ParallelStyle]
 
 
-def find_plan(custom: str | Plan | None, model: nn.Module) -> Plan:
+def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
     """The model's own plan, or what replaces it: a table, or the import path of a table or of a function that gives
     one, of the model or of nothing. Raises UserError."""
     if custom is None:
@@ -40,7 +40,7 @@ def find_plan(custom: str | Plan | None, model: nn.Module) -> Plan:
     return plan
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool) -> None:
+def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool) -> None:
     """Put `model` on the one-dimensional tp `mesh` by `plan`. No collective.
 
     A pattern names modules as `named_modules` does; `*` stands for any part. A style is a name of `tensor.STYLES`, a
@@ -92,6 +92,13 @@ def _contradictions(
     unnamed = {name for name, style in styles.items() if not isinstance(style, str)}
     cut = sequence_parallel and (named or not unnamed)
     problems = []
+    for name, style in styles.items():
+        kind = MODULES.get(style, LocalParameters) if name not in unnamed else nn.Module
+        if not isinstance(modules[name], kind):
+            found = type(modules[name]).__name__
+            problems.append(
+                f"{name}: {style} is a style of a {kind.__name__} ({kind.__module__}), and this is a {found}"
+            )
     for name, module in modules.items():
         style, parent = styles.get(name), name.rpartition(".")[0]
         in_block = styles.get(parent) == "block"

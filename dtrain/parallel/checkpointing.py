@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # makes torch.ops.torch_attn
-from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from dtrain.parallel.tensor import ParallelModel
 
-def checkpoint_activations(model: nn.Module, kind: str, **options: Any) -> None:
+
+def checkpoint_activations(model: ParallelModel, kind: str, **options: Any) -> None:
     """Recompute activations in the backward: of whole layers (full), of their MLPs (mlp), or of all but the results of
     matrix products and attention (selective); "none" changes nothing. Module names stay as they are. No collective
     here; those inside what is computed again run again. options: of torch's `checkpoint`."""
@@ -20,7 +21,7 @@ def checkpoint_activations(model: nn.Module, kind: str, **options: Any) -> None:
         if kind == "full":
             checkpoint(layer, **options)
         elif kind == "mlp":
-            checkpoint(layer.mlp, **options)
+            checkpoint(layer.get_submodule("mlp"), **options)
         else:
             checkpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _keep_expensive), **options)
 

@@ -13,19 +13,19 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """The reduction of `tensor` over `group` (sum or max), a new tensor. No derivative."""
+    """The reduction of `tensor` [..] over `group` (sum or max), a new tensor of its shape. No derivative."""
     return _wait(_ops.all_reduce(tensor.contiguous(), op, group.group_name))
 
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors [.., n, ..] joined along `dim` in rank order. No derivative."""
+    """The ranks' tensors [.., n, ..] joined along `dim` in rank order: [.., n·ranks, ..]. No derivative."""
     size = group.size()
     joined = _wait(_ops.all_gather_into_tensor(tensor.contiguous(), size, group.group_name))  # along dimension 0
     return joined if dim == 0 else torch.cat(joined.chunk(size), dim)
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's n-th of the sum over ranks, cut along `dim`, which the group's size divides. No derivative."""
+    """This rank's part [.., n/ranks, ..] of the sum over ranks of [.., n, ..], cut along `dim`. No derivative."""
     size = group.size()
     if dim != 0:
         tensor = torch.cat(tensor.chunk(size, dim))
@@ -33,22 +33,25 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 
 
 def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A replicated tensor into a region where each rank computes its part: nothing forward, all-reduce backward."""
+    """A replicated tensor [..] into a region where each rank computes its part: nothing forward, an all-reduce
+    backward."""
     return _Enter.apply(tensor, group)
 
 
 def leave_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts summed on every rank: all-reduce forward, nothing backward."""
+    """The ranks' parts [..] summed on every rank: all-reduce forward, nothing backward."""
     return _Leave.apply(tensor, group)
 
 
 def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along `dim` forward; backward the ranks' gradients are summed and cut (reduce-scatter)."""
+    """[.., n, ..] -> [.., n·ranks, ..], joined along `dim` (all-gather); backward the ranks' gradients are summed and
+    cut (reduce-scatter)."""
     return _Gather.apply(tensor, dim, group)
 
 
 def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts summed and cut along `dim` (reduce-scatter) forward; all-gather backward."""
+    """[.., n, ..] -> [.., n/ranks, ..]: the ranks' tensors summed, and cut along `dim` (reduce-scatter); backward an
+    all-gather."""
     return _ScatterSum.apply(tensor, dim, group)
 
 

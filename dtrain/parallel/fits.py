@@ -7,10 +7,14 @@ from typing import Protocol
 class ModelSizes(Protocol):
     """What of a model's config.json tensor parallel shares out."""
 
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    intermediate_size: int
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
 
 
 def misfits(model: ModelSizes, tp: int) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,9 +17,17 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from dtrain.parallel.tensor import ParallelModel
+
+
+class _Unit(FSDPModule):
+    """What `fully_shard` makes of a layer or a model."""
+
+    reshards_after_forward: bool
+
 
 def shard_model(
-    model: nn.Module,
+    model: ParallelModel,
     mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
@@ -34,7 +43,7 @@ def shard_model(
 
 
 def shard_with_policies(
-    model: nn.Module,
+    model: ParallelModel,
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
@@ -51,19 +60,18 @@ def shard_with_policies(
     Gradients are summed: the loss already divides by the count of the global batch.
     """
     layers = list(model.model.layers)
-    for layer in layers:
-        reshard = layer is not layers[-1] if reshard_after_forward == "default" else reshard_after_forward
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
-        layer.reshards_after_forward = reshard
-    reshard = reshard_after_forward is True
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
-    model.reshards_after_forward = reshard
-    for unit, following in pairwise([model, *layers]):
+    default = reshard_after_forward == "default"
+    reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
+    units = []
+    for module, reshard in [*zip(layers, reshards, strict=True), (model, reshard_after_forward is True)]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+        unit = cast(_Unit, module)
+        unit.reshards_after_forward = reshard
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        units.append(unit)
+    for unit, following in pairwise([units[-1], *units[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     for name in ("with_head", "hidden_states", "next_logits"):
         register_fsdp_forward_method(model, name)
@@ -76,7 +84,7 @@ def weights_gathered(model: nn.Module) -> Iterator[None]:
 
     For forwards without a backward. One all-gather per unit at the beginning. Nothing where there is no FSDP.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [cast(_Unit, module) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)

@@ -5,7 +5,7 @@ hold the same elements, whatever mix of meshes and placements the parameters hav
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -72,7 +72,8 @@ def get_grad_norm(
 
 
 def clip_grads_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients in place by min(1, max_norm / norm), in their own dtype. No collective, no host sync."""
+    """Scale the gradients in place by min(1, max_norm / norm), in their own dtype; norm: a scalar (`grad_norm`).
+    No collective, no host sync."""
     grads = [local_tensor(grad) for grad in _grads(parameters)]
     # torch's clip_grad_norm_ adds the same 1e-6.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -127,7 +128,7 @@ def _copies(tensor: Tensor, ranks: int) -> float:
     return ranks / parts
 
 
-def _local_power_sum(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype, ranks: int) -> Tensor:
+def _local_power_sum(grads: list[Tensor], norm_type: float, dtype: torch.dtype, ranks: int) -> Tensor:
     """This rank's share of Σ|g|^p, or of the maximum for p = inf: a float64 scalar."""
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: a number above 0, or inf")
@@ -138,7 +139,7 @@ def _local_power_sum(grads: Sequence[Tensor], norm_type: float, dtype: torch.dty
     return (powers / copies).sum()
 
 
-def _powers(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+def _powers(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """Σ|g|^p of each tensor, or its maximum for p = inf: [tensors] float64. Elements are raised in `dtype`."""
     if grads[0].device.type == "cpu" and not math.isinf(norm_type):
         return torch.stack([_power_on_cpu(grad, norm_type, dtype) for grad in grads])
@@ -155,7 +156,7 @@ def _power_on_cpu(grad: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     return torch.cat(norms).pow(norm_type).sum()
 
 
-def _reduction(norm_type: float) -> dist.ReduceOp:
+def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
 
 

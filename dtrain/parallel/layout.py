@@ -46,11 +46,10 @@ class _GatherSequence(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         size = group.size()
         parts = all_gather(tensor.unsqueeze(0), 0, group)  # [n, .., S/n, ..]
-        chunks = [None] * (2 * size)
+        chunks: dict[int, Tensor] = {}
         for rank, part in enumerate(parts.unbind(0)):
-            for index, chunk in zip(chunks_of(rank, size), part.chunk(2, dim), strict=True):
-                chunks[index] = chunk
-        return torch.cat(chunks, dim)
+            chunks |= zip(chunks_of(rank, size), part.chunk(2, dim), strict=True)
+        return torch.cat([chunks[index] for index in range(2 * size)], dim)
 
     @staticmethod
     def backward(ctx, grad):

@@ -9,7 +9,7 @@ forward, whole, on every rank. The norm over each head of q and k is the style `
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -19,17 +19,18 @@ from dtrain.parallel.apply import Plan, apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fits import misfits
 from dtrain.parallel.fsdp import shard_with_policies
+from dtrain.parallel.tensor import ParallelModel
 
 
 def _parallelize_llama(
-    model: nn.Module,
+    model: ParallelModel,
     dp_mesh: DeviceMesh,
     tp_mesh: DeviceMesh | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     sequence_parallel: bool = False,
     activation_checkpointing: bool = False,
-) -> nn.Module:
+) -> ParallelModel:
     """`model` with its plan over `tp_mesh`, its layers checkpointed whole where asked, sharded over `dp_mesh`.
 
     dp_mesh: one dimension, or (replicate, shard). tp_mesh: one dimension; None or of size 1: no tensor parallel.
@@ -46,7 +47,7 @@ _parallelize_gemma3 = _parallelize_llama
 
 
 def _parallelize_model(
-    model: nn.Module,
+    model: ParallelModel,
     dp_mesh: DeviceMesh,
     tp_mesh: DeviceMesh | None,
     param_dtype: torch.dtype,
@@ -54,7 +55,7 @@ def _parallelize_model(
     activation_checkpointing: bool = False,
     cpu_offload: bool = False,
     custom_parallel_plan: str | Plan | None = None,
-) -> nn.Module:
+) -> ParallelModel:
     """As `_parallelize_llama`, the policies made here: layers compute in `param_dtype`, gradients are reduced in
     max(float32, it), outputs stay in it; cpu_offload keeps parameters in host memory.
 
@@ -79,13 +80,13 @@ def _parallelize_model(
 
 
 def to_local_if_dtensor(tensor: Tensor) -> Tensor:
-    """This rank's plain part of a DTensor, sharing its storage; any other tensor as it is."""
+    """This rank's plain part [..] of a DTensor, sharing its storage; any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parallelize(
-    model: nn.Module,
+    model: ParallelModel,
     dp_mesh: DeviceMesh,
     tp_mesh: DeviceMesh | None,
     mp_policy: MixedPrecisionPolicy,
@@ -93,7 +94,7 @@ def _parallelize(
     sequence_parallel: bool,
     activation_checkpointing: bool,
     custom_plan: Any = None,
-) -> nn.Module:
+) -> ParallelModel:
     if getattr(model, "plan", None) is None:
         raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
     if tp_mesh is not None and tp_mesh.size() > 1:

@@ -8,9 +8,9 @@ ours, and reading, initialising and saving share it: a dimension is first cut by
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard, _StridedShard
 
 
 def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -21,12 +21,12 @@ def chunk_bounds(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds of `tensor`, sharing its storage. No collective."""
+    """The plain tensor [..] that this rank holds of `tensor`, sharing its storage. No collective."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """The global slice, one per dimension, that `local_tensor(tensor)` is; whole dimensions for a plain tensor.
+    """The global slice, one per dimension of [..], that `local_tensor(tensor)` is; all of it for a plain tensor.
 
     No collective. Raises ValueError for a Partial placement, which is no slice of anything.
     """
@@ -37,21 +37,15 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         raise ValueError(f"this rank is not on the mesh of a tensor placed as {tensor.placements}")
     bounds = [(0, n) for n in tensor.shape]
 
-    def cut(placement: Placement, mesh_dim: int) -> None:
-        start, end = bounds[placement.dim]
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError("a Partial tensor has no local slice; redistribute it first")
+    placed = list(enumerate(tensor.placements))
+    plain = [(mesh_dim, one.dim) for mesh_dim, one in placed if isinstance(one, Shard)]
+    strided = [(mesh_dim, one.dim) for mesh_dim, one in placed if isinstance(one, _StridedShard)]
+    for mesh_dim, dim in plain + strided:
+        start, end = bounds[dim]
         low, high = chunk_bounds(end - start, tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
-        bounds[placement.dim] = (start + low, start + high)
-
-    strided = []
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, _StridedShard):
-            strided.append((placement, mesh_dim))
-        elif isinstance(placement, Partial):
-            raise ValueError("a Partial tensor has no local slice; redistribute it first")
-        elif not isinstance(placement, Replicate):
-            cut(placement, mesh_dim)
-    for placement, mesh_dim in strided:
-        cut(placement, mesh_dim)
+        bounds[dim] = (start + low, start + high)
     held = tuple(end - start for start, end in bounds)
     shape = tuple(tensor._local_tensor.shape)
     if 0 in held and 0 in shape:
@@ -82,15 +76,17 @@ class LocalView:
         return local if self.of is None else self.of(local)
 
 
-class LocalParameters:
-    """Beside nn.Module among a module's bases: `local(name)` is the plain tensor that this rank computes with.
+class LocalParameters(nn.Module):
+    """A module that computes with its parameters as `local(name)` gives them.
 
     `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
     """
 
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
-    def local(self, name: str) -> Tensor | None:
-        parameter = self._parameters[name]
+    def local(self, name: str) -> Tensor:
+        """The plain tensor that this rank computes with: the parameter of that name, such as a weight [out, in],
+        or what its view takes of it, [out/tp, in] where it is column-parallel. No collective forward."""
+        parameter = getattr(self, name)
         view = self.local_views.get(name)
-        return parameter if view is None or parameter is None else view(parameter)
+        return parameter if view is None else view(parameter)

@@ -77,16 +77,16 @@ class Ranks:
         Collective: one all-gather of objects.
         """
         value, problem = _attempt(act)
-        self.every(lambda: _raise(problem))
+
+        def tell() -> None:
+            if problem is not None:
+                raise UserError(problem)
+
+        self.every(tell)
         return value
 
 
-def _raise(problem: str | None) -> None:
-    if problem is not None:
-        raise UserError(problem)
-
-
-def _attempt(act: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(act: Callable[[], T]) -> tuple[Any, str | None]:
     try:
         return act(), None
     except (OSError, UserError) as error:

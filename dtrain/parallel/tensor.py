@@ -1,15 +1,17 @@
 """Tensor- and sequence-parallel styles: how one module's parameters lie on the tp mesh, and what it sends.
 
 Parameters become DTensors on the tp mesh, replicated ones too; the modules read them through `LocalParameters` and
-compute on plain tensors. Activations are plain tensors too: between attention and MLP blocks replicated over tp, or,
-under sequence parallel, cut along the sequence: [B, S/tp, D], S padded to a multiple of tp inside the decoder.
+compute on plain tensors. Where a style changes a forward, the module's own forward asks its `tp`: `Block`, `Stack`,
+`VocabEmbedding` and `VocabHead`, of which models are built. Activations are plain tensors too: between attention and
+MLP blocks replicated over tp, or, under sequence parallel, cut along the sequence: [B, S/tp, D], S padded to a multiple
+of tp inside the decoder.
 
 What a layer sends over tp, forward and backward alike: two all-reduces, or, under sequence parallel, two all-gathers
 and two reduce-scatters (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
-from dtrain.parallel.placement import LocalView, chunk_bounds
+from dtrain.parallel.fits import ModelSizes
+from dtrain.parallel.placement import LocalParameters, LocalView, chunk_bounds
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
 
@@ -57,28 +60,127 @@ class TensorParallel:
         return leave_region(partial, self.group)
 
 
-Style = Callable[[nn.Module, TensorParallel], None]
+class Block(nn.Module):
+    """An attention or MLP block. Its forward begins with `enter`, once for all its projections.
+
+    In the forward, not in a hook: what checkpointing computes again begins with it and keeps the cut hidden states."""
+
+    tp: TensorParallel | None = None  # set by the style `block`
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """`TensorParallel.enter`; hidden [B, S, D] as it is without tensor parallel."""
+        return hidden if self.tp is None else self.tp.enter(hidden)
 
 
-def colwise(module: nn.Module, tp: TensorParallel) -> None:
+class VocabEmbedding(LocalParameters, nn.Embedding):
+    """A lookup in this rank's rows of the vocabulary; tokens of other ranks give zeros, and the sum is right."""
+
+    tp: TensorParallel | None = None  # set by the style `vocab_embedding`
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, S] int64 -> [B, S, D], or [B, S/tp, D] under sequence parallel."""
+        weight = self.local("weight")
+        if self.tp is None:
+            return F.embedding(ids, weight, self.padding_idx)
+        start, end = chunk_bounds(self.num_embeddings, self.tp.size, self.tp.rank)
+        mine = (ids >= start) & (ids < end)
+        if weight.shape[0] == 0:
+            # torch has no lookup in an empty table; every token is another rank's.
+            weight = weight.new_zeros(1, self.embedding_dim) + weight.sum()
+        found = F.embedding(torch.where(mine, ids - start, 0), weight)
+        if self.padding_idx is not None:
+            # As F.embedding does: the padding token's row gets no gradient.
+            found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)
+        return self.tp.leave(torch.where(mine[..., None], found, 0))
+
+
+class VocabHead(LocalParameters, nn.Linear):
+    """The logits of this rank's rows of the vocabulary. No bias."""
+
+    tp: TensorParallel | None = None  # set by the style `vocab_head`
+
+    @property
+    def vocab_start(self) -> int | None:
+        """The first of these rows; None where the head is whole."""
+        return None if self.tp is None else chunk_bounds(self.out_features, self.tp.size, self.tp.rank)[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] -> logits [..., V]; under tensor parallel a DTensor sharded on V. No collective."""
+        logits = F.linear(hidden, self.local("weight"))
+        if self.tp is None:
+            return logits
+        shape = torch.Size((*logits.shape[:-1], self.out_features))
+        stride = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
+        last = Shard(len(shape) - 1)
+        return DTensor.from_local(logits, self.tp.mesh, [last], run_check=False, shape=shape, stride=stride)
+
+
+class Stack(nn.Module):
+    """The embedding and layers of a decoder: `states` is one process's forward, `forward` the same over tp."""
+
+    layers: nn.ModuleList
+    tp: TensorParallel | None = None  # set by the style `decoder`
+
+    def states(self, input_ids: Tensor, position_ids: Tensor | None, seq_ids: Tensor | None, cache: Any) -> Tensor:
+        """[B, S] ids, positions and documents -> hidden states [B, S, D], cut as the styles of the modules within."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """`states` whole on every rank, [B, S, D], their gradients summed over tp."""
+        tp, length = self.tp, input_ids.shape[1]
+        if tp is None:
+            return self.states(input_ids, position_ids, seq_ids, cache)
+        if not tp.sequence:
+            return enter_region(self.states(input_ids, position_ids, seq_ids, cache), tp.group)
+        if cache is not None:
+            raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
+        # Context parallel cuts the padded sequence in two again.
+        missing = -length % math.lcm(2, tp.size)
+        if missing:
+            # Beyond every position of every rank, and a document of their own: no token sees them.
+            input_ids = F.pad(input_ids, (0, missing))
+            position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
+            seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
+        hidden = self.states(input_ids, position_ids, seq_ids, None)  # [B, (S + missing)/tp, D]
+        return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
+
+
+class ParallelModel(nn.Module):
+    """What parallel/ knows of a model: its plan (module pattern -> style), its sizes and its decoder."""
+
+    plan: Mapping[str, str]
+    config: ModelSizes
+    model: Stack
+
+
+Style = Callable[[Any, TensorParallel], None]
+
+
+def colwise(module: LocalParameters, tp: TensorParallel) -> None:
     """A linear layer that computes its share of the outputs, on an input that its block has entered with."""
     _place(module, tp, "weight", Shard(0))
     _place(module, tp, "bias", Shard(0))
 
 
-def colwise_kv(module: nn.Module, tp: TensorParallel) -> None:
+def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
     """As `colwise`, for keys and values. Fewer heads than ranks: each rank computes the head that its queries read,
     from a replicated weight, whose gradients are summed."""
     if tp.key_heads % tp.size == 0:
         return colwise(module, tp)
-    head = module.out_features // tp.key_heads
+    head = module.get_parameter("weight").shape[0] // tp.key_heads
     mine = tp.rank // (tp.size // tp.key_heads)
     rows = slice(mine * head, (mine + 1) * head)
     for name in ("weight", "bias"):
         _place(module, tp, name, Replicate(), grad=Partial(), view=lambda whole: whole[rows])
 
 
-def rowwise(module: nn.Module, tp: TensorParallel) -> None:
+def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
     """A linear layer that computes its share of the inputs' sum, and leaves the block. Its bias is added once."""
     _place(module, tp, "weight", Shard(1))
     first = tp.rank == 0
@@ -86,58 +188,41 @@ def rowwise(module: nn.Module, tp: TensorParallel) -> None:
     module.register_forward_hook(lambda module, inputs, output: tp.leave(output))
 
 
-def block(module: nn.Module, tp: TensorParallel) -> None:
-    """An attention or MLP block: its first argument, the hidden states, enters here once for all its projections.
-
-    In its forward, not in a hook: what checkpointing computes again begins with it and keeps the cut hidden states."""
-    _adopt(module, _Block)
+def block(module: Block, tp: TensorParallel) -> None:
+    """A `Block`, whose hidden states enter it here."""
     module.tp = tp
 
 
-def sequence(module: nn.Module, tp: TensorParallel) -> None:
+def sequence(module: LocalParameters, tp: TensorParallel) -> None:
     """A norm between blocks. Under sequence parallel a rank norms its tokens, and the weights' gradients are summed."""
     _place(module, tp, "weight", Replicate(), grad=Partial() if tp.sequence else Replicate())
 
 
-def replicated(module: nn.Module, tp: TensorParallel) -> None:
+def replicated(module: LocalParameters, tp: TensorParallel) -> None:
     """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
     for name in module._parameters:
         _place(module, tp, name, Replicate())
 
 
-def head_norm(module: nn.Module, tp: TensorParallel) -> None:
+def head_norm(module: LocalParameters, tp: TensorParallel) -> None:
     """A norm over each head of q or k: a rank norms its heads, and the weights' gradients are summed."""
     _place(module, tp, "weight", Replicate(), grad=Partial())
 
 
-def vocab_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
-    """A lookup in this rank's rows of the vocabulary; tokens of other ranks give zeros, and the sum is right."""
-    start, end = chunk_bounds(module.num_embeddings, tp.size, tp.rank)
+def vocab_embedding(module: VocabEmbedding, tp: TensorParallel) -> None:
+    """A `VocabEmbedding` of this rank's rows of the vocabulary."""
     _place(module, tp, "weight", Shard(0))
-    _adopt(module, _VocabEmbedding)
-    module.vocab_start, module.vocab_end, module.tp = start, end, tp
+    module.tp = tp
 
 
-def vocab_head(module: nn.Linear, tp: TensorParallel) -> None:
-    """The head's logits of this rank's rows of the vocabulary: a DTensor [B, S, V] sharded on V.
-
-    `module.vocab_start`, the first of these rows, says that the head is cut."""
+def vocab_head(module: VocabHead, tp: TensorParallel) -> None:
+    """A `VocabHead` of this rank's rows of the vocabulary."""
     _place(module, tp, "weight", Shard(0))
-    vocabulary = module.out_features
-    module.vocab_start, _ = chunk_bounds(vocabulary, tp.size, tp.rank)
-
-    def wrap(module: nn.Module, inputs: tuple, logits: Tensor) -> DTensor:
-        shape = torch.Size((*logits.shape[:-1], vocabulary))
-        stride = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
-        last = Shard(len(shape) - 1)
-        return DTensor.from_local(logits, tp.mesh, [last], run_check=False, shape=shape, stride=stride)
-
-    module.register_forward_hook(wrap)
+    module.tp = tp
 
 
-def decoder(module: nn.Module, tp: TensorParallel) -> None:
-    """The stack of layers: hidden states come out whole, [B, S, D] on every rank, their gradients summed over tp."""
-    _adopt(module, _Decoder)
+def decoder(module: Stack, tp: TensorParallel) -> None:
+    """A `Stack`, whose hidden states come out whole."""
     module.tp = tp
 
 
@@ -151,6 +236,13 @@ STYLES: dict[str, Style] = {
     "sequence": sequence,
     "vocab_embedding": vocab_embedding,
     "vocab_head": vocab_head,
+}
+# What the others' modules are: LocalParameters.
+MODULES: dict[str, type[nn.Module]] = {
+    "block": Block,
+    "decoder": Stack,
+    "vocab_embedding": VocabEmbedding,
+    "vocab_head": VocabHead,
 }
 
 
@@ -179,46 +271,8 @@ def gather_vocabulary(logits: Tensor) -> Tensor:
     return all_gather(padded, 1, logits.device_mesh.get_group())[:, :vocabulary]
 
 
-class _Block:
-    def forward(self, hidden: Tensor, *rest: Any) -> Tensor:
-        return super().forward(self.tp.enter(hidden), *rest)
-
-
-class _VocabEmbedding:
-    def forward(self, ids: Tensor) -> Tensor:
-        mine = (ids >= self.vocab_start) & (ids < self.vocab_end)
-        rows = torch.where(mine, ids - self.vocab_start, 0)
-        weight = self.local("weight")
-        if weight.shape[0] == 0:
-            # torch has no lookup in an empty table; every token is another rank's.
-            weight = weight.new_zeros(1, self.embedding_dim) + weight.sum()
-        found = F.embedding(rows, weight)
-        if self.padding_idx is not None:
-            # As F.embedding does: the padding token's row gets no gradient.
-            found = torch.where((ids == self.padding_idx)[..., None], found.detach(), found)
-        return self.tp.leave(torch.where(mine[..., None], found, 0))
-
-
-class _Decoder:
-    def forward(self, input_ids: Tensor, position_ids=None, seq_ids=None, cache=None) -> Tensor:
-        tp, length = self.tp, input_ids.shape[1]
-        if not tp.sequence:
-            return enter_region(super().forward(input_ids, position_ids, seq_ids, cache), tp.group)
-        if cache is not None:
-            raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
-        # Context parallel cuts the padded sequence in two again.
-        missing = -length % math.lcm(2, tp.size)
-        if missing:
-            # Beyond every position of every rank, and a document of their own: no token sees them.
-            input_ids = F.pad(input_ids, (0, missing))
-            position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
-            seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
-        hidden = super().forward(input_ids, position_ids, seq_ids)  # [B, (S + missing)/tp, D]
-        return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
-
-
 def _place(
-    module: nn.Module,
+    module: LocalParameters,
     tp: TensorParallel,
     name: str,
     placement: Placement,
@@ -244,10 +298,3 @@ def _place(
         )
         module._parameters[name] = nn.Parameter(placed, requires_grad=whole.requires_grad)
     module.local_views = {**module.local_views, name: LocalView(grad or placement, view)}
-
-
-def _adopt(module: nn.Module, behaviour: type) -> None:
-    """Give a module the methods of `behaviour` above those of its own class, whose name it keeps."""
-    if not isinstance(module, behaviour):
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (behaviour, kind), {"__module__": kind.__module__})

@@ -64,19 +64,18 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
     one whose dtype or shape differs between them.
     """
     kinds: dict[str, Kind] = {}
-    full, problem = None, None
+    full: Batch = {}
+    problem = None
     try:
         full = complete(batch)
         kinds = _kinds(full, vocab_size)
     except ValueError as error:
         problem = str(error)
-    rows = 0 if full is None else len(full["input_ids"])
+    rows = len(full["input_ids"]) if full else 0
     most_rows, is_agreed = rows, True
     if group is not None:
-        print_of = (
-            key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
-        )  # tells streams apart
-        told = torch.tensor([rows, print_of, -print_of])
+        digest = key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
+        told = torch.tensor([rows, digest, -digest])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
         most_rows, is_agreed = int(told[0]), bool(told[1] == -told[2])
     if not is_agreed:
@@ -92,8 +91,7 @@ def take(batch: Mapping[str, Any], group: dist.ProcessGroup | None, vocab_size: 
         tail = kind.shape if name in by_row else (full["input_ids"].shape[1], *kind.shape[1:])
         stream = full[name] if rows else torch.empty((0, *tail), dtype=kind.dtype)
         if name not in by_row and bool(padding.any()):
-            pad = STREAMS[name].pad if name in STREAMS else 0
-            stream = stream.masked_fill(padding.view(*padding.shape, *[1] * (stream.dim() - 2)), pad)
+            stream = stream.masked_fill(padding.view(*padding.shape, *[1] * (stream.dim() - 2)), _pad_of(name))
         full[name] = stream
     counted = batch["sample_mask"].cpu().bool() if "sample_mask" in batch else None
     return Taken(full, by_row, most_rows, counted)
@@ -252,6 +250,9 @@ def _padding(batch: Batch, by_row: Collection[str]) -> MicroBatch:
     streams = {}
     for name, tensor in batch.items():
         tail = tensor.shape[1:] if name in by_row else (1, *tensor.shape[2:])
-        pad = STREAMS[name].pad if name in STREAMS and name not in by_row else 0
-        streams[name] = tensor.new_full((1, *tail), pad or 0)
+        streams[name] = tensor.new_full((1, *tail), 0 if name in by_row else _pad_of(name))
     return MicroBatch(streams, by_row)
+
+
+def _pad_of(name: str) -> float | int:
+    return (STREAMS[name].pad if name in STREAMS else 0) or 0

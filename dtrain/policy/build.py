@@ -10,17 +10,17 @@
 """
 
 import torch
-from torch import nn
 
 from dtrain import models
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import SdpaKernel, choose_kernel
+from dtrain.attention.kernels import Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.ring import RingKernel
 from dtrain.attention.varlen import HALF, VarlenKernel, prove
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
 from dtrain.models.config import SLIDING, ModelConfig
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
@@ -30,7 +30,7 @@ from dtrain.policy.precision import Precision
 
 def build_model(
     recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
-) -> nn.Module:
+) -> CausalLM:
     """The recipe's model, sharded over `mesh`, its parameters in `precision.master` on `device`.
 
     Collective: every rank of the mesh calls it.
@@ -41,7 +41,7 @@ def build_model(
     if recipe.model.init == "scratch":
         models.init_weights(model, recipe.run.seed)
     else:
-        read_weights(model, recipe.model.path)
+        read_weights(model, recipe.model.directory)
     return model
 
 
@@ -51,8 +51,8 @@ def lay_out(
     mesh: Mesh,
     precision: Precision,
     device: torch.device,
-    kernel: SdpaKernel | VarlenKernel | None = None,
-) -> nn.Module:
+    kernel: Kernel | None = None,
+) -> CausalLM:
     """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
 
     kernel: in place of the one that the recipe and the device ask for. One rank that computes in its masters' dtype

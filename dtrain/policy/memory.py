@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.placement import local_tensor
 
@@ -20,8 +21,9 @@ from dtrain.parallel.placement import local_tensor
 class Memory:
     """The part of `Policy` that moves it. No collective; every rank moves its own shards."""
 
-    model: nn.Module
+    model: CausalLM
     optimizer: Optimizer | None
+    rank: int
     device: torch.device
     offloaded: bool  # parallel.cpu_offload: the parameters live in host memory anyway
 

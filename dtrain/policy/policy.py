@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from dtrain.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
 from dtrain.checkpoint.huggingface import read_weights
@@ -24,6 +25,7 @@ from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer,
 from dtrain.config.schema import Recipe
 from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
+from dtrain.models.layers import CausalLM
 from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
@@ -39,7 +41,7 @@ from dtrain.policy.weights import WeightsOut
 
 
 class Policy(Memory, WeightsOut):
-    """Built on every rank of `mesh` (collective). `optimizer` and `scheduler` are None until `init_optimizer`.
+    """Built on every rank of `mesh` (collective). `optimizer` is None until `init_optimizer`.
 
     build: what makes the model, with `build_model`'s arguments.
     """
@@ -50,7 +52,7 @@ class Policy(Memory, WeightsOut):
         config: ModelConfig,
         mesh: Mesh,
         runtime: Runtime,
-        build: Callable[..., nn.Module] = build_model,
+        build: Callable[..., CausalLM] = build_model,
     ):
         self.recipe = recipe
         self.mesh = mesh
@@ -61,17 +63,18 @@ class Policy(Memory, WeightsOut):
         self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
-        self.optimizer = self.scheduler = self._updater = None
+        self.optimizer: Optimizer | None = None
+        self._updater: Updater | None = None
         self.reference: Reference | None = None
 
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         train = self.recipe.train
         self.optimizer = build_optimizer(self.recipe.optimizer, self.model.named_parameters())
-        self.scheduler = build_scheduler(self.recipe.scheduler, self.optimizer, total_steps)
         self._updater = Updater(
             self.model,
             self.optimizer,
+            build_scheduler(self.recipe.scheduler, self.optimizer, total_steps),
             max_grad_norm=train.max_grad_norm,
             skip_nonfinite=train.skip_nonfinite,
             loss_scale=self.loss_scale,
@@ -104,8 +107,7 @@ class Policy(Memory, WeightsOut):
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
         as `streams.take` does, and for a gbs that is not as many rows of each dp rank.
         """
-        if not eval_mode and self._updater is None:
-            raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
+        updater = None if eval_mode else self._updating
         if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
             raise ValueError(f"gbs={gbs} must be a multiple of the {self.mesh.dp_size} data-parallel ranks")
         batch, by_row, most_rows, counted = self._take(batch)
@@ -124,21 +126,21 @@ class Policy(Memory, WeightsOut):
             counts.append(count)
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
             divisors = [n.clamp(min=1).to(self.device) for n in (count[1], count[0])]  # sequences, tokens
-            if eval_mode:
+            if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
-                lr = self.scheduler.get_last_lr()[0]
+                lr = updater.scheduler.get_last_lr()[0]
                 loss, measured = self._backward(batches, loss_fn, divisors)
-                norm = self._updater.update()
-                self.scheduler.step()
+                norm = updater.update()
             metrics += measured
             names = list(measured[0])
-            sums = [sum(one[name].detach().double() for one in measured) for name in names]
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            sums = [sum((one[name].detach().double() for one in measured), zero) for name in names]
             totals.append(self._summed(torch.stack([loss.double(), *sums]), self.mesh.dp_cp))
-        totals = torch.stack(totals, 1).cpu()  # [1 + metrics, steps]
+        whole = torch.stack(totals, 1).cpu()  # [1 + metrics, steps]
         return {
-            "global_loss": totals[0],
-            "sums": dict(zip(names, totals[1:], strict=True)),
+            "global_loss": whole[0],
+            "sums": dict(zip(names, whole[1:], strict=True)),
             "tokens": torch.stack(counts),
             "grad_norm": norm,
             "lr": lr,
@@ -207,6 +209,12 @@ class Policy(Memory, WeightsOut):
         with self.use_reference_model():
             return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
 
+    @property
+    def _updating(self) -> Updater:
+        if self._updater is None:
+            raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
+        return self._updater
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the model and of the optimizer's state, under a checkpoint's names. No collective."""
         return training_tensors(self.model, self.optimizer)
@@ -214,8 +222,8 @@ class Policy(Memory, WeightsOut):
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
         return {
-            "optimizer": optimizer_state(self.model, self.optimizer),
-            "scheduler": self.scheduler.state_dict(),
+            "optimizer": optimizer_state(self.model, self._updating.optimizer),
+            "scheduler": self._updating.scheduler.state_dict(),
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
         }
 
@@ -235,7 +243,7 @@ class Policy(Memory, WeightsOut):
         recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
         fit.
         """
-        restore_optimizer(self.model, self.optimizer, state["optimizer"], keep=keep)
+        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"], keep=keep)
         store.load(step, self.tensors() | dict(beside), verified=verified)
         self._load_scalars(state)
 
@@ -260,7 +268,7 @@ class Policy(Memory, WeightsOut):
         if tokenizer_path is not None:
             target = Path(tokenizer_path)
             Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
-            Ranks().first(lambda: copy_companions(Path(self.recipe.model.path), target))
+            Ranks().first(lambda: copy_companions(self.recipe.model.directory, target))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """What `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
@@ -269,7 +277,7 @@ class Policy(Memory, WeightsOut):
             return
         store = CheckpointStore(optimizer_path)
         state = store.read_state(0)
-        restore_optimizer(self.model, self.optimizer, state["optimizer"])
+        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"])
         store.load(0, self._optimizer_tensors())
         self._load_scalars(state)
 
@@ -284,8 +292,8 @@ class Policy(Memory, WeightsOut):
         source: where config.json, the tokenizer and what is not trained come from. held: as of `write_directory`. `out`
         is replaced, whole or not.
         """
-        own = {"chat_template": self.chat_template, "held": held}
-        write_directory(self.model, out, source, self.precision.compute, replace=True, **own)
+        dtype, template = self.precision.compute, self.chat_template
+        write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
 
     @property
     def chat_template(self) -> str | None:
@@ -297,7 +305,7 @@ class Policy(Memory, WeightsOut):
         return {name: tensor for name, tensor in self.tensors().items() if name.startswith("optim.")}
 
     def _load_scalars(self, state: Mapping[str, Any]) -> None:
-        self.scheduler.load_state_dict(state["scheduler"])
+        self._updating.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
@@ -368,7 +376,7 @@ class Policy(Memory, WeightsOut):
         return torch.stack([loss for loss, _ in results]).sum(), [measured for _, measured in results]
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Host `values`, summed in place over the ranks that hold different samples. One all-reduce."""
+        """Host `values` [..], summed in place over the ranks that hold different samples. One all-reduce."""
         return self._summed(values, self.mesh.dp)
 
     def gather_over_dp(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -381,15 +389,15 @@ class Policy(Memory, WeightsOut):
         group = self.mesh.dp.get_group()
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
         dist.all_gather(counts, torch.tensor([len(rows)]), group=group)
-        most = max(count.item() for count in counts)
-        parts = [rows.new_zeros(most, *rows.shape[1:]) for _ in range(size)]
-        padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+        lengths = [int(count) for count in counts]
+        parts = [rows.new_zeros(max(lengths), *rows.shape[1:]) for _ in range(size)]
+        padded = torch.cat([rows, rows.new_zeros(max(lengths) - len(rows), *rows.shape[1:])])
         dist.all_gather(parts, padded, group=group)
-        joined = torch.cat([part[: count.item()] for part, count in zip(parts, counts, strict=True)])
-        return joined, sum(count.item() for count in counts[: self.mesh.dp_rank])
+        joined = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        return joined, sum(lengths[: self.mesh.dp_rank])
 
     @staticmethod
-    def _summed(values: Tensor, mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> Tensor:
+    def _summed(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced in place over the ranks of a one-dimensional mesh."""
         if mesh.size() > 1:
             dist.all_reduce(values, op, group=mesh.get_group())

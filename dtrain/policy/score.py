@@ -1,12 +1,12 @@
 """What a loss may ask of the model: log-probabilities of a micro-batch's labels, from inside the root's forward, token
 by token or summed by document."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, documents, sum_by_document
@@ -22,9 +22,19 @@ from dtrain.losses import (
     weighted_logprob_sum,
 )
 from dtrain.losses.sequences import Documents
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context import cut_streams, gather_tokens
 from dtrain.parallel.mesh import Mesh
+
+
+class Inputs(TypedDict):
+    """What a model is called with: this rank's tokens [B, S/cp], with positions and documents where it needs them."""
+
+    input_ids: Tensor
+    position_ids: Tensor | None
+    seq_ids: Tensor | None
+
 
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -37,7 +47,7 @@ class LogprobSource:
         hidden: Tensor,
         head_weight: Tensor,
         batch: Batch,
-        inputs: Mapping[str, Tensor | None],
+        inputs: Inputs,
         documents: int,
         head: "Head",
     ):
@@ -102,12 +112,9 @@ class LogprobSource:
     def sampled_logprobs(self, sampling: TrainingSamplingParams, *, entropy: bool = False) -> HeadLogprobs:
         """As `logprobs`, of the distribution that labels were drawn from: −inf where top-k or top-p leave a label out.
         The entropy is that of all tokens."""
-        filters = need_top_k_or_top_p_filtering(sampling)
-        found = None
-        if entropy or not filters:
-            found = self.logprobs(temperature=sampling.temperature, entropy=entropy)
-        if not filters:
-            return found
+        if not need_top_k_or_top_p_filtering(sampling):
+            return self.logprobs(temperature=sampling.temperature, entropy=entropy)
+        entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy if entropy else None
         logprobs = filtered_logprobs_from_hidden_states(
             self._hidden,
             self._head_weight,
@@ -117,7 +124,7 @@ class LogprobSource:
             shard=self._shard,
             index=self._batch["label_index"],
         )
-        return HeadLogprobs(logprobs, None if found is None else found.entropy)
+        return HeadLogprobs(logprobs, entropies)
 
     def by_document(self, values: Tensor) -> Tensor:
         """Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], whole on every cp rank.
@@ -134,7 +141,7 @@ class LogprobSource:
         return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
-        """A value that every cp rank computes alike from `by_document`, as this rank's share of it: what is summed over
+        """A value [..] that every cp rank computes alike from `by_document`, as this rank's share: what is summed over
         the ranks counts it once. Its gradient stays whole, for each rank sends it to its own tokens only."""
         if self._cp.size() == 1:
             return value
@@ -151,9 +158,8 @@ class Head:
     cp: DeviceMesh
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: Mesh) -> "Head":
-        # A plan of the user's own may leave the head whole.
-        start = getattr(model.lm_head, "vocab_start", None)
+    def of(cls, model: CausalLM, mesh: Mesh) -> "Head":
+        start = model.lm_head.vocab_start  # None too where a plan of the user's own leaves the head whole
         largest = -(-model.config.vocab_size // mesh.tp.size())
         shard = None if start is None else VocabShard(start, mesh.tp.get_group(), largest)
         return cls(model.config.final_logit_softcapping, shard, mesh.cp)
@@ -162,7 +168,7 @@ class Head:
 class Scorer:
     """Losses and log-probabilities of micro-batches on a model that lies on a mesh."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device):
+    def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device):
         self.model, self.mesh, self.device = model, mesh, device
         self._head = Head.of(model, mesh)
 
@@ -180,7 +186,7 @@ class Scorer:
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
-        inputs = {
+        inputs: Inputs = {
             "input_ids": local["input_ids"],
             "position_ids": local["position_ids"] if by_position else None,
             "seq_ids": local["seq_ids"] if is_packed else None,
@@ -200,10 +206,10 @@ class Scorer:
 
     @torch.no_grad()
     def entropies(self, batch: Batch, sampling: TrainingSamplingParams) -> Tensor:
-        """As `logprobs`: the entropy where there is a label."""
+        """As `logprobs`: the entropy where there is a label, else 0, [B, S]."""
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
-    def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor]) -> Tensor:
+    def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:
         """`fn`'s values [B, S/cp] as [B, S] on every rank."""
         local = self.at_head(batch, lambda source, _: fn(source))
         cp = self.mesh.cp

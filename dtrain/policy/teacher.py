@@ -1,20 +1,21 @@
 """A teacher: another model, frozen, on the policy's mesh, whose head a student's loss may read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.config.schema import Model
 from dtrain.errors import UserError
 from dtrain.losses import HeadInput
 from dtrain.models.config import read_config
+from dtrain.models.layers import CausalLM
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.precision import Precision
-from dtrain.policy.score import Head
+from dtrain.policy.score import Head, Inputs
 
 Result = TypeVar("Result")
 
@@ -29,7 +30,7 @@ class Teacher:
     build: what makes the model, with `build_model`'s arguments.
     """
 
-    def __init__(self, policy: Policy, path: str, build: Callable[..., nn.Module] = build_model):
+    def __init__(self, policy: Policy, path: str, build: Callable[..., CausalLM] = build_model):
         recipe, mesh = policy.recipe, policy.mesh
         compute = policy.precision.compute
         own = replace(
@@ -40,7 +41,8 @@ class Teacher:
         )
         config = read_config(path)
         precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
-        self.model = build(own, config, mesh, precision, policy.device).eval().requires_grad_(False)
+        self.model = build(own, config, mesh, precision, policy.device)
+        self.model.eval().requires_grad_(False)
         self._head = Head.of(self.model, mesh)
         cut_alike = (self._head.shard is None) == (Head.of(policy.model, mesh).shard is None)
         if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
@@ -51,7 +53,7 @@ class Teacher:
                 "student's vocabulary, and a parallel.custom_plan that fits both"
             )
 
-    def at_head(self, inputs: Mapping[str, Tensor | None], fn: Callable[[HeadInput], Result]) -> Result:
+    def at_head(self, inputs: Inputs, fn: Callable[[HeadInput], Result]) -> Result:
         """`fn(the teacher's HeadInput)` for the positions of a source's `inputs`, inside the teacher's forward, where
         its head's weight is whole but for tp. `fn` runs in the caller's grad mode; the teacher gets no gradient."""
         with_grad = torch.is_grad_enabled()

@@ -8,12 +8,14 @@ Three ways: the tensors themselves (`full_tensors`), a broadcast over a process 
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from dtrain.checkpoint.training_state import model_tensors
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back
+from dtrain.policy.precision import Precision
 from dtrain.rollout.weights import BUCKET_BYTES, Info, WeightReceiver, buckets, flatten, weight_group
 
 __all__ = ["BUCKET_BYTES", "Info", "WeightReceiver", "WeightsOut", "buckets"]
@@ -22,9 +24,11 @@ __all__ = ["BUCKET_BYTES", "Info", "WeightReceiver", "WeightsOut", "buckets"]
 class WeightsOut:
     """The part of `Policy` that gives its weights away. Every rank calls each function: the shards are gathered."""
 
-    model: nn.Module
+    model: CausalLM
     rank: int
     device: torch.device
+    precision: Precision
+    _receivers: dist.ProcessGroup | None = None  # on rank 0, after `init_collective`
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info:
         """Name → (shape, dtype) of what will be sent, in its order, tied weights once; `dtype`: None for that of
@@ -61,12 +65,13 @@ class WeightsOut:
         Collective over the run, whose shards are gathered; one broadcast per bucket. RuntimeError before
         `init_collective`.
         """
-        if self.rank == 0 and getattr(self, "_receivers", None) is None:
+        receivers = self._receivers
+        if self.rank == 0 and receivers is None:
             raise RuntimeError("broadcast_weights_for_collective needs init_collective first")
         for names in buckets(self.prepare_refit_info(dtype), bucket_bytes):
             full = [tensor for _, tensor in self.full_tensors(dtype, names)]
-            if self.rank == 0:
-                self._receivers.broadcast(flatten(full), 0).wait()
+            if receivers is not None:
+                receivers.broadcast(flatten(full), 0).wait()
 
     def prepare_weights_for_ipc(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES

@@ -107,6 +107,11 @@ REFUSED = {
         False,
         "model.layers.*.self_attn: a block needs a rowwise layer",
     ),
+    "a style of another module": (
+        {**MLP, f"{LAYER}.input_layernorm": "block"},
+        False,
+        "model.layers.*.input_layernorm: block is a style of a Block (dtrain.parallel.tensor), and this is a RMSNorm",
+    ),
     "one layer alone": (
         {**MLP, "model.layers.1.mlp.up_proj": "sequence"},
         False,

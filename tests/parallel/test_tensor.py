@@ -14,7 +14,7 @@ from dtrain.losses import VocabShard, weighted_logprob_sum
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.tensor import TensorParallel, vocab_embedding, whole_sequences
+from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_embedding, whole_sequences
 from tests.parallel.dense import (
     LLAMA_BIASES,
     assert_gradients,
@@ -96,9 +96,7 @@ def lookup_with_empty_shards(rank, size, vocabulary):
     scale = torch.arange(1.0, ids.numel() + 1)[None, :, None]
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
-    from dtrain.models.layers import Embedding
-
-    table = Embedding(vocabulary, 4, padding_idx=2, dtype=torch.float64)
+    table = VocabEmbedding(vocabulary, 4, padding_idx=2, dtype=torch.float64)
     oracle = nn.Embedding(vocabulary, 4, padding_idx=2, dtype=torch.float64)
     for module in (table, oracle):
         with torch.no_grad():
