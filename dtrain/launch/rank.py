@@ -166,7 +166,7 @@ def told_to_all(place: RankPlace | None) -> Iterator[None]:
 
 def newest_checkpoint(recipe: Recipe) -> str:
     """Where the same command goes on, in words."""
-    checkpoints = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
+    checkpoints = recipe.run.directory / "checkpoints"
     saved = within(FILE_SECONDS, partial(_newest, checkpoints))
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
@@ -196,7 +196,7 @@ def _newest(checkpoints: Path) -> str:
 def resumed(recipe: Recipe) -> Recipe:
     """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
     were told to start."""
-    saved = (Path(recipe.run.dir) / recipe.run.name / "checkpoints").glob("step-*")
+    saved = (recipe.run.directory / "checkpoints").glob("step-*")
     if recipe.checkpoint.resume is None or any(saved):
         return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
     return recipe
@@ -273,7 +273,7 @@ def write_to_log(recipe: Recipe, rank: int) -> None:
 
 
 def log_file(recipe: Recipe, rank: int) -> Path:
-    return Path(recipe.run.dir) / recipe.run.name / f"log-rank{rank}.txt"
+    return recipe.run.directory / f"log-rank{rank}.txt"
 
 
 @contextmanager

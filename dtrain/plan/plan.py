@@ -62,9 +62,9 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
     recipe = ready(recipe)
     found = problems(recipe, world_size)
-    if found or not recipe.model.path:
+    if found:
         raise RecipeError(found)
-    config, world = read_config(recipe.model.path), sizes(recipe, world_size)
+    config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
     step = plan_step(recipe, config, world, device=device)

@@ -14,6 +14,7 @@ from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.methods.distill import Distill
 from dtrain.models.config import ModelConfig
+from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.mesh import Mesh
@@ -40,7 +41,7 @@ class PlannedPolicy(Policy):
         self.tracer, self.kernel = tracer, planned_kernel(recipe, mesh, runtime.device.type)
         super().__init__(recipe, config, mesh, runtime, build=partial(_build, self.kernel))
         self.scorer = _TracedScorer(self)
-        self.gradient_bytes = 0
+        self.gradient_bytes = self.state_bytes = 0
         self.see_all(self.model.parameters(), "parameters")
 
     def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
@@ -64,13 +65,14 @@ class PlannedPolicy(Policy):
         super().init_optimizer(total_steps)
         parameters = dict(self.model.named_parameters())
         shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
-        self.optimizer = self._updater.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
+        optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.see_all((value for value in _state(self.optimizer) if value.is_meta), LEFT_OUT)
+            optimizer.step()
+        optimizer.zero_grad()
+        self.state_bytes = state_bytes(optimizer)
+        self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
         def before(*_: object) -> None:
             for name, parameter in parameters.items():
@@ -82,8 +84,8 @@ class PlannedPolicy(Policy):
                 parameter.grad = None
             self.tracer.counts_costs = True
 
-        self.optimizer.register_step_pre_hook(before)
-        self.optimizer.register_step_post_hook(after)
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
     def _backward(self, batches, loss_fn, divisors):
         result = super()._backward(batches, loss_fn, divisors)
@@ -110,7 +112,7 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
 
 def _build(
     kernel: PlannedKernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
-) -> nn.Module:
+) -> CausalLM:
     """As `build_model`, without memory or values. Recomputed activations are not compared with those of the forward:
     inside an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
     kind = recipe.train.activation_checkpointing

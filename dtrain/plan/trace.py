@@ -25,7 +25,7 @@ from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.memory import Phase
 from dtrain.plan.planned_device import PlannedDevice
-from dtrain.plan.policy import PlannedPolicy, mark_layers, state_bytes
+from dtrain.plan.policy import PlannedPolicy, mark_layers
 from dtrain.plan.rows import full_rows
 from dtrain.plan.shards import min_shard_elements
 from dtrain.plan.tracer import Tracer
@@ -94,7 +94,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     held = {
         "parameters": sum(local_tensor(parameter.detach()).numel() for parameter in parameters) * itemsize,
         "gradients": policy.gradient_bytes,
-        "state": state_bytes(policy.optimizer),
+        "state": policy.state_bytes,
         "lightest": min_shard_elements(parameters) * itemsize,
         "rows": policy.scorer.host if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
