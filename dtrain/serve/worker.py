@@ -64,7 +64,7 @@ class _Act:
     done: Future
 
 
-class EngineThread:
+class EngineThread(threading.Thread):
     """most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
     than it can decode together: those that wait here start with the weights of the time when they are let in.
 
@@ -73,6 +73,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine, most_waiting: int = 4096):
+        super().__init__(name="engine", daemon=True)
         self.version = 0
         self.torn = False
         self.failure: str | None = None
@@ -85,10 +86,6 @@ class EngineThread:
         self._rows: dict[int, _Row] = {}  # by the engine's ticket
         self._closing: str | None = None  # why no work is taken in
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     @property
     def load(self) -> tuple[int, int]:
@@ -151,10 +148,10 @@ class EngineThread:
                 self._changed.wait(LOOK_SECONDS)
             self._ending = True
             self._changed.notify_all()
-        self._thread.join()
+        self.join()
         return is_idle
 
-    def _run(self) -> None:
+    def run(self) -> None:
         finished = False
         try:
             while self._turn():
