@@ -26,10 +26,10 @@ from dtrain.rollout.rewards.find import find_file
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """`config.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
     loaded, problems = read(recipe, overrides)
-    loaded = with_local_model(loaded)
+    local = with_local_model(loaded)
     if problems:
-        raise RecipeError(list(dict.fromkeys([*problems, *preflight(loaded, loaded.launch.nproc)])))
-    return loaded
+        raise RecipeError(list(dict.fromkeys([*problems, *preflight(local, local.launch.nproc)])))
+    return local
 
 
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:

@@ -18,8 +18,8 @@ from dtrain.preflight import with_local_model
 def read_recipe(name: str, overrides: Sequence[str], world_size: int | None) -> Recipe:
     """The recipe, as `dtrain run` reads it. Raises RecipeError with all that a plan sees, which reads config.json alone
     of the files."""
-    recipe, found = read(name, overrides)
-    recipe = with_local_model(recipe)
+    loaded, found = read(name, overrides)
+    recipe = with_local_model(loaded)
     if found:
         more = problems(ready(recipe), world_size or recipe.launch.nproc)
         raise RecipeError(list(dict.fromkeys([*found, *more])))
