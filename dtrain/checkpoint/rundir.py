@@ -32,7 +32,7 @@ AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
-GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed")
+GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", "train.train_only", "train.freeze")
 GUARDED += ("dpo.reference", "grpo.reference", "distill.teacher")
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
