@@ -49,7 +49,7 @@ def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, case, mo
 def test_other_ways_give_the_same(tmp_path, more):
     case = [*CASES["the last layer"], "train.micro_batch=2", "train.dtype=float64"]
     if "method=distill" in more:
-        teacher = tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=1", name="teacher")
+        teacher = tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=3", name="teacher")
         run(teacher)
         more = [*more, f"distill.teacher={teacher.run.directory / 'export'}"]
     one = run(recipe_of(tmp_path, "one", *MODELS[0], *case, *(more if "method=distill" in more else [])))
