@@ -56,7 +56,7 @@ class Prefill:
         self._kernel = KERNELS["sdpa"]
         self._masks: dict[int | None, object] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
-        self.last = self._lengths - 1
+        self.last: Tensor | None = self._lengths - 1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
@@ -81,7 +81,7 @@ class Decode:
     prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens.
     """
 
-    last = None
+    last: Tensor | None = None
 
     def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device):
         self._windows = store.windows

@@ -295,15 +295,17 @@ class CausalLM(ParallelModel):
         return (r".*\.rotary_emb\.inv_freq",)  # a buffer that transformers once saved
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach).
+        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
+        parameter, whose gradient is not computed.
 
         PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
         keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
         """
         config = self.config
-        count = sum(parameter.numel() for parameter in self.parameters())
+        products = [*self.parameters()]
         if not config.tie_word_embeddings:
-            count -= self.model.embed_tokens.weight.numel()
+            products = [one for one in products if one is not self.model.embed_tokens.weight]
+        count = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in products)
         window = config.sliding_window or seq_len
         reach = [min(seq_len, window) if kind == SLIDING else seq_len for kind in config.layer_types]
-        return 6.0 * count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)
+        return count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)
