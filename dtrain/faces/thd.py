@@ -140,13 +140,6 @@ def _held_tokens(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
     return held_positions(ends.to(torch.int64), total, rank, size)
 
 
-def _places(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For each of `total` flat tokens, its offset in its sequence and which sequence that is, both [T] int64."""
-    positions = torch.arange(total, device=ends.device)
-    sequence = sequence_of(positions, ends)
-    return positions - ends[sequence], sequence
-
-
 def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
     """Some rows, one after the other: streams [T, ...] and cu_seqlens of the padded lengths. position_ids [B, .., S] as
     [..., T]."""
@@ -159,16 +152,16 @@ def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentine
         raise ValueError("seq_lens and seq_lens_padded must name the same sequences, none longer than with its padding")
     lengths = padded[used]
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    offsets, sequence = _places(ends, rows * width)
+    positions = torch.arange(rows * width, device=ends.device)
+    sequence = sequence_of(positions, ends)
+    offsets = positions - ends[sequence]
     flat = {name: stream.flatten(0, 1) for name, stream in streams.items() if name != "position_ids"}
-    positions = streams.get("position_ids")
-    if positions is None:
-        positions = offsets
-    else:
-        positions = positions.movedim(0, -2).flatten(-2)
-        positions = positions if positions.dim() == 1 else positions[:, None]
+    places = offsets
+    if "position_ids" in streams:
+        places = streams["position_ids"].movedim(0, -2).flatten(-2)
+        places = places if places.dim() == 1 else places[:, None]
     padding_mask = offsets >= own[used][sequence]
-    return flat | {"position_ids": positions, "padding_mask": padding_mask, "cu_seqlens": ends}
+    return flat | {"position_ids": places, "padding_mask": padding_mask, "cu_seqlens": ends}
 
 
 def _stack(chunks: list[dict[str, Any]], sentinel: int) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _kl_sums(
         q = torch.exp(gap, out=scratch)
         gap.sub_(p)  # log q − log p
         p.exp_()
-        merged = _merge(students, teachers, -_dot(p, gap), _dot(q, gap), group)
+        forward, reverse = -torch.linalg.vecdot(p, gap), torch.linalg.vecdot(q, gap)  # no tensor of products between
+        merged = _merge(students, teachers, forward, reverse, group)
         sums += torch.stack([merged.forward.sum(), merged.reverse.sum()])
         if not tokens.wants_gradient:
             continue
@@ -119,11 +120,6 @@ def _kl_sums(
             grad.mul_(slope)
         tokens.add_gradient(grad, tile, mine)
     return sums
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Σ a·b over the last dimension, no tensor of products between."""
-    return torch.linalg.vecdot(a, b)
 
 
 class _Merged(NamedTuple):

@@ -151,7 +151,7 @@ def _weighted_logprob_sum(
             logits = logits.mul_(softcap)
         local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
         target_logit = pick(logits, local_target, is_mine, tokens.dtype)
-        largest = _row_max(logits)
+        largest = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -float("inf"))
         exponentials = logits.sub_(largest[:, None]).exp_()  # the logits' memory from here on
         part = exponentials.sum(-1)
         stats = Stats(largest, part.log())
@@ -167,8 +167,3 @@ def _weighted_logprob_sum(
             grad.mul_(cap_slope)
         tokens.add_gradient(grad, tile, rows)
     return total
-
-
-def _row_max(logits: Tensor) -> Tensor:
-    """[t]: the largest logit of each row, −inf of none."""
-    return logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -float("inf"))

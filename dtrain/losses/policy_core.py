@@ -17,7 +17,6 @@ from torch import Tensor
 from dtrain.losses import policy_losses
 from dtrain.losses.policy_losses import (
     Sequences,
-    Surrogate,
     Tokens,
     bounded_exp,
     correction,
@@ -220,7 +219,10 @@ def policy_terms(
         total = total - options["entropy_coef"] * bonus
 
     with torch.no_grad():
-        sums = _measure(tokens, surrogate, mask)
+        nowhere = torch.zeros_like(ratio)
+        low, high = (nowhere if one is None else one.to(nowhere) for one in surrogate[1:])
+        sums = _sums(possible, "known_tokens", approx_kl=k3_of(old_logps, logps), ratio=ratio)
+        sums |= _sums(mask, "tokens", clip_low=low, clip_high=high)
         if reference is not None:
             sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, reference))
         if entropies is not None:
@@ -256,14 +258,6 @@ def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, seque
         return torch.where(possible, bounded_exp(log_ratio), 0.0)
     mean = mean_by_sequence(log_ratio, sequences)
     return bounded_exp(mean if level == "sequence" else mean.detach() + logps - logps.detach())
-
-
-def _measure(tokens: Tokens, surrogate: Surrogate, mask: Tensor) -> dict[str, Tensor]:
-    nowhere = torch.zeros_like(tokens.ratio)
-    low, high = (nowhere if one is None else one.to(nowhere) for one in surrogate[1:])
-    moved = k3_of(tokens.old_logps, tokens.logps)
-    known = _sums(tokens.possible, "known_tokens", approx_kl=moved, ratio=tokens.ratio)
-    return known | _sums(mask, "tokens", clip_low=low, clip_high=high)
 
 
 def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:

@@ -105,30 +105,28 @@ class Collector:
         placements = self.rows.placements(cursor)
         size, wanted = section.group_size, section.prompts_per_step
         refills = section.max_refills if section.dynamic_sampling == "refill" else 0
-        groups, last, at, drawn, without = PromptGroups(self.names), None, cursor, 0, 0
+        groups, last = PromptGroups(self.names), None
         for _ in range(1 + refills):
             taken = list(islice(placements, wanted - len(self._teaching(groups))))
             if not taken:
                 break
-            asked = self.asked(self.rows, taken, self.rows.rows_before(at))
+            asked = self.asked(self.rows, taken, self.rows.rows_before(cursor if last is None else last.after))
             last = taken[-1]
-            at = last.after
             samples = self._draw(asked, self._requests(asked), version, self.ask_stop)
-            rewards, parts = self._judge(asked, samples)
-            groups.add(asked, samples, rewards, parts)
-            drawn += len(asked)
-            without += int(zero_variance_groups(rewards, size)[::size].sum())
+            groups.add(asked, samples, *self._judge(asked, samples))
         if last is None:
             return None
         following = list(islice(self.rows.placements(last.after), wanted))
         expected = self.asked(self.rows, following, self.rows.rows_before(last.after))
         self.engine.expect(self._requests(expected), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
+        drawn = len(groups.asked)
+        measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
         if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             teaching = self._teaching(groups)
             others = [group for group in range(drawn) if group not in teaching]
             groups.select(sorted((teaching + others)[:wanted]), size)
-        measured |= {"frac_zero_std": without / drawn, "rollout_time": time.perf_counter() - began}
+        measured["rollout_time"] = time.perf_counter() - began
         return self._rollout(groups, last, measured)
 
     def judge_greedily(self, asked: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:

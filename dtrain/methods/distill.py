@@ -1,6 +1,7 @@
 """Distillation: the student learns the teacher's distribution at every trained token of given data, not its label."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +10,6 @@ from dtrain.batch import Batch
 from dtrain.config.schema import Recipe
 from dtrain.data import Rows
 from dtrain.losses import (
-    HeadInput,
-    KlSums,
     kl_sum_from_hidden_states,
     topk_kl_sum_from_hidden_states,
     topk_logits_from_hidden_states,
@@ -36,7 +35,7 @@ class Distill(Method):
         super().__init__(recipe)
         section = recipe.distill
         shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight}
-        self._share, self._temperature = shares[section.kl], section.temperature
+        self._options: dict[str, Any] = {"forward_share": shares[section.kl], "temperature": section.temperature}
         self._factor = section.temperature**2
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
@@ -57,35 +56,25 @@ class Distill(Method):
         return total * self._factor / global_tokens, measured
 
     def _whole(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        student = source.head_input
-
-        def divergence(teacher: HeadInput) -> KlSums:
-            return kl_sum_from_hidden_states(
-                student,
-                teacher,
-                index,
-                forward_share=self._share,
-                temperature=self._temperature,
-                shard=source.shard,
-            )
-
-        total, forward, reverse = self.teacher.at_head(source.inputs, divergence)
+        student, options = source.head_input, self._options
+        total, forward, reverse = self.teacher.at_head(
+            source.inputs,
+            lambda teacher: kl_sum_from_hidden_states(student, teacher, index, shard=source.shard, **options),
+        )
         return total, {"forward_kl": forward, "reverse_kl": reverse}
 
     def _topk(self, source: LogprobSource, index: Tensor, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-        def likeliest(teacher: HeadInput) -> tuple[Tensor, Tensor]:
-            return topk_logits_from_hidden_states(teacher, k, index, shard=source.shard)
-
-        logits, ids = self.teacher.at_head(source.inputs, likeliest)
+        logits, ids = self.teacher.at_head(
+            source.inputs, lambda teacher: topk_logits_from_hidden_states(teacher, k, index, shard=source.shard)
+        )
         total, inside = topk_kl_sum_from_hidden_states(
             source.head_input,
             logits,
             ids,
             index,
-            forward_share=self._share,
-            temperature=self._temperature,
             zero_outside=self.recipe.distill.zero_outside_topk,
             shard=source.shard,
+            **self._options,
         )
         return total, {"topk_mass": inside}
 
