@@ -3,6 +3,6 @@
 kernels        which keys a query may see, what computes attention, and the choice of it
 varlen         packed rows on CUDA, by variable-length flash attention
 blocks         queries over one block of keys, and merging blocks
-context, ring  context parallel: keys gathered, or passed from rank to rank
+context        context parallel: keys gathered, or passed from rank to rank
 cache, decode  keys and values of running sequences, and a forward over them
 """

@@ -7,7 +7,7 @@ Names are imported when they are used: the facts are read where no torch is.
     registry                     the methods by name
     method                       what every method can do
     sft, dpo, grpo, distill      how each differs
-    objective, precompute        dpo: what is minimised; the reference's sums, once
+    precompute                   dpo: the reference's sums, once
     collect, engines             grpo: a rollout; what draws and judges it
     rollout_buffer               grpo: a rollout as tensors
 """

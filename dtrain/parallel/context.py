@@ -1,5 +1,5 @@
 """A batch under context parallel: cut to the head-tail layout, and put together again. `layout` has the arithmetic,
-`attention.context` and `attention.ring` are the kernels that compute on such a layout.
+`attention.context` has the kernels that compute on such a layout.
 
 The contexts and the flat batches that NeMo Automodel's users know by name are found here too; `dtrain.faces` has them.
 """

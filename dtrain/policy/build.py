@@ -12,9 +12,8 @@
 import torch
 
 from dtrain import models
-from dtrain.attention.context import GatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import Kernel, SdpaKernel, choose_kernel
-from dtrain.attention.ring import RingKernel
 from dtrain.attention.varlen import HALF, VarlenKernel, prove
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe

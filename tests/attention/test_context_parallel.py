@@ -8,9 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
-from dtrain.attention.context import GatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import KERNELS, Visibility
-from dtrain.attention.ring import RingKernel
 from dtrain.parallel.layout import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible
 from tests.world import run_world
