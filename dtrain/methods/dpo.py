@@ -23,7 +23,7 @@ from dtrain.losses.preference import (
     preference_weights,
 )
 from dtrain.losses.preference_options import LOSSES, SFT
-from dtrain.methods.method import Method, Run
+from dtrain.methods.method import MethodWithReference, Run
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -119,7 +119,7 @@ class Objective:
         }
 
 
-class Dpo(Method):
+class Dpo(MethodWithReference):
     """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) and its relatives.
 
     loss = Σ over pairs of the objective ÷ pairs + sft_weight · Σ −log p over the chosen completions' tokens ÷ their
@@ -127,24 +127,16 @@ class Dpo(Method):
     """
 
     def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
+        super().__init__(recipe, recipe.dpo)
         self.objective = Objective(recipe.dpo)
-        stays = recipe.dpo.sync_every is None  # one that moves comes with the checkpoint
-        self.needs_start = self.facts.needs_reference(recipe) and recipe.dpo.reference == "start" and stays
-        self._reference: Mapping[str, Tensor] = {}
         self._tables: Mapping[str, Tensor] = {}
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
-        """Keeps the reference: the weights as they are, or those of another model of the same shapes; with
-        `dpo.precompute` only what it says of the data."""
+        """Keeps the reference; with `dpo.precompute` only what it says of the data."""
         if not self.facts.needs_reference(self.recipe):
             return
-        path = self.recipe.dpo.reference
-        keep = partial(policy.init_reference_model, None if path == "start" else path)
         if not self.recipe.dpo.precompute:
-            keep()
-            if self.recipe.dpo.sync_every is not None and policy.reference is not None:
-                self._reference = policy.reference.tensors
+            self.keep_reference(policy)
             return
         name = table_name(run.identities, policy.precision.compute, self.recipe.dpo.ld_alpha)
         self._tables = {
@@ -154,7 +146,7 @@ class Dpo(Method):
                 rows.samples.directory / name,
                 ld_alpha=self.recipe.dpo.ld_alpha,
                 micro_rows=self.micro_rows,
-                reference=keep,
+                reference=partial(self.keep_reference, policy),
             )
             for split, rows in splits.items()
         }
@@ -229,11 +221,6 @@ class Dpo(Method):
 
         return {**batch, "token_weights": weights - sft}, loss
 
-    def after_step(self, policy: Policy, step: int) -> None:
-        every = self.recipe.dpo.sync_every
-        if every is not None and policy.reference is not None and step % every == 0:
-            policy.reference.follow(self.recipe.dpo.sync_mix)
-
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {name: sums[name] / max(sums["pairs"], 1) for name in FIELDS}
 
@@ -241,10 +228,6 @@ class Dpo(Method):
         sft = self.objective.sft_weight * sums["chosen_nll"] / max(sums["chosen_tokens"], 1)
         val_loss = sums["loss"] / max(sums["pairs"], 1) + sft
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The reference by name [...], where it moves; one that stands still is read again where it came from."""
-        return {f"reference.{name}": tensor for name, tensor in self._reference.items()}
 
 
 def _labels_of_chosen(batch: Batch) -> Tensor:

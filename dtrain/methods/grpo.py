@@ -24,7 +24,7 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards
-from dtrain.methods.method import Method, Run
+from dtrain.methods.method import MethodWithReference, Run
 from dtrain.methods.rollout_buffer import Buffer
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -54,17 +54,14 @@ class Position:
     checked: bool = False
 
 
-class Grpo(Method):
+class Grpo(MethodWithReference):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
 
     def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
+        super().__init__(recipe, recipe.grpo)
         section, drawn = recipe.grpo, recipe.grpo.sampling
         self.spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
-        stays = section.sync_every is None  # one that moves comes with the checkpoint
-        self.needs_start = self.facts.needs_reference(recipe) and section.reference == "start" and stays
-        self._reference: Mapping[str, Tensor] = {}
         self._buffer = Buffer.empty(0, 0, ())
         self._position = Position()
         self._is_over = False  # the data's epochs
@@ -103,9 +100,7 @@ class Grpo(Method):
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.recipe.grpo
         if self.facts.needs_reference(self.recipe):
-            policy.init_reference_model(None if section.reference == "start" else section.reference)
-            if section.sync_every is not None and policy.reference is not None:
-                self._reference = policy.reference.tensors
+            self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self._policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section.show)
@@ -188,9 +183,7 @@ class Grpo(Method):
     def after_step(self, policy: Policy, step: int) -> None:
         self._position.done += 1
         self._position.step = step
-        every = self.recipe.grpo.sync_every
-        if every is not None and policy.reference is not None and step % every == 0:
-            policy.reference.follow(self.recipe.grpo.sync_mix)
+        super().after_step(policy, step)
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
@@ -219,7 +212,7 @@ class Grpo(Method):
 
     def state(self) -> dict[str, Any]:
         """Where in a rollout the run is. A rollout whose updates are over is not kept."""
-        place = asdict(self._position) | {"has_reference": bool(self._reference)}
+        place = asdict(self._position) | {"has_reference": bool(self._moving)}
         place["cursor"] = list(self._position.cursor or (0, 0))
         if not self._is_begun():
             return place
@@ -228,10 +221,9 @@ class Grpo(Method):
         return place | sizes | {"measured": self._measured, "settings": self._settings()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffer's, and the reference's [...] where it moves; one that stands still is read again where it came
-        from."""
+        """The buffer's [N] and [T], and the reference's [...] where it moves."""
         kept = {f"buffer.{name}": one for name, one in self._buffer.tensors().items()} if self._is_begun() else {}
-        return kept | {f"reference.{name}": tensor for name, tensor in self._reference.items()}
+        return kept | super().tensors()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on."""
@@ -256,7 +248,7 @@ class Grpo(Method):
 
     def _check_goes_on(self, state: Mapping[str, Any]) -> None:
         step, section = state["step"], self.recipe.grpo
-        if state["has_reference"] != bool(self._reference):
+        if state["has_reference"] != bool(self._moving):
             holds = "holds the reference that it had moved to" if state["has_reference"] else "holds no reference"
             raise UserError(
                 f"grpo.sync_every={section.sync_every} with grpo.beta={section.beta}: the checkpoint of step {step} "

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dtrain.batch import Batch, collate
-from dtrain.config.schema import Recipe
+from dtrain.config.schema import Dpo, Grpo, Recipe
 from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
 from dtrain.methods.facts import Facts, facts_of
 from dtrain.metrics import Metrics
@@ -156,3 +156,31 @@ class Method:
 
     def load(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+class MethodWithReference(Method):
+    """A method whose loss may compare with a reference: weights that stand still and are read again where they came
+    from, or, with the section's `sync_every`, follow the policy's and come with the checkpoint."""
+
+    def __init__(self, recipe: Recipe, section: Dpo | Grpo):
+        super().__init__(recipe)
+        self._section = section
+        starts = self.facts.needs_reference(recipe) and section.reference == "start"
+        self.needs_start = starts and section.sync_every is None
+        self._moving: Mapping[str, Tensor] = {}
+
+    def keep_reference(self, policy: Policy) -> None:
+        """The weights as they are, or those of another model of the same shapes. Collective."""
+        path = self._section.reference
+        policy.init_reference_model(None if path == "start" else path)
+        if self._section.sync_every is not None and policy.reference is not None:
+            self._moving = policy.reference.tensors
+
+    def after_step(self, policy: Policy, step: int) -> None:
+        every = self._section.sync_every
+        if every is not None and policy.reference is not None and step % every == 0:
+            policy.reference.follow(self._section.sync_mix)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The reference's [...] by name, where it moves."""
+        return {f"reference.{name}": tensor for name, tensor in self._moving.items()}
