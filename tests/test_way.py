@@ -10,9 +10,9 @@ from tools.count_way import count, tiny
 
 MOST = {  # files of a step; files of the whole way; frames to the loss
     "sft": (16, 34, 8),
-    "dpo": (22, 43, 8),
+    "dpo": (20, 40, 8),
     "distill": (19, 37, 8),
-    "grpo": (22, 54, 8),
+    "grpo": (19, 50, 8),
 }
 
 

@@ -9,7 +9,7 @@ whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from dtrain.losses.policy_losses import (
 )
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
 from dtrain.ranges import NUMBER, hint, is_number
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def policy_terms(
         loss = torch.where(is_near, loss, 0.0)
     if options["top_entropy_quantile"] < 1:
         needs = "top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch"
-        kept = mask & (_given(entropies, _NEEDS_ENTROPIES) >= _given(entropy_threshold, needs))
+        threshold: Tensor | float = _given(entropy_threshold, needs)
+        kept = mask & (_given(entropies, _NEEDS_ENTROPIES) >= threshold)
         loss = torch.where(kept, loss, 0.0)
     if weights is not None and not spec.loss.corrects_itself:
         loss = loss * weights.weights
@@ -268,7 +271,7 @@ def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:
 _NEEDS_ENTROPIES = "entropy_coef and top_entropy_quantile need entropies"
 
 
-def _given(value: Any, needs: str) -> Any:
+def _given(value: T | None, needs: str) -> T:
     if value is None:
         raise ValueError(needs)
     return value
