@@ -9,7 +9,7 @@ whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from dtrain.losses.policy_losses import (
 )
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
 from dtrain.ranges import NUMBER, hint, is_number
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -201,9 +199,10 @@ def policy_terms(
         is_near = off_policy_mask(logps, drawn, advantages, by, sequences, options["off_policy_mask_threshold"])
         loss = torch.where(is_near, loss, 0.0)
     if options["top_entropy_quantile"] < 1:
-        needs = "top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch"
-        threshold: Tensor | float = _given(entropy_threshold, needs)
-        kept = mask & (_given(entropies, _NEEDS_ENTROPIES) >= threshold)
+        deciding = _given(entropies, _NEEDS_ENTROPIES)
+        if entropy_threshold is None:
+            raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
+        kept = mask & (deciding >= entropy_threshold)
         loss = torch.where(kept, loss, 0.0)
     if weights is not None and not spec.loss.corrects_itself:
         loss = loss * weights.weights
@@ -271,7 +270,7 @@ def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:
 _NEEDS_ENTROPIES = "entropy_coef and top_entropy_quantile need entropies"
 
 
-def _given(value: T | None, needs: str) -> T:
+def _given(value: Tensor | None, needs: str) -> Tensor:
     if value is None:
         raise ValueError(needs)
     return value
