@@ -45,22 +45,18 @@ def advantages(
     ids = _ids(groups, len(values))
     everyone = _Known(values)
     by_group = _by_group(values, ids)
-    found = []
-    for value, group in zip(values, ids, strict=True):
-        own = by_group[group]
-        if math.isnan(value):
-            found.append(0.0)
-            continue
+
+    def of(value: float, own: _Known) -> float:
         compared = {"group": own, "leave_one_out": own, "batch": everyone, "none": None}[baseline]
         spread = {"group": own, "batch": everyone, "none": None}[scale]
-        if any(one is not None and one.is_constant for one in (compared, spread)):
-            found.append(0.0)
-            continue
+        if math.isnan(value) or any(one is not None and one.is_constant for one in (compared, spread)):
+            return 0.0
         gap = value if compared is None else value - compared.mean
         if baseline == "leave_one_out":
             gap *= own.count / (own.count - 1)
-        found.append(gap if spread is None else gap / (spread.deviation + eps))
-    return _like(rewards, found)
+        return gap if spread is None else gap / (spread.deviation + eps)
+
+    return _like(rewards, [of(value, by_group[group]) for value, group in zip(values, ids, strict=True)])
 
 
 def decoupled_advantages(rewards: Tensor, weights: Sequence[float], groups: Groups, *, eps: float = 1e-4) -> Tensor:
