@@ -85,6 +85,7 @@ class Decode:
 
     def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device):
         self._windows = store.windows
+        self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
         self._rows = store.rows_in_order()
         self._device = device
         self._own, self._shared = [], []
@@ -126,26 +127,22 @@ class Decode:
         self.positions = (self._before + self._added)[:, None]  # [R, 1]
         for own in self._own:
             added, longest = self._added[own.rows], max(place.length for place in own.shelf.places) + 1
-            own.views = {}
-            for layer, window in enumerate(self._windows):
-                if window not in own.views:
-                    size = own.shelf.size(layer)
-                    seen = min(longest, size)
-                    slots = torch.arange(seen, device=self._device)
-                    # A window's slots are a ring: once all are written, they hold just what the token sees.
-                    own.views[window] = _View(seen, slots <= added[:, None], added if longest <= size else added % size)
+            for window, layer in self._kinds.items():
+                size = own.shelf.size(layer)
+                seen = min(longest, size)
+                slots = torch.arange(seen, device=self._device)
+                # A window's slots are a ring: once all are written, they hold just what the token sees.
+                own.views[window] = _View(seen, slots <= added[:, None], added if longest <= size else added % size)
         for shared in self._shared:
-            shared.views = {}
-            for layer, window in enumerate(self._windows):
-                if window not in shared.views:
-                    size = shared.shelf.size(layer)
-                    slots = torch.arange(min(shared.longest, size), device=self._device)
-                    stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
-                    visible = slots < stored  # [G, 1, L]
-                    if window is not None:
-                        first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
-                        visible = visible & (slots >= first)
-                    shared.views[window] = _View(slots.shape[0], visible)
+            for window, layer in self._kinds.items():
+                size = shared.shelf.size(layer)
+                slots = torch.arange(min(shared.longest, size), device=self._device)
+                stored = shared.lengths.clamp(max=size)[:, None, None]  # [G, 1, 1]
+                visible = slots < stored  # [G, 1, L]
+                if window is not None:
+                    first = self._added[shared.table][..., None] + stored - window + 1  # [G, n, 1]
+                    visible = visible & (slots >= first)
+                shared.views[window] = _View(slots.shape[0], visible)
 
     def end(self) -> None:
         """After the forward: every row has one token more in the cache."""
