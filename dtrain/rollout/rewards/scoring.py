@@ -1,7 +1,7 @@
 """Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,22 +74,23 @@ class Rewards(Worker):
             raise ValueError(f"{count} completions, but {wrong}")
         if not count:
             return Scores([], {name: [] for name in self._weights})
-        # A process may be lost behind its last answer.
-        found = zip(self._weights, self._answers(batch), strict=False)
-        parts = {name: self._values(name, answer, count) for name, answer in found}
+        # The answers to their end, and no more than rewards: a process may be lost behind its last one.
+        found = zip(self._answers(batch), self._weights, strict=False)
+        parts = {name: self._values(name, answer, count) for answer, name in found}
         return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
 
-    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> list[Answer]:
+    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Answer]:
         """Of each reward; those behind one that the process is lost with are asked in another process."""
-        answers: list[Answer] = []
-        while len(answers) < len(self._weights):
+        asked = 0
+        while asked < len(self._weights):
             try:
                 self._ensure()
-                for answer in self._ask("score", batch, len(answers)):
-                    answers.append(answer)
+                for answer in self._ask("score", batch, asked):
+                    asked += 1
+                    yield answer
             except Lost as lost:
-                answers.append({"lost": str(lost)})
-        return answers
+                asked += 1
+                yield {"lost": str(lost)}
 
     def _values(self, name: str, answer: Answer, count: int) -> list[float]:
         if "value" in answer:
