@@ -337,8 +337,8 @@ class Engine:
         self._drop_unused({row.prompt: None for row in gone})
 
     def _drop_unused(self, prompts: Iterable[tuple[int, ...]]) -> None:
-        unused = [ids for ids in prompts if ids in self._prompts and not self._prompts[ids].users]
-        unused = [ids for ids in unused if ids not in self._waiting]
+        held = [ids for ids in prompts if ids in self._prompts and ids not in self._waiting]
+        unused = [ids for ids in held if not self._prompts[ids].users]
         if unused:
             self._store.release([self._prompts.pop(ids).place for ids in unused])
             self._held -= sum(slot_size(len(ids)) for ids in unused)
