@@ -11,11 +11,11 @@ from dtrain.rollout.worker import Lost, Worker
 
 
 class Spec(Protocol):
-    """A reward of a recipe: `config.schema.Reward`, or anything alike."""
+    """A reward of a checked recipe, where no `fn` is None: `config.schema.Reward`, or anything alike."""
 
-    fn: str
+    fn: str | None
     weight: float
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Rewards(Worker):
     """
 
     def __init__(self, specs: Sequence[Spec], *, timeout: float = 60.0, say: Callable[[str], None] = print):
-        self._weights = {name: spec.weight for name, spec in zip(reward_names(specs), specs, strict=True)}
-        where = [(*find(spec.fn), dict(spec.kwargs or {})) for spec in specs]
+        self._weights = {name: spec.weight for name, spec in zip(_names(specs), specs, strict=True)}
+        where = [(*find(str(spec.fn)), dict(spec.kwargs or {})) for spec in specs]
         super().__init__(
             "dtrain.rollout.rewards.calls:RewardCalls",
             dict(zip(self._weights, where, strict=True)),
@@ -109,11 +109,11 @@ class Rewards(Worker):
         return math.fsum(known) if known else math.nan
 
 
-def reward_names(specs: Sequence[Spec]) -> list[str]:
+def _names(specs: Sequence[Spec]) -> list[str]:
     """What the rewards are called: the last word of the path, the second of one name numbered."""
     names: list[str] = []
     for spec in specs:
-        name = spec.fn.rsplit(".", 1)[-1]
+        name = str(spec.fn).rsplit(".", 1)[-1]
         taken = sum(other == name or other.startswith(f"{name}#") for other in names)
         names.append(f"{name}#{taken + 1}" if taken else name)
     return names
