@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dtrain.rollout.child import Answer
+from dtrain.rollout.child import Outcome
 from dtrain.rollout.rewards.find import find
 from dtrain.rollout.worker import Lost, Worker
 
@@ -79,7 +79,7 @@ class Rewards(Worker):
         parts = {name: self._values(name, answer, count) for answer, name in found}
         return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
 
-    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Answer]:
+    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Outcome]:
         """Of each reward; those behind one that the process is lost with are asked in another process."""
         asked = 0
         while asked < len(self._weights):
@@ -92,7 +92,7 @@ class Rewards(Worker):
                 asked += 1
                 yield {"lost": str(lost)}
 
-    def _values(self, name: str, answer: Answer, count: int) -> list[float]:
+    def _values(self, name: str, answer: Outcome, count: int) -> list[float]:
         if "value" in answer:
             self._has_worked.add(name)
             return [math.nan if value is None else value for value in answer["value"]]
