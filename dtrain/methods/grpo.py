@@ -6,7 +6,7 @@ order drawn from the seed. A step's completions are shared out over the data-par
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -136,8 +136,7 @@ class Grpo(MethodWithReference):
         """The minibatches of the rollouts. `samples` are completions of the buffer, this dp rank's share of them."""
         while not self._is_over:
             chosen = self._minibatch()
-            mine = deal(self._costs(chosen), policy.mesh.dp_size, self._most_rows(len(chosen)))
-            samples = [chosen[index] for index in mine[policy.mesh.dp_rank]]
+            samples = self._shares(chosen)[policy.mesh.dp_rank]
             yield GlobalBatch([], samples, len(chosen), self._position.cursor or cursor, self._position.epochs)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
@@ -277,14 +276,14 @@ class Grpo(MethodWithReference):
         """Optimizer steps that a rollout of so many completions makes."""
         return -(-sequences // self.recipe.train.global_batch) * self.recipe.grpo.updates_per_rollout
 
-    def _most_rows(self, rows: int) -> int | None:
-        """Fixed micro-batches are rows: a rank takes no more of them than its part."""
-        return -(-rows // self._policy.mesh.dp_size) if isinstance(self.micro_rows, int) else None
-
-    def _costs(self, indices: list[int]) -> list[float]:
-        """FLOPs of training on these completions."""
-        lengths = self._buffer.lengths[indices].tolist()
-        return [length * self._policy.model.flops_per_token(length) for length in lengths]
+    def _shares(self, chosen: Sequence[int]) -> list[list[int]]:
+        """These completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
+        model, ranks = self._policy.model, self._policy.mesh.dp_size
+        lengths = self._buffer.lengths[list(chosen)].tolist()
+        costs = [length * model.flops_per_token(length) for length in lengths]
+        # Fixed micro-batches are rows: a rank takes no more of them than its part.
+        most = -(-len(chosen) // ranks) if isinstance(self.micro_rows, int) else None
+        return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]
 
     def _minibatch(self) -> list[int]:
         """The completions of this step, over all ranks; those that do not count are left out."""
@@ -330,8 +329,7 @@ class Grpo(MethodWithReference):
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""
-        everything = list(range(len(self._buffer)))
-        shares = deal(self._costs(everything), self._policy.mesh.dp_size, self._most_rows(len(everything)))
+        shares = self._shares(range(len(self._buffer)))
         mine = shares[self._policy.mesh.dp_rank]
         values = self._policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
         gathered, _ = self._policy.gather_over_dp(self._buffer.flat(values, mine))
