@@ -172,16 +172,16 @@ def _names(recipe: Recipe) -> list[str]:
 
 def _stages(recipe: Recipe) -> list[str]:
     problems = []
-    listed = isinstance(recipe.scheduler, list)
-    if listed and not recipe.scheduler:
+    stages, listed = _schedule(recipe), isinstance(recipe.scheduler, list)
+    if not stages:
         problems.append("scheduler=[] has no stages: give a list of {name, steps}, or one {name}")
-    for index, stage in enumerate(_schedule(recipe)):
+    for index, stage in enumerate(stages):
         key = f"scheduler[{index}]" if listed else "scheduler"
         if stage.warmup_steps < 0:
             problems.append(f"{key}.warmup_steps={stage.warmup_steps} must be at least 0")
         if not 0 <= stage.min_lr_ratio <= 1:
             problems.append(f"{key}.min_lr_ratio={stage.min_lr_ratio} must be from 0 to 1")
-        if listed and stage.steps is None and index < len(recipe.scheduler) - 1:
+        if listed and stage.steps is None and index < len(stages) - 1:
             problems.append(f"{key}.steps is missing: only the last stage may leave it out")
         if listed and stage.steps is not None and stage.steps < 1:
             problems.append(f"{key}.steps={stage.steps} must be at least 1")

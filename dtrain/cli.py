@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
 
-    def add(name: str, command, text: str, recipe: bool = False) -> argparse.ArgumentParser:
+    def add(name: str, command, text: str, recipe: bool = False) -> _Command:
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.set_defaults(command=command)
         if recipe:

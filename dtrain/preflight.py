@@ -6,6 +6,7 @@ Imports no torch, so that `dtrain validate` answers at once. Rows are not read h
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from dtrain.check import check, other_models
 from dtrain.checkpoint.hub import cached, download, is_id
@@ -25,10 +26,10 @@ from dtrain.rollout.rewards.find import find_file
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """`config.load`, whose RecipeError also lists what `preflight` finds in the rest of a recipe that is wrong."""
     loaded, problems = read(recipe, overrides)
-    loaded = with_local_model(loaded)
+    local = with_local_model(loaded)
     if problems:
-        raise RecipeError(list(dict.fromkeys([*problems, *preflight(loaded, loaded.launch.nproc)])))
-    return loaded
+        raise RecipeError(list(dict.fromkeys([*problems, *preflight(local, local.launch.nproc)])))
+    return local
 
 
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
@@ -147,29 +148,31 @@ def _teacher(recipe: Recipe, student: ModelConfig | None, model: ModelConfig) ->
 def _files(recipe: Recipe) -> list[str]:
     """Weights and tokenizers: what only a run reads of the models whose config.json is sound."""
     problems = []
-    student = recipe.model.path
-    if _is_model(student):
+    student = recipe.model.directory
+    if is_trained := _is_model(student):
         problems += _tokenizer(recipe)
         if recipe.model.init == "pretrained":
-            problems += _weights(Path(student), ", or model.init=scratch to start from random ones")
+            problems += _weights(student, ", or model.init=scratch to start from random ones")
     for key, path in other_models(recipe):
-        if _is_model(path):
-            problems += _weights(Path(path), key=key)
-        is_read = key == "distill.teacher" or (Path(path) / TOKENIZER).is_file()  # a reference may come without
-        if is_read and _is_model(path) and _is_model(student):
-            problems += [f"{key}={path}: {problem}" for problem in _differing_tokens(path, student)]
+        other = Path(path)
+        if not _is_model(other):
+            continue
+        problems += _weights(other, key=key)
+        if is_trained and (key == "distill.teacher" or (other / TOKENIZER).is_file()):  # a reference may come without
+            problems += [f"{key}={path}: {problem}" for problem in _differing_tokens(other, student)]
     return problems
 
 
-def _is_model(path: str | None) -> bool:
+def _is_model(directory: Path) -> bool:
     try:
-        return bool(path) and read_config(path) is not None
+        read_config(directory)
     except UserError:  # `shapes` tells
         return False
+    return True
 
 
 def _tokenizer(recipe: Recipe) -> list[str]:
-    directory = Path(recipe.model.path)
+    directory = recipe.model.directory
     try:
         tokenizer = Tokenizer.from_directory(directory)
         choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
@@ -184,7 +187,7 @@ def _tokenizer(recipe: Recipe) -> list[str]:
     return []
 
 
-def _differing_tokens(teacher: str, student: str) -> list[str]:
+def _differing_tokens(teacher: Path, student: Path) -> list[str]:
     try:
         tokens, ours = (Tokenizer.from_directory(path).vocabulary for path in (teacher, student))
     except UserError as error:
@@ -221,11 +224,13 @@ def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> l
 def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     """For each import path of the recipe where it leads, or why it leads nowhere (True). Nothing of it is run."""
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
-    named = [("optimizer.name", recipe.optimizer.name, "optimizer")]
-    named += [(f"scheduler[{i}].name", one.name, "scheduler") for i, one in enumerate(stages)]
-    named += [] if stages else [("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler")]
-    named.append(("parallel.custom_plan", recipe.parallel.custom_plan, "plan"))
-    named += facts_of(recipe).code(recipe)
+    named: list[tuple[str, Any, str]] = [
+        ("optimizer.name", recipe.optimizer.name, "optimizer"),
+        *((f"scheduler[{i}].name", one.name, "scheduler") for i, one in enumerate(stages)),
+        ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
+        ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
+        *facts_of(recipe).code(recipe),
+    ]
     found = []
     for key, path, what in named:
         if isinstance(path, str) and set(".:") & set(path):
@@ -254,7 +259,7 @@ def _data(source: DataSource, key: str) -> list[str]:
 def _checkpoint(recipe: Recipe) -> list[str]:
     resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
     problems = []
-    if any((Path(recipe.run.dir) / str(recipe.run.name) / "checkpoints").glob("step-*")):
+    if any((recipe.run.directory / "checkpoints").glob("step-*")):
         return []  # a run that goes on says itself what it needs of them
     if resume not in (None, "auto") and not Path(resume).is_dir():
         problems.append(
@@ -279,18 +284,18 @@ def _start(recipe: Recipe, path: Path) -> list[str]:
     """What makes the model whose weights are taken another one than ours, by the files that its run keeps."""
     above = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, a step of them
     kept = next((place / "model" for place in above if (place / "model" / CONFIG).is_file()), None)
-    ours = recipe.model.path
-    if kept is None or not _is_model(ours) or not _is_model(str(kept)):
+    ours = recipe.model.directory
+    if kept is None or not _is_model(ours) or not _is_model(kept):
         return []
     key = "checkpoint.init_from"
     found = _reference(read_config(ours), read_config(kept), key, str(path))
-    found += [f"{key}={path}: {problem}" for problem in _differing_tokens(str(kept), ours)]
+    found += [f"{key}={path}: {problem}" for problem in _differing_tokens(kept, ours)]
     return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in found]
 
 
 def _export(recipe: Recipe) -> list[str]:
     """An export takes the place of its whole directory."""
-    target = (Path(recipe.run.dir) / str(recipe.run.name) / "export").resolve()
+    target = (recipe.run.directory / "export").resolve()
     if recipe.checkpoint.export == "none":
         return []
     read = [("model.path", recipe.model.path), *other_models(recipe)]

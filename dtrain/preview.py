@@ -15,6 +15,7 @@ from dtrain.data.cache import Samples
 from dtrain.data.rows import Row, Rows
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
+from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
 
 SIDES = ("chosen", "rejected")
@@ -43,7 +44,9 @@ def preview(
     def say(text: str = "") -> None:
         print(hide(text), file=out)
 
-    tokenizer = Tokenizer.from_directory(recipe.model.path)
+    if not recipe.model.path:
+        raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
+    tokenizer = Tokenizer.from_directory(recipe.model.directory)
     cache_dir = Path(recipe.run.dir) / ".cache"
     rows = open_rows(
         recipe.data,
@@ -103,8 +106,8 @@ def histogram(samples: Samples) -> list[str]:
     width = max(1, -(-(lengths.highest + 1) // BUCKETS))
     counts = torch.zeros(BUCKETS, dtype=torch.int64)
     for start in range(0, len(samples), BLOCK):
-        bucket = samples.full_lengths(start, min(len(samples), start + BLOCK)) // width
-        counts += torch.bincount(bucket, minlength=BUCKETS)
+        buckets = samples.full_lengths(start, min(len(samples), start + BLOCK)) // width
+        counts += torch.bincount(buckets, minlength=BUCKETS)
     mean = lengths.total / (len(samples) * samples.documents_per_sample)
     lines.append(f"lengths in tokens: {lengths.lowest} to {lengths.highest}, mean {mean:.1f} (max_length {limit})")
     for bucket, count in enumerate(counts.tolist()):

@@ -86,7 +86,8 @@ class Trainer:
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.directory)
         self.method = METHODS[recipe.method](recipe)
-        self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
+        self.rows = self._open_rows("train")
+        self.val_rows = None if recipe.data.val is None else self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
         if self.val_rows:
             self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
@@ -343,9 +344,12 @@ class Trainer:
 
     def _report_choices(self) -> None:
         say, sizes, policy = self.metrics.say, self.sizes, self.policy
-        parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-        size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters:,}"
-        say(f"model: {self.recipe.model.path}, {size} parameters, init {self.recipe.model.init}")
+        parameters = list(policy.model.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
+        of_it = "" if trained == count else f" ({part} of them trained)"
+        say(f"model: {self.recipe.model.path}, {size} parameters{of_it}, init {self.recipe.model.init}")
         say(
             f"global batch {self.recipe.train.global_batch} = micro batch {self.recipe.train.micro_batch} × "
             f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} step{'s' * (self.total_steps != 1)}"

@@ -19,7 +19,7 @@ import socket
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +195,20 @@ class CheckpointStore:
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in stored.items()}
 
     def load(
-        self, step: int, tensors: Mapping[str, Tensor], *, only: bool = False, verified: bool = False
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        only: bool = False,
+        verified: bool = False,
+        cast: Collection[str] = (),
     ) -> dict[str, Any]:
         """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
 
         Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
         other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
         only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
-        the checksums need not be taken again.
+        the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
         """
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
 
@@ -210,7 +216,7 @@ class CheckpointStore:
             if not verified:
                 self._verify(step, self._share(step))
             table = self._table(step)
-            self._check_fit(step, table, pieces, only)
+            self._check_fit(step, table, pieces, only, cast)
             return table
 
         self._read(step, pieces, self.ranks.together(examine))
@@ -349,7 +355,9 @@ class CheckpointStore:
             raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
         return table
 
-    def _check_fit(self, step: int, table: Table, pieces: dict[str, Piece], only: bool) -> None:
+    def _check_fit(
+        self, step: int, table: Table, pieces: dict[str, Piece], only: bool, cast: Collection[str] = ()
+    ) -> None:
         saved = table.tensors
         problems = []
         for name, piece in pieces.items():
@@ -359,7 +367,7 @@ class CheckpointStore:
                     problems.append(f"missing in the checkpoint: {name}")
             elif saved[name].size != piece.global_size:
                 problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
-            elif saved[name].properties.dtype != piece.local.dtype:
+            elif saved[name].properties.dtype != piece.local.dtype and name not in cast:
                 dtypes = saved[name].properties.dtype, piece.local.dtype
                 problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} (train.dtype)")
         if not only:

@@ -34,7 +34,7 @@ _PATHS = (("model", "path"), ("run", "dir"), ("data", "cache_dir"), ("data", "ch
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
 
-def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
     """The recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
 
     Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
@@ -46,7 +46,7 @@ def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     return loaded
 
 
-def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> tuple[Loaded, list[str]]:
     """As `load`, but what RecipeError would list is returned, beside the recipe without the keys that are wrong."""
     stem = None
     if isinstance(recipe, str | Path):

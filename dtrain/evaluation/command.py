@@ -41,32 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
-    from dtrain.evaluation.evaluate import evaluate, read_reward
-    from dtrain.rollout.request import SamplingParams
+    from dtrain.evaluation.evaluate import evaluate
 
-    report = evaluate(
-        arguments.directory,
-        arguments.data,
-        [read_reward(text) for text in arguments.reward or ["math_exact"]],
-        sampling=SamplingParams(
-            arguments.max_new_tokens,
-            arguments.temperature,
-            arguments.top_k,
-            arguments.top_p,
-            arguments.min_p,
-            stop=tuple(arguments.stop),
-        ),
-        samples=arguments.samples,
-        seed=arguments.seed,
-        limit=arguments.limit,
-        system=arguments.system,
-        chat_template=arguments.chat_template,
-        pass_reward=arguments.pass_reward,
-        reward_timeout=arguments.reward_timeout,
-        out=arguments.out,
-        max_rows=arguments.max_rows,
-        dtype=arguments.dtype,
-        device=arguments.device,
-    )
+    report = evaluate(arguments)
     print(report.as_json() if arguments.json else report.as_table())
     return 0

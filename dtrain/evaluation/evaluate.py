@@ -4,19 +4,21 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from tqdm import tqdm
 
+from dtrain.config.schema import Reward
 from dtrain.data.files import parse, read_chunks, resolve
 from dtrain.data.formats import describe_unknown, detect
 from dtrain.data.prompts import Prompt, PromptEncoder, PromptOptions, normalise_prompt
 from dtrain.data.template import choose_template
-from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
@@ -24,15 +26,6 @@ from dtrain.rollout.request import Completion, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
-
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """One reward of the command line; see `read_reward`."""
-
-    fn: str
-    weight: float = 1.0
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,64 +105,50 @@ class Report:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def evaluate(
-    directory: Path,
-    data: Sequence[str],
-    rewards: Sequence[RewardSpec],
-    *,
-    sampling: SamplingParams,
-    samples: int = 1,
-    seed: int = 0,
-    limit: int | None = None,
-    system: str | None = None,
-    chat_template: str | None = None,
-    pass_reward: float = 1.0,
-    reward_timeout: float = 60.0,
-    out: Path | None = None,
-    max_rows: int | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> Report:
-    """Answer the prompts of `data` (paths or globs; data/prompts.py says what a row may be) `samples` times each, and
-    judge the answers.
+def evaluate(asked: Namespace) -> Report:
+    """Answer the prompts of data files (data/prompts.py says what a row may be), and judge the answers.
 
-    directory: as `dtrain generate` takes it. sampling: its `stop_ids` are joined by the model's own. limit: the first
-    so many prompts only. chat_template: a file, in place of the model's own. out: a file for one JSON line per
-    completion. Raises UserError.
+    asked: the command's arguments. Raises UserError.
     """
-    start = time.perf_counter()
-    torch_device = choose_device(device)
+    start, out = time.perf_counter(), asked.out
+    rewards = [read_reward(text) for text in asked.reward or ["math_exact"]]
+    device = choose_device(asked.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
-    with Rewards(rewards, timeout=reward_timeout, say=say) as judges:
-        model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
+    with Rewards(rewards, timeout=asked.reward_timeout, say=partial(print, file=sys.stderr)) as judges:
+        model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
         length = model.config.max_position_embeddings
-        options = PromptOptions.within(length, sampling.max_new_tokens, system)
-        template = choose_template(tokenizer.directory, tokenizer.special_tokens, chat_template)
+        options = PromptOptions.within(length, asked.max_new_tokens, asked.system)
+        template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
         encoder = PromptEncoder(tokenizer, template, max_length=length, options=options)
-        asked = list(_read(data, encoder, limit))
-        if not asked:
-            raise UserError(f"there is no row in {', '.join(data)}")
+        rows = list(_read(asked.data, encoder, asked.limit))
+        if not rows:
+            raise UserError(f"there is no row in {', '.join(asked.data)}")
+        sampling = SamplingParams(
+            asked.max_new_tokens,
+            asked.temperature,
+            asked.top_k,
+            asked.top_p,
+            asked.min_p,
+            stop_ids=tuple(tokenizer.eos_ids),
+            stop=tuple(asked.stop),
+        )
         requests = [
-            Request(ids[-options.room :], _with_eos(sampling, tokenizer), seed, index, sample)
-            for index, (_, ids) in enumerate(asked)
-            for sample in range(samples)
+            Request(ids[-options.room :], sampling, asked.seed, index, sample)
+            for index, (_, ids) in enumerate(rows)
+            for sample in range(asked.samples)
         ]
-
-        def decode(ids: Sequence[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=True)
-
-        engine = Engine(model, decode=decode, max_rows=max_rows)
-        completions = _drawn(engine, requests)
-        judged = list(_judged([prompt for prompt, _ in asked], samples, completions, decode, judges))
-    cut = sum(len(ids) > options.room for _, ids in asked)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        completions = _drawn(Engine(model, decode=decode, max_rows=asked.max_rows), requests)
+        prompts = [prompt for prompt, _ in rows]
+        judged = list(_judged(prompts, asked.samples, completions, decode, judges))
+    cut = sum(len(ids) > options.room for _, ids in rows)
     if out is not None:
-        _write(out, judged, [prompt for prompt, _ in asked])
-    return Report.of(judged, samples, pass_reward, cut, time.perf_counter() - start)
+        _write(out, judged, prompts)
+    return Report.of(judged, asked.samples, asked.pass_reward, cut, time.perf_counter() - start)
 
 
-def read_reward(text: str) -> RewardSpec:
+def read_reward(text: str) -> Reward:
     """A reward as it is typed: a name or an import path, with options as JSON after `=`. Raises UserError."""
     name, found, options = text.partition("=")
     try:
@@ -180,7 +159,7 @@ def read_reward(text: str) -> RewardSpec:
         raise UserError(
             f'--reward {text}: the options after = must be a JSON object, such as regex={{"pattern": "yes"}}'
         )
-    return RewardSpec(name, kwargs=kwargs)
+    return Reward(name, kwargs=kwargs)
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
@@ -207,11 +186,6 @@ def _read(data: Sequence[str], encoder: PromptEncoder, limit: int | None) -> Ite
                     yield prompt, encoder.encode(prompt)
                 except UserError as error:
                     raise UserError(f"{file}:{line}: {error}") from error
-
-
-def _with_eos(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    stops = tuple(dict.fromkeys([*sampling.stop_ids, *tokenizer.eos_ids]))
-    return SamplingParams(**{**sampling.__dict__, "stop_ids": stops})
 
 
 def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:

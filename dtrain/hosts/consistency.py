@@ -28,7 +28,7 @@ def same_on_all(recipe: Recipe) -> None:
     ranks = Ranks()
     ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
     _same_recipe(recipe, ranks)
-    _same_directory(Path(recipe.run.dir) / recipe.run.name, ranks)
+    _same_directory(recipe.run.directory, ranks)
 
 
 def _same_recipe(recipe: Recipe, ranks: Ranks) -> None:

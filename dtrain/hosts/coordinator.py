@@ -89,11 +89,12 @@ def connect(coordinator: CoordinatorAddress, me: JoinRequest) -> socket.socket |
     return None
 
 
-class Member:
-    """A rank's end of the watch. `on_lost(text)` is called in its thread once another rank is lost, unless this rank's
+class Member(threading.Thread):
+    """A rank's end of the watch. `on_lost(text)` is called in this thread once another rank is lost, unless the rank's
     main thread is in `close` by then, which returns that text."""
 
     def __init__(self, me: JoinRequest, host: str, lost_after: float, on_lost: OnLost, connection: socket.socket):
+        super().__init__(name="dtrain-heartbeat", daemon=True)
         self.rank, self.coordinator_host, self.lost_after, self.on_lost = me.rank, host, lost_after, on_lost
         self.address = plain(connection.getsockname()[0])  # of this host, on the way to the coordinator
         self.coordinator: Coordinator | None = None  # where this process runs it
@@ -103,10 +104,6 @@ class Member:
         self._have_joined, self._lock = threading.Event(), threading.Lock()
         self._connection = connection
         connection.settimeout(lost_after / MISSED_BEATS)
-        self._thread = threading.Thread(target=self._listen, name="dtrain-heartbeat", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def wait(self, seconds: float) -> JoinResponse | None:
         """Wait so long for all ranks to come."""
@@ -123,16 +120,16 @@ class Member:
             self._is_released = True
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(SETTLE_SECONDS + 2)
-        if self.coordinator is not None:
-            self.coordinator.join()
+        for thread in (self, self.coordinator):
+            if thread is not None:
+                thread.join(SETTLE_SECONDS + 2)
         return self.lost.text if self.lost and self.rank not in self.lost.ranks else None
 
     def _say(self, text: str) -> None:
         with suppress(OSError), self._lock:  # where the coordinator is gone, its last word is still to be read
             self._connection.sendall(f"{text}\n".encode())
 
-    def _listen(self) -> None:
+    def run(self) -> None:
         rest, missed = b"", 0
         while self.lost is None:
             try:
@@ -188,25 +185,21 @@ class _Peer:
             self.writer.write(f"{text}\n".encode())
 
 
-class Coordinator:
-    """Hears all `size` ranks, that of its own process too, and tells them when all have come, and who is lost. It ends
-    when rank 0 has had its last word, or when a rank is lost."""
+class Coordinator(threading.Thread):
+    """Hears all `size` ranks, that of its own process too, and tells them when all have come, and who is lost. The
+    thread ends when rank 0 has had its last word, or when a rank is lost."""
 
     def __init__(self, size: int, lost_after: float, listener: socket.socket, token: str):
+        super().__init__(name="dtrain-coordinator", daemon=True)
         self.size, self.lost_after, self._listener, self._token = size, lost_after, listener, token
         self._requests: dict[int, JoinRequest] = {}
         self._peers: dict[int, _Peer] = {}
         self._twice: list[str] = []
         self._gone: dict[int, str] = {}  # silent and dead ranks, and which they are, in words
         self._failed: dict[int, str] = {}  # in words of their own
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="dtrain-coordinator", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for what there is to tell to be told."""
-        self._thread.join(SETTLE_SECONDS + 2)
+    def run(self) -> None:
+        asyncio.run(self._run())
 
     @property
     def missing(self) -> list[int]:

@@ -162,7 +162,12 @@ def addresses_towards(master: tuple[str, int]) -> tuple[str, ...]:
 def _find_coordinator(place: RankPlace, store: "dist.Store", callbacks: Callbacks) -> CoordinatorAddress:
     """Rank 0's answer to a word of this start, which no earlier start can have answered."""
     word = uuid.uuid4().hex
-    served(place, lambda: store.set(f"here/{place.rank}", word) or word)
+
+    def come() -> str:
+        store.set(f"here/{place.rank}", word)
+        return word
+
+    served(place, come)
     begun = time.monotonic()
     while not served(place, lambda: (store.check([f"answer/{word}"]),))[0]:
         if time.monotonic() - begun > MEET_SECONDS:

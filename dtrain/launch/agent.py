@@ -20,6 +20,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtrain.checkpoint.files import replace_text
 from dtrain.config import Recipe, hidden, load, origins, to_yaml, with_origins_of
 from dtrain.errors import Stopped, UserError
 from dtrain.launch.job import job_directory
@@ -223,20 +224,13 @@ def work(job: Path, fd: int, place: RankPlace) -> None:
             status = status if kind == "stopped" else 1
             text = traceback.format_exc() if kind == "crash" else str(error)
             text = hidden(text, recipe) if recipe else text
-            _leave(job, ExitReport(place.rank, place.attempt, kind, text, time.time(), getattr(error, "signum", 0)))
+            report = ExitReport(place.rank, place.attempt, kind, text, time.time(), getattr(error, "signum", 0))
+            replace_text(job / f"report-{place.attempt}-{place.rank}.json", json.dumps(asdict(report)))
             if place.rank > 0:
                 print(text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # a process group that is half up must not hold the process back
-
-
-def _leave(job: Path, report: ExitReport) -> None:
-    """The file is whole or absent, for whoever looks."""
-    path = job / f"report-{report.attempt}-{report.rank}.json"
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    partial.replace(path)
 
 
 def _listen(link: socket.socket, asked: list[int], stop: "StopFlag", main: int) -> None:

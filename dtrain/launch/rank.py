@@ -80,7 +80,9 @@ def run_rank(
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         stack.enter_context(memory_errors(recipe, place, device))
         if place.is_inside:
-            stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not _sends_weights(recipe, train)))
+            # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
+            reaches_out = train is not None or facts_of(recipe).sends_weights(recipe)
+            stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not reaches_out))
         if place.world_size > 1:
             size = place.world_size
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
@@ -107,11 +109,6 @@ def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
     finally:  # a process may run another recipe, or start processes that reach other hosts
         for key in given:
             place.environ.pop(key, None)
-
-
-def _sends_weights(recipe: Recipe, train: Train | None) -> bool:
-    """Whether a group of NCCL's may be needed that reaches beyond this host: its variable counts for the process."""
-    return train is not None or facts_of(recipe).sends_weights(recipe)
 
 
 def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: Train | None = None) -> None:
@@ -166,7 +163,7 @@ def told_to_all(place: RankPlace | None) -> Iterator[None]:
 
 def newest_checkpoint(recipe: Recipe) -> str:
     """Where the same command goes on, in words."""
-    checkpoints = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
+    checkpoints = recipe.run.directory / "checkpoints"
     saved = within(FILE_SECONDS, partial(_newest, checkpoints))
     return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
 
@@ -196,7 +193,7 @@ def _newest(checkpoints: Path) -> str:
 def resumed(recipe: Recipe) -> Recipe:
     """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
     were told to start."""
-    saved = (Path(recipe.run.dir) / recipe.run.name / "checkpoints").glob("step-*")
+    saved = (recipe.run.directory / "checkpoints").glob("step-*")
     if recipe.checkpoint.resume is None or any(saved):
         return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
     return recipe
@@ -228,10 +225,9 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         first = (str(error).splitlines() or ["out of memory"])[0]
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in first
-        if not is_memory:
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in first):
             raise
         raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
 
@@ -245,14 +241,13 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    train, data = recipe.train, recipe.data
-    keys = []
-    if train.micro_batch > 1:
-        keys.append(f"lower train.micro_batch (now {train.micro_batch})")
-    if train.activation_checkpointing != "full":
-        keys.append(f"set train.activation_checkpointing=full (now {train.activation_checkpointing})")
-    keys.append(f"lower data.max_length (now {data.max_length})")
-    keys.append(f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})")
+    micro, kept = recipe.train.micro_batch, recipe.train.activation_checkpointing
+    keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
+    keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
+    keys += [
+        f"lower data.max_length (now {recipe.data.max_length})",
+        f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",
+    ]
     return (
         f"out of memory on rank {place.rank} ({device}), "
         f"at a peak of {peak / 2**30:.2f} GiB of {total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
@@ -273,7 +268,7 @@ def write_to_log(recipe: Recipe, rank: int) -> None:
 
 
 def log_file(recipe: Recipe, rank: int) -> Path:
-    return Path(recipe.run.dir) / recipe.run.name / f"log-rank{rank}.txt"
+    return recipe.run.directory / f"log-rank{rank}.txt"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class PlannedPeak(Child[str]):
     """
 
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
-        recipe = replace(recipe, launch=replace(recipe.launch, device=device_type))
+        recipe = replace(recipe, launch=replace(recipe.launch, device="cuda" if device_type == "cuda" else "cpu"))
         super().__init__(partial(_planned, recipe, world_size), niceness=_BEHIND_THE_RUN)
         self._told: str | None = None
 

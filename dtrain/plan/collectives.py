@@ -4,11 +4,13 @@ The bytes of a collective are those of the whole message: what an all-gather giv
 all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank of a ring.
 """
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 from torch.utils._pytree import tree_leaves
 
 from dtrain.parallel.mesh import Mesh
@@ -55,15 +57,14 @@ class CollectiveReader:
         tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
         if name == "all_gather_into_tensor":
             tensors = [out]
+        elif kind == "all-gather":  # in place: what it gives out, then what it takes in
+            tensors = tensors[:-1]
         elif name in ("_reduce_scatter_base_", "alltoall_base_"):
             tensors = tensors[1:]
-        elif name in ("_allgather_base_", "allgather_"):
-            tensors = tensors[:1] if name == "_allgather_base_" else tensors[:-1]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        group = _group_name(args)
-        dimension = self._dimension(group, func.namespace == "c10d", kind, in_pass)
-        ranks = dist.distributed_c10d._resolve_process_group(group).size()
-        return Collective(dimension, kind, ranks, not any(tensor.is_meta for tensor in tensors)), size
+        group = _group(args)
+        dimension = self._dimension(group.group_name, func.namespace == "c10d", kind, in_pass)
+        return Collective(dimension, kind, group.size(), not any(tensor.is_meta for tensor in tensors)), size
 
     def _dimension(self, group: str, in_place: bool, kind: str, in_pass: bool) -> str:
         if group == self._tp:
@@ -75,11 +76,10 @@ class CollectiveReader:
         return "dp_replicate" if in_pass and kind == "all-reduce" and group == self._replicate else "all"
 
 
-def _group_name(args: tuple) -> str:
+def _group(args: tuple) -> dist.ProcessGroup:
     for one in args:
         if isinstance(one, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(one).group_name
-            except RuntimeError:  # the operation's other object: which reduction it is
-                continue
-    return next(one for one in reversed(args) if isinstance(one, str))
+            with suppress(RuntimeError):  # the operation's other object: which reduction it is
+                return dist.ProcessGroup.unbox(one)
+    name = next(one for one in reversed(args) if isinstance(one, str))
+    return dist.distributed_c10d._resolve_process_group(GroupName(name))

@@ -24,20 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
     from dtrain import config
-    from dtrain.plan.answer import Options, answer, read_recipe
+    from dtrain.plan.answer import answer, read_recipe
 
-    options = Options(
-        world_size=arguments.world_size,
-        gpu=arguments.gpu,
-        memory=arguments.memory,
-        gpus_per_node=arguments.gpus_per_node,
-        link_inside=arguments.link_inside,
-        link_between=arguments.link_between,
-        step_time=arguments.step_time,
-        search=arguments.search,
-        as_json=arguments.json,
-    )
     recipe = read_recipe(arguments.recipe, arguments.overrides, arguments.world_size)
     with config.hiding(recipe):
-        answer(recipe, options, lambda text: print(config.hidden(text, recipe), flush=True))
+        answer(recipe, arguments, lambda text: print(config.hidden(text, recipe), flush=True))
     return 0

@@ -93,12 +93,14 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
     )
     memory = step.moved / (hardware.bandwidth * BANDWIDTH)
     touched = 2 * step.parameters + step.gradients + 2 * step.state
-    sent = {"hidden": 0.0, "exposed": 0.0}
+    hidden = exposed = 0.0
     for (dimension, kind, ranks, on_host), (count, size) in step.traffic.items():
-        if not on_host:
-            how = "hidden" if dimension in ("fsdp", "dp_replicate") else "exposed"
-            sent[how] += wire_time(dimension, kind, ranks, count, size, sizes, hardware)
-    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), sent["hidden"], sent["exposed"])
+        seconds = 0.0 if on_host else wire_time(dimension, kind, ranks, count, size, sizes, hardware)
+        if dimension in ("fsdp", "dp_replicate"):
+            hidden += seconds
+        else:
+            exposed += seconds
+    return Time(arithmetic, memory, touched / (hardware.bandwidth * BANDWIDTH), hidden, exposed)
 
 
 def wire_time(

@@ -43,6 +43,7 @@ class PlannedSdpa(SdpaKernel):
         self._parts = [shard_sequence(row, rank, self._size) for rank in ranks] if self._size > 1 else [row]
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        """The keys that the queries `run` of the row on the host see; visible [B, q, K] of stand-ins is not read."""
         missing = visibility.queries - self._parts[0].shape[1]
         parts = [torch.cat([part, part.new_tensor([[2**30], [-1]]).expand(2, missing)], 1) for part in self._parts]
         chunks = [part.chunk(2, 1) for part in parts]
@@ -70,7 +71,9 @@ class PlannedVarlen(VarlenKernel):
         documents = [pad_stream("seq_ids", row, visibility.queries) for row in self._documents]
         rows = replace(visibility, query_documents=torch.stack(documents))
         real = super().prepare(rows, dtype, torch.device("cpu"))
-        return real._replace(ends=torch.empty(len(real.ends), dtype=real.ends.dtype, device=device))
+        if not isinstance(real, Documents):
+            return real
+        return real._replace(ends=torch.empty_like(real.ends, device=device))
 
 
 PlannedKernel = PlannedSdpa | PlannedVarlen
@@ -121,7 +124,8 @@ def attention(
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """CUDA's fused norm: keeps x and one number for each row, and writes each gradient once."""
+    """CUDA's fused norm of x [..., D] by weight [D], in x's dtype: keeps x and one number for each row, and writes each
+    gradient once."""
     return _FusedRmsNorm.apply(x, weight, eps)
 
 

@@ -7,18 +7,29 @@ forward, that layer's backward, ...); `peaks` gives the largest moment of each.
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+LEFT_OUT = ""  # the part of what is counted elsewhere
+
+
+class Phase(NamedTuple):
+    """A stretch of a step: of which pass through the model, and of which layer."""
+
+    name: str
+    number: int | None = None
+    layer: int | None = None
+
 
 @dataclass
 class Allocation:
-    """One storage. part: what it is of, which may be known later than its first byte; None: left out."""
+    """One storage. part: what it is of, which may be known later than its first byte."""
 
-    part: str | None
+    part: str
     size: int = 0
 
 
@@ -27,23 +38,23 @@ class MemoryTimeline:
 
     def __init__(self, part: str):
         self.part = part
-        self._events: list[tuple[Allocation | None, int | Hashable]] = []  # a change in bytes; or None and a phase
+        self._events: list[tuple[Allocation, int] | Phase] = []  # changes in bytes, and where phases begin
         self._live: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._resized: set[int] = set()  # whose size may change without an operation
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
-        """The storage of `tensor`, counted from now on where it was not before."""
+        """The storage of `tensor` [...], counted from now on where it was not before."""
         storage = tensor.untyped_storage()
-        allocation = self._allocation(tensor, part or self.part)
+        key = storage._cdata
+        if key not in self._live:
+            allocation = Allocation(self.part if part is None else part)
+            self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), allocation
+        allocation = self._live[key][1]
         self._resize(allocation, storage.nbytes())
         return allocation
 
-    def leave_out(self, tensor: Tensor) -> None:
-        """The storage of `tensor`, which was not seen yet, is counted elsewhere."""
-        self._allocation(tensor, None)
-
     def within_operation(self, tensor: Tensor) -> None:
-        """A copy of `tensor` lives as long as the operation that comes."""
+        """A copy of `tensor` [...] lives as long as the operation that comes."""
         copy, size = Allocation(self.part), tensor.untyped_storage().nbytes()
         self._events += [(copy, size), (copy, -size)]
 
@@ -52,7 +63,7 @@ class MemoryTimeline:
         return sum(allocation.size for _, allocation in self._live.values())
 
     def after(self, func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> None:
-        """An operation is done; `tensors` are its inputs and outputs."""
+        """An operation is done; `tensors`, each [...], are its inputs and outputs."""
         is_gathering = func is torch.ops.fsdp.split_with_sizes_copy.default
         is_room = func is torch.ops.aten.empty.memory_format  # FSDP's for a parameter, in a group of one rank, perhaps
         for tensor in tensors:
@@ -72,9 +83,9 @@ class MemoryTimeline:
                     allocation.part = "gathered parameters"
                     self._resize(allocation, storage.nbytes())
 
-    def begin(self, phase: Hashable) -> None:
+    def begin(self, phase: Phase) -> None:
         self.poll()
-        self._events.append((None, phase))
+        self._events.append(phase)
 
     def rename(self, part: str, new: str) -> None:
         """What lives now as `part` was `new` from its beginning."""
@@ -82,30 +93,24 @@ class MemoryTimeline:
             if allocation.part == part and allocation.size:
                 allocation.part = new
 
-    def peaks(self) -> dict[Hashable, Counter[str]]:
-        """The largest moment of each phase: bytes by part. Phases of one name are one."""
-        found: dict[Hashable, Counter[str]] = {}
-        largest: dict[Hashable, int] = {}
-        total, parts, phase = 0, Counter(), None
-        for allocation, change in self._events:
-            if allocation is None:
-                phase = change
+    def peaks(self) -> dict[Phase, Counter[str]]:
+        """The largest moment of each phase: bytes by part. Equal phases are one."""
+        found: dict[Phase, Counter[str]] = {}
+        largest: dict[Phase, int] = {}
+        total, parts, phase = 0, Counter[str](), None
+        for event in self._events:
+            if isinstance(event, Phase):
+                phase = event
             else:
+                allocation, change = event
                 total += change
                 parts[allocation.part] += change
             if phase is not None and total > largest.get(phase, -1):
                 largest[phase], found[phase] = total, parts.copy()
         return found
 
-    def _allocation(self, tensor: Tensor, part: str | None) -> Allocation:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._live:
-            self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), Allocation(part)
-        return self._live[key][1]
-
     def _resize(self, allocation: Allocation, size: int) -> None:
-        if size != allocation.size and allocation.part is not None:
+        if size != allocation.size and allocation.part != LEFT_OUT:
             self._events.append((allocation, size - allocation.size))
             allocation.size = size
 

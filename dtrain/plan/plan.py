@@ -64,10 +64,11 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     found = problems(recipe, world_size)
     if found:
         raise RecipeError(found)
-    recipe, assumed = without_code(recipe)
-    config, world = read_config(recipe.model.path), sizes(recipe, world_size)
+    config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
+    recipe, assumed = _without_code(recipe)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
     step = plan_step(recipe, config, world, device=device)
+    facts = facts_of(recipe)
     model = models.build(config, device="meta")
     table = find_plan(recipe.parallel.custom_plan, model)
     return Plan(
@@ -82,13 +83,13 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         time=estimate(step, world, hardware),
         table={pattern: _in_words(style) for pattern, style in table.items()},
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        tokens=recipe.train.global_batch * rows_of_a_sample(recipe) * row_length(recipe),
+        tokens=recipe.train.global_batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         assumed=tuple(assumed),
     )
 
 
-def without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
+def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """`recipe` with what dtrain knows in place of what it names by import path, and what that is, in words.
 
     Only a run imports what a recipe names: a plan may be of a stranger's. torch's own optimizers are here anyhow.
@@ -111,16 +112,6 @@ def _is_torchs(name: str) -> bool:
 
 def _in_words(style: str | Style | ParallelStyle) -> str:
     return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
-
-
-def row_length(recipe: Recipe) -> int:
-    """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
-    return facts_of(recipe).row_length(recipe)
-
-
-def rows_of_a_sample(recipe: Recipe) -> int:
-    """Rows that one of `train.global_batch` is: a pair that is not packed is two."""
-    return facts_of(recipe).rows_of_a_sample(recipe)
 
 
 def ready(recipe: Recipe) -> Recipe:

@@ -42,7 +42,7 @@ class PlannedDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == Tensor.device.__get__:
             return self._where(args[0])
-        if func == Tensor.is_cuda.__get__:
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a property; torch's stub says bool
             return self._where(args[0]).type == "cuda"
         if func is functional.scaled_dot_product_attention:
             return attention(self.device.type, *args, **kwargs)

@@ -1,6 +1,6 @@
 """The policy of a rank that is planned, and the models beside it: the trainer's own on stand-ins, traced.
 
-Phases of the memory's timeline are (name, pass, layer); a pass is one micro-batch through the model.
+A pass is one micro-batch through the model.
 """
 
 from collections.abc import Iterable
@@ -12,18 +12,22 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import Recipe
 from dtrain.methods import Method
+from dtrain.methods.distill import Distill
 from dtrain.models.config import ModelConfig
+from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.kernels import PlannedKernel, planned_kernel
+from dtrain.plan.memory import LEFT_OUT, Phase
 from dtrain.plan.planned_device import MetaKernels
 from dtrain.plan.tracer import Tracer
 from dtrain.policy import Policy
 from dtrain.policy.build import lay_out
 from dtrain.policy.precision import Precision
+from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher
 
@@ -31,67 +35,65 @@ from dtrain.policy.teacher import Teacher
 class PlannedPolicy(Policy):
     """Its parameters stay on meta, and its optimizer steps this rank's shards as plain tensors."""
 
+    scorer: "_TracedScorer"
+
     def __init__(self, recipe: Recipe, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
         self.tracer, self.kernel = tracer, planned_kernel(recipe, mesh, runtime.device.type)
         super().__init__(recipe, config, mesh, runtime, build=partial(_build, self.kernel))
         self.scorer = _TracedScorer(self)
-        self.gradient_bytes = 0
+        self.gradient_bytes = self.state_bytes = 0
         self.see_all(self.model.parameters(), "parameters")
 
     def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
+        """This rank's shards of `tensors`, each [...], are of `part` in the timeline."""
         for tensor in tensors:
             self.tracer.memory.see(local_tensor(tensor.detach()), part)
 
     def keep_beside(self, method: Method) -> None:
         """The other models that a method holds: a reference, a teacher."""
         if method.facts.holds_reference(self.recipe):
-            self.init_reference_model()
+            self.reference = Reference(self.model)
             self.see_all(self.reference.tensors.values(), "reference")
-        if (teacher := method.facts.teacher(self.recipe)) is not None:
-            method.teacher = Teacher(self, teacher, partial(_build, self.kernel))
+        path = method.facts.teacher(self.recipe)
+        if isinstance(method, Distill) and path is not None:
+            method.teacher = Teacher(self, path, partial(_build, self.kernel))
             self.see_all(method.teacher.model.parameters(), "teacher")
 
     def init_optimizer(self, total_steps: int) -> None:
+        """The recipe's optimizer as it is from its second step on, over plain tensors: DTensors would take minutes to
+        step. Its state is left out of the timeline, its cost to the estimate."""
         super().init_optimizer(total_steps)
-        self.shards = self._updater.optimizer = _ShardsOptimizer(self)
+        parameters = dict(self.model.named_parameters())
+        shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
+        optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
+        for shard in shards.values():
+            shard.grad = torch.empty_like(shard)
+        with MetaKernels():
+            optimizer.step()
+        optimizer.zero_grad()
+        self.state_bytes = state_bytes(optimizer)
+        self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
+
+        def before(*_: object) -> None:
+            for name, parameter in parameters.items():
+                shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            self.tracer.counts_costs = False
+
+        def after(*_: object) -> None:
+            for parameter in parameters.values():
+                parameter.grad = None
+            self.tracer.counts_costs = True
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
     def _backward(self, batches, loss_fn, divisors):
         result = super()._backward(batches, loss_fn, divisors)
         self.gradient_bytes = _bytes(parameter.grad for parameter in self.model.parameters())
         self.tracer.memory.rename("temporaries", "gradients")
         self.tracer.current = None
-        self.tracer.memory.begin(("update", None, None))
+        self.tracer.memory.begin(Phase("update"))
         return result
-
-
-class _ShardsOptimizer:
-    """The recipe's optimizer over a rank's shards as plain tensors, as it is from its second step on. DTensors would
-    take minutes to step. Its state is left out of the timeline, its cost to the estimate. state_bytes: of it."""
-
-    def __init__(self, policy: PlannedPolicy):
-        self.zero_grad = policy.optimizer.zero_grad
-        self._tracer = policy.tracer
-        self._parameters = list(policy.model.parameters())
-        self._shards = [nn.Parameter(local_tensor(parameter.detach())) for parameter in self._parameters]
-        names = (name for name, _ in policy.model.named_parameters())
-        self._optimizer = build_optimizer(policy.recipe.optimizer, zip(names, self._shards, strict=True))
-        for shard in self._shards:
-            shard.grad = torch.empty_like(shard)
-        with MetaKernels():
-            self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.state_bytes = state_bytes(self._optimizer)
-        for value in _state(self._optimizer):
-            if value.is_meta:
-                self._tracer.memory.leave_out(value)
-
-    def step(self) -> None:
-        for shard, parameter in zip(self._shards, self._parameters, strict=True):
-            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
-        self._tracer.counts_costs = False
-        self._optimizer.step()
-        self._tracer.counts_costs = True
-        self._optimizer.zero_grad()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -110,7 +112,7 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
 
 def _build(
     kernel: PlannedKernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
-) -> nn.Module:
+) -> CausalLM:
     """As `build_model`, without memory or values. Recomputed activations are not compared with those of the forward:
     inside an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
     kind = recipe.train.activation_checkpointing
@@ -136,18 +138,18 @@ class _TracedScorer(Scorer):
         memory.rename("temporaries", "gradients")  # what a backward has left
         self.passes += 1
         tracer.current, tracer.is_forward = number, True
-        memory.begin(("begin", number, None))
+        memory.begin(Phase("begin", number))
 
         def within(source, local, *more):
             memory.rename("temporaries", "activations")
-            memory.begin(("head", number, None))
+            memory.begin(Phase("head", number))
             result = fn(source, local, *more)
             memory.rename("temporaries", "loss")
             return result
 
         result = super().at_head(batch, within, *more)
         tracer.is_forward = False
-        memory.begin(("backward", number, None))
+        memory.begin(Phase("backward", number))
         return result
 
 
@@ -155,10 +157,10 @@ def mark_layers(layers: Iterable[nn.Module], tracer: Tracer) -> None:
     """A phase begins with each layer's forward, before each layer's backward, and where a layer is computed again."""
 
     def before(index, module, inputs):
-        tracer.memory.begin(("forward" if tracer.is_forward else "again", tracer.current, index))
+        tracer.memory.begin(Phase("forward" if tracer.is_forward else "again", tracer.current, index))
 
     def at_gradient(index, grad):
-        tracer.memory.begin(("backward", tracer.current, index))
+        tracer.memory.begin(Phase("backward", tracer.current, index))
 
     def after(index, module, inputs, output):
         if output.requires_grad and tracer.is_forward:

@@ -1,5 +1,6 @@
 """A plan as text and as JSON."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -71,7 +72,7 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _table(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> str:
+def _table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -85,7 +86,7 @@ def _table(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> str:
 def _tensor_parallel(plan: Plan) -> str:
     cut = "" if plan.recipe.parallel.sequence_parallel else "out"
     rows = [(f"Tensor parallel over {plan.sizes.tp} ranks", f"with{cut} sequence parallel")]
-    return _table(rows + [(f"  {pattern}", style) for pattern, style in plan.table.items()], right=())
+    return _table(rows + [(f"  {pattern}", style) for pattern, style in plan.table.items()])
 
 
 def _memory(plan: Plan) -> str:
@@ -205,12 +206,11 @@ _SHAPE = ("dp_replicate", "dp_shard", "cp", "tp", "micro_batch")
 
 def search_text(found: SearchResult, plan: Plan) -> str:
     """The best candidates as a table, and what became of the others."""
-    rows = [("", *_SHAPE, "peak", "step", "MFU")]
+    rows: list[tuple[str, ...]] = [("", *_SHAPE, "peak", "step", "MFU")]
     for number, one in enumerate(found.best, 1):
-        shape = (str(getattr(one.sizes, name)) for name in _SHAPE)
-        time = one.time.total
-        rows.append((str(number), *shape, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
-    lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=tuple(range(len(rows[0]))))]
+        sizes, time = (str(getattr(one.sizes, name)) for name in _SHAPE), one.time.total
+        rows.append((str(number), *sizes, gib(one.step.peak), seconds(time), f"{plan.mfu(time):.1%}"))
+    lines = ["The best meshes and micro-batches by the estimate", _table(rows, right=range(len(rows[0])))]
     if not found.best:
         lines = ["No mesh and micro-batch of those that were traced fits."]
     lines.append("Of all candidates: " + "; ".join(f"{count:,} {why}" for why, count in found.counts.items() if count))

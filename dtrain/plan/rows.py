@@ -11,11 +11,9 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
     pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
     are those of packing."""
-    length, packed = recipe.data.max_length, recipe.data.packing
+    length = method.facts.row_length(recipe)
     count = micro_batches * (method.micro_rows if isinstance(method.micro_rows, int) else recipe.train.micro_batch)
-    if method.kind == "pairs" and packed:
-        length *= 2
-    documents = 1 if method.kind == "prompts" or not packed else 2
+    documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
     places = torch.arange(length)
     seq_ids = places * documents // length
     begins = torch.searchsorted(seq_ids, seq_ids)
@@ -26,10 +24,7 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
         "seq_ids": seq_ids,
     }
     if method.kind == "prompts":
-        streams |= {name: torch.zeros(length, dtype=torch.float64) for name in _of_rollouts(recipe)}
+        of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
+        names = of_rollouts if recipe.grpo.beta > 0 else of_rollouts[:-1]
+        streams |= {name: torch.zeros(length, dtype=torch.float64) for name in names}
     return [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
-
-
-def _of_rollouts(recipe: Recipe) -> list[str]:
-    """The streams that a rollout adds to its rows."""
-    return ["old_logprobs", "sampling_logprobs", "advantages"] + ["reference_logprobs"] * (recipe.grpo.beta > 0)

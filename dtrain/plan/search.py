@@ -17,11 +17,12 @@ from torch import nn
 from dtrain import models
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
+from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
-from dtrain.plan.plan import problems, row_length, rows_of_a_sample
+from dtrain.plan.plan import Plan, problems
 from dtrain.plan.policy import state_bytes
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
@@ -43,7 +44,7 @@ class SearchResult:
 
     best: list[Candidate]
     too_large: list[Candidate]
-    counts: Counter
+    counts: Counter[str]
 
 
 def search(
@@ -57,7 +58,7 @@ def search(
     most_traces: int = 16,
 ) -> SearchResult:
     """The fastest meshes and micro-batches of `recipe` on `world_size` ranks whose peak is within `budget` bytes."""
-    counts: Counter = Counter()
+    counts: Counter[str] = Counter()
     closed = _ClosedForms(recipe, config, hardware)
     ranked = []
     for world in candidates(recipe, config, world_size, hardware.per_node, counts):
@@ -80,7 +81,9 @@ def search(
     return SearchResult(sorted(fitting, key=lambda one: one.time.total), too_large, counts)
 
 
-def candidates(recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter) -> Iterator[Sizes]:
+def candidates(
+    recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter[str]
+) -> Iterator[Sizes]:
     """Every mesh and micro-batch that the model and the recipe allow; `counts` is told of those that they do not."""
     total, length = recipe.train.global_batch, recipe.data.max_length
     for tp in _divisors(world_size):
@@ -156,8 +159,9 @@ class _ClosedForms:
         recipe, config, hardware = self.recipe, self.config, self.hardware
         again = recipe.train.activation_checkpointing == "full"
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
-        rows = world.micro_batch * rows_of_a_sample(recipe)
-        tokens = rows * row_length(recipe) / world.cp  # of a pass, on a rank
+        facts = facts_of(recipe)
+        rows = world.micro_batch * facts.rows_of_a_sample(recipe)
+        tokens = rows * facts.row_length(recipe) / world.cp  # of a pass, on a rank
         peak = hardware.arithmetic[self.precision.compute] * hardware.reach
         computing = world.accumulation * tokens * self.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
         shards = world.dp_shard * world.cp
@@ -178,30 +182,27 @@ class _ClosedForms:
             ),
             ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * layers * keys),
         ]
-        sent: Counter = Counter()
-        for name, kind, ranks, count, size in messages:
-            sent[name] += wire_time(name, kind, ranks, count, size, world, hardware)
-        return max(computing, sent["fsdp"] + sent["dp_replicate"]) + sent["tp"] + sent["cp"]
+        gathered, reduced, replicas, tp, cp = (wire_time(*message, world, hardware) for message in messages)
+        return max(computing, gathered + reduced + replicas) + tp + cp
 
 
-# What may be changed so that a plan fits, the least change first: none of these changes a number that the run computes.
-def smallest_change(recipe: Recipe, world_size: int, hardware: Hardware, budget: int) -> tuple[str, Step] | None:
-    """The first of the changes that makes `recipe` fit into `budget` bytes a rank, as overrides, and its step.
+def smallest_change(plan: Plan) -> tuple[str, Step] | None:
+    """The first of the changes that makes the recipe fit into the budget of a rank, as overrides, and its step. None of
+    them changes a number that the run computes; the least change comes first.
 
     Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both, no
     replicas, more tp or cp, then more ranks.
     """
-    config = read_config(recipe.model.path)
-    closed = _ClosedForms(recipe, config, hardware)
-    for overrides, ranks in _changes(recipe, world_size, hardware.per_node):
-        changed = _changed(recipe, overrides)
+    closed, world_size = _ClosedForms(plan.recipe, plan.config, plan.hardware), plan.sizes.world_size
+    for overrides, ranks in _changes(plan.recipe, world_size, plan.hardware.per_node):
+        changed = _changed(plan.recipe, overrides)
         if problems(changed, ranks):
             continue
         world = sizes(changed, ranks)
-        if closed.shards(world) > budget:
+        if closed.shards(world) > plan.budget:
             continue
-        step = plan_step(changed, config, world)
-        if step.peak <= budget:
+        step = plan_step(changed, plan.config, world)
+        if step.peak <= plan.budget:
             words = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
             return " ".join(words + [f"--world-size {ranks}"] * (ranks != world_size)), step
     return None

@@ -17,6 +17,7 @@ from dtrain.config.schema import Recipe
 from dtrain.models.config import ModelConfig
 from dtrain.plan.children import side_by_side
 from dtrain.plan.collectives import Collective
+from dtrain.plan.memory import Phase
 from dtrain.plan.trace import TRACED, Trace, trace_step
 
 _QUESTION = 16  # bytes: two numbers
@@ -28,7 +29,7 @@ class Step:
     """What one rank holds, sends and computes in an optimizer step. Bytes.
 
     lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is made of.
-    moment: where it is, (phase, pass, layer). activations: kept for the backward of a micro-batch, at most. traffic:
+    moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic:
     (messages, bytes). flops: by the dtype of their operands. moved: read and written by all other operations.
     """
 
@@ -38,7 +39,7 @@ class Step:
     lightest: int
     peak: int
     parts: Counter[str]
-    moment: tuple[str, int | None, int | None]
+    moment: Phase
     activations: int
     traffic: dict[Collective, tuple[int, int]]
     flops: dict[torch.dtype, int]
@@ -62,8 +63,9 @@ def plan_step(
         replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
         for count in ([layers] if is_whole else [few, few + period])
     ]
-    traces = side_by_side([partial(trace_step, recipe, cut, sizes, rank=rank, device=device) for cut in cuts])
-    return _of_micro_batches(traces[0] if is_whole else _of_layers(*traces, layers), sizes)
+    calls = [partial(trace_step, recipe, cut, sizes, rank=rank, device=device) for cut in cuts]
+    trace, *longer = side_by_side(calls)
+    return _of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, sizes)
 
 
 def _period(types: tuple[str, ...]) -> int:
@@ -88,7 +90,7 @@ def _of_layers(one: Trace, two: Trace, layers: int) -> Trace:
     for (phase, number, layer), peak in one.peaks.items():
         place = anchored(layer, one.layers)
         layer = place + layers if place is not None and place < 0 else place
-        peaks[phase, number, layer] = line(peak, others[phase, number, place])
+        peaks[Phase(phase, number, layer)] = line(peak, others[phase, number, place])
     return Trace(layers, two.micro_batches, peaks, line(one.counts, two.counts))
 
 

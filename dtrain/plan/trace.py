@@ -8,8 +8,6 @@ On a planned CPU the host's tensors lie in the same memory: the step's rows are 
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +21,7 @@ from dtrain.models.config import ModelConfig
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.plan.memory import Phase
 from dtrain.plan.planned_device import PlannedDevice
 from dtrain.plan.policy import PlannedPolicy, mark_layers
 from dtrain.plan.rows import full_rows
@@ -32,28 +31,11 @@ from dtrain.plan.tracer import Tracer
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
 
 
-@contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    """A process group of `size` ranks in which this process is `rank` and nobody else is there; nothing is sent.
-
-    Raises RuntimeError where torch.distributed is up: a plan never shares a process with a run.
-    """
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
-
-    if dist.is_initialized():
-        raise RuntimeError("a plan needs a process of its own, and torch.distributed is up in this one")
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @dataclass(frozen=True)
 class Trace:
     """A step of so many layers and micro-batches.
 
-    peaks: by (phase, pass, layer), bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "gradients",
+    peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "gradients",
     "state": bytes of this rank's shards and of what the optimizer keeps for them; "lightest": the smallest parameters
     that a rank has; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
     brings.
@@ -61,30 +43,36 @@ class Trace:
 
     layers: int
     micro_batches: int
-    peaks: dict[tuple[str, int | None, int | None], Counter[str]]
+    peaks: dict[Phase, Counter[str]]
     counts: Counter[tuple]
 
 
 def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int = 0, device: str = "cuda") -> Trace:
     """One step of `recipe` on the model of `config`, as rank `rank` of `sizes.world_size` computes it on a device of
-    type `device`. No collective is sent; torch.distributed must not be up."""
-    micro_batches = min(sizes.accumulation, TRACED)
+    type `device`. Nothing is sent: nobody else is there in the process group.
+
+    To be called once, in a process of its own, which keeps the group. Raises RuntimeError where torch.distributed is
+    up: a plan never shares a process with a run.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+    if dist.is_initialized():
+        raise RuntimeError("a plan needs a process of its own, and torch.distributed is up in this one")
+    warnings.simplefilter("ignore")  # torch's own, of what a later release will want
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=sizes.world_size)
+    shape = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
+    mesh = build_mesh(Runtime(), **shape)  # FSDP on stand-ins is FSDP on a CPU
     planned = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's own, of what a later release will want
-        stack.enter_context(fake_world(rank, sizes.world_size))
-        shape = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
-        mesh = build_mesh(Runtime(), **shape)  # FSDP on stand-ins is FSDP on a CPU
-        tracer = Tracer(mesh, on_host=device == "cpu")
-        policy = PlannedPolicy(recipe, config, mesh, Runtime(rank=rank, device=planned), tracer)
-        mark_layers(policy.model.model.layers, tracer)
-        method = METHODS[recipe.method](recipe)
-        policy.keep_beside(method)
-        stack.enter_context(PlannedDevice(planned))
+    tracer = Tracer(mesh, on_host=device == "cpu")
+    policy = PlannedPolicy(recipe, config, mesh, Runtime(rank=rank, device=planned), tracer)
+    mark_layers(policy.model.model.layers, tracer)
+    method = METHODS[recipe.method](recipe)
+    policy.keep_beside(method)
+    micro_batches = min(sizes.accumulation, TRACED)
+    with PlannedDevice(planned):
         policy.init_optimizer(total_steps=10)
         with tracer:
-            tracer.memory.begin(("start", None, None))
+            tracer.memory.begin(Phase("start"))
             rows = full_rows(recipe, method, micro_batches)
             batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
@@ -93,7 +81,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     held = {
         "parameters": sum(local_tensor(parameter.detach()).numel() for parameter in parameters) * itemsize,
         "gradients": policy.gradient_bytes,
-        "state": policy.shards.state_bytes,
+        "state": policy.state_bytes,
         "lightest": min_shard_elements(parameters) * itemsize,
         "rows": policy.scorer.host if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,

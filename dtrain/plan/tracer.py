@@ -1,13 +1,13 @@
 """What sees every operation of a step that is traced, and counts what it allocates, sends and computes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from dtrain.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class Tracer(MetaKernels):
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
             self.memory.within_operation(args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        everything = list(_tensors((args, tuple(kwargs.values()), out)))
+        everything = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
         tensors = [one for one in everything if one.is_meta]
         self.memory.after(func, tensors)
         for one in everything:
@@ -71,12 +71,3 @@ class Tracer(MetaKernels):
         elif not func.is_view and func.namespace in ("aten", "fsdp") and not func._schema.name.startswith(_FREE):
             distinct = {id(one): one for one in tensors}.values()
             self.counts[self.current, "moved"] += sum(one.numel() * one.element_size() for one in distinct)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors in nested tuples and lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)

@@ -9,10 +9,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dtrain.data.tokenizer import Tokenizer
-from dtrain.rollout.request import Request
 from dtrain.serve.protocol import Ask
 from dtrain.serve.text import TextStream
 
@@ -43,7 +43,8 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._texts = [self._text_stream(request) for request in self.ask.requests]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        self._texts = [TextStream(decode, one.sampling.stop, self.ask.keep_stop) for one in self.ask.requests]
         self._given = [0] * len(self.ask.requests)  # tokens of each request
         self._begun: set[int] = set()
 
@@ -111,12 +112,6 @@ class Answer:
             ]
             return {"content": content}
         return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": None}
-
-    def _text_stream(self, request: Request) -> TextStream:
-        def decode(ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-        return TextStream(decode, request.sampling.stop, self.ask.keep_stop)
 
 
 def _event(body: dict[str, Any]) -> bytes:

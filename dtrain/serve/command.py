@@ -30,21 +30,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
     from dtrain.serve.start import serve_directory
 
-    serve_directory(
-        arguments.directory,
-        host=arguments.host,
-        port=arguments.port,
-        name=arguments.name,
-        chat_template=arguments.chat_template,
-        max_length=arguments.max_length,
-        max_rows=arguments.max_rows,
-        max_tokens=arguments.max_tokens,
-        api_key_file=arguments.api_key_file,
-        control=arguments.control,
-        watch=arguments.watch,
-        grace=arguments.grace,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        say=lambda line: print(line, flush=True),
-    )
+    serve_directory(arguments, lambda line: print(line, flush=True))
     return 0

@@ -92,10 +92,10 @@ class Connection:
         self._unread = self._head.length > 0
         return self._head
 
-    def body(self) -> bytearray:
+    def body(self, head: RequestHead) -> bytearray:
         """The body of the request whose head was read. Raises ApiError."""
-        length, until = self._head.length, time.monotonic() + self._limits.body_seconds
-        if length and "expect" in self._head.headers:
+        length, until = head.length, time.monotonic() + self._limits.body_seconds
+        if length and "expect" in head.headers:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         while len(self._buffer) < length:
             self._await(until, min(AT_ONCE, length - len(self._buffer)))
@@ -110,6 +110,9 @@ class Connection:
         self.begin(status, f"Content-Type: application/json\r\nContent-Length: {len(data)}")
         if self._head is None or self._head.method != "HEAD":
             self._send(data)
+
+    def refuse(self, error: ApiError) -> None:
+        self.send(error.status, error.body)
 
     def begin(self, status: int, headers: str) -> None:
         """The head of an answer."""
@@ -170,9 +173,11 @@ def _parsed(text: str) -> RequestHead:
     headers: dict[str, str] = {}
     for line in lines:
         found = _HEADER.fullmatch(line)
-        name = found[1].lower() if found else ""
-        if not name or (name in headers and name in _SINGLE):
-            raise ApiError(400, f"the header {shown(line)} {'stands twice' if name else 'is not sound'}")
+        if found is None:
+            raise ApiError(400, f"the header {shown(line)} is not sound")
+        name = found[1].lower()
+        if name in headers and name in _SINGLE:
+            raise ApiError(400, f"the header {shown(line)} stands twice")
         headers[name] = found[2].strip(" \t")
     length = headers.get("content-length", "0")
     if not re.fullmatch("[0-9]{1,18}", length) or {"content-length", "transfer-encoding"} <= headers.keys():

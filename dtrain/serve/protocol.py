@@ -50,7 +50,8 @@ def _arguments(value: Any, name: str) -> Any:
 
 
 # Values that ask for nothing, of fields that would change the answer and that the engine does not have.
-NONE, ZERO, ONE, NO, YES, EMPTY = (Field(among=among) for among in ((), (0,), (1,), (False,), (True,), ([],)))
+NONE, ZERO, ONE = Field(among=()), Field(among=(0,)), Field(among=(1,))
+NO, YES, EMPTY = Field(among=(False,)), Field(among=(True,)), Field(among=([],))
 SAMPLING: Table = {
     "model": TEXT,
     "n": Field(int, 1, 1, 1024),

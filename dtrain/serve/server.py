@@ -25,7 +25,7 @@ from dtrain.serve.fields import ApiError, read_object
 from dtrain.serve.protocol import Ask
 from dtrain.serve.routes import Service
 from dtrain.serve.updates import Updates
-from dtrain.serve.worker import EngineThread, Job
+from dtrain.serve.worker import Job
 
 STREAM = "Content-Type: text/event-stream\r\nCache-Control: no-cache\r\nTransfer-Encoding: chunked"
 LOOK_SECONDS = 1.0  # between looks at whether a client is still there
@@ -49,7 +49,7 @@ class HttpServer(socketserver.TCPServer):
         self._places = threading.Semaphore(self.limits.connections)
         self._refusing = threading.Semaphore(REFUSING)
         self.address_family = socket.AF_INET if len(address) == 2 else socket.AF_INET6
-        super().__init__(address, None)
+        super().__init__(address, socketserver.BaseRequestHandler)  # never made: `process_request` answers
 
     @property
     def server_port(self) -> int:
@@ -59,7 +59,7 @@ class HttpServer(socketserver.TCPServer):
         with self._idle:
             return self._idle.wait_for(lambda: self._answering == 0, seconds)
 
-    def process_request(self, request: socket.socket, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for the connection, where there is a place for it."""
         for places, act in ((self._places, self._converse), (self._refusing, self._refuse)):
             if places.acquire(blocking=False):
@@ -79,8 +79,7 @@ class HttpServer(socketserver.TCPServer):
             places.release()
 
     def _refuse(self, connection: Connection) -> None:
-        error = ApiError(503, f"the server has {self.limits.connections} connections; come again later")
-        connection.send(error.status, error.body)
+        connection.refuse(ApiError(503, f"the server has {self.limits.connections} connections; come again later"))
 
     def _converse(self, connection: Connection) -> None:
         """Answer one request after the other."""
@@ -88,14 +87,14 @@ class HttpServer(socketserver.TCPServer):
             with self._counted():
                 try:
                     self._answer(connection, connection.head())
-                except (ApiError, UserError) as error:
-                    error = error if isinstance(error, ApiError) else ApiError(400, str(error))
-                    connection.send(error.status, error.body)
+                except ApiError as error:
+                    connection.refuse(error)
+                except UserError as error:
+                    connection.refuse(ApiError(400, str(error)))
                 finally:
                     if not connection.is_answered and not isinstance(sys.exc_info()[1], OSError):
                         # A fault of the server's own; threading writes its traceback to the terminal.
-                        error = ApiError(500, "the server has a fault, which its terminal tells")
-                        connection.send(error.status, error.body)
+                        connection.refuse(ApiError(500, "the server has a fault, which its terminal tells"))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -113,7 +112,7 @@ class HttpServer(socketserver.TCPServer):
         service, path = self.service, head.path
         service.admit(head)
         with self._holding(head.length):
-            raw = connection.body()
+            raw = connection.body(head)
             with self._reading if raw else nullcontext():
                 body = read_object(raw) if raw else {}
                 ask = service.ask[path](body) if path in service.ask else None
@@ -190,7 +189,7 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     Stopped after a signal, UserError where the engine failed. A second signal ends at once.
     """
     worker = server.service.worker
-    asked: queue.SimpleQueue = queue.SimpleQueue()
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in kept:
         signal.signal(number, lambda signum, frame: asked.put(signum))
@@ -206,8 +205,7 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
             if follower is not None and signum is None:
                 follower.look()
         server.ending = True
-        worker.refuse("the server is ending")
-        finished = _end(worker, asked, grace)
+        finished = worker.end(grace, hurry=lambda: not asked.empty())
         server.wait_until_answered(5.0)
         server.shutdown()
     finally:
@@ -218,16 +216,6 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
         raise UserError(worker.failure)
     rest = "every completion under way was answered" if finished else "completions under way were refused"
     raise Stopped(signum, f"the server has ended; {rest}")
-
-
-def _end(worker: EngineThread, asked: queue.SimpleQueue, grace: float) -> bool:
-    """End the worker, at once where a second signal comes. Whether everything was finished."""
-    until = time.monotonic() + grace
-    while time.monotonic() < until and asked.empty() and worker.failure is None:
-        if worker.load == (0, 0):
-            break
-        time.sleep(0.05)
-    return worker.end(0.0)
 
 
 class Follower:

@@ -1,9 +1,10 @@
 """From what was typed after `dtrain serve` to a server that runs."""
 
 import socket
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from ipaddress import ip_address
-from pathlib import Path
 
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
@@ -18,64 +19,41 @@ from dtrain.serve.updates import Updates
 from dtrain.serve.worker import EngineThread
 
 
-def serve_directory(
-    directory: Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    device: str = "auto",
-    dtype: str = "auto",
-    max_rows: int | None = None,
-    max_tokens: int | None = None,
-    max_length: int | None = None,
-    name: str | None = None,
-    chat_template: str | None = None,
-    api_key_file: Path | None = None,
-    control: Path | None = None,
-    watch: Path | None = None,
-    grace: float = 30.0,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Serve the model of `directory` (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
+def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> None:
+    """Serve a directory's model (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
 
-    max_rows, max_tokens: the engine's. max_length: prompt and completion together, at most what the model was built
-    for. name: what clients call the model (default: `directory` as given). chat_template: a file, in place of the
-    model's own. api_key_file: the key that clients must send; without one only this machine is served. control:
-    clients with the key may pause the server and give it weights, by broadcast or from directories below this one.
-    Raises UserError.
+    asked: the command's arguments. Raises UserError.
     """
-    key = read_key(api_key_file)
-    if control is not None and key is None:
+    key = read_key(asked.api_key_file)
+    if asked.control is not None and key is None:
         raise UserError("--control lets clients change the model: give --api-key-file FILE too, a file with their key")
-    address = _address(host, port, key)
-    torch_device = choose_device(device)
-    torch_dtype = choose_dtype(dtype, torch_device)
-    model, tokenizer = load(Path(directory), torch_dtype, torch_device)
+    address = _address(asked.host, asked.port, key)
+    device = choose_device(asked.device)
+    dtype = choose_dtype(asked.dtype, device)
+    model, tokenizer = load(asked.directory, dtype, device)
     model.eval()
     most = model.config.max_position_embeddings
-    if max_length is not None and max_length > most:
-        raise UserError(f"--max-length {max_length}: the model was built for {most} positions")
-    template = choose_template(tokenizer.directory, tokenizer.special_tokens, chat_template)
-    length = max_length or most
+    if asked.max_length is not None and asked.max_length > most:
+        raise UserError(f"--max-length {asked.max_length}: the model was built for {most} positions")
+    template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
+    length = asked.max_length or most
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    worker = EngineThread(Engine(model, decode=decode, max_rows=max_rows, max_tokens=max_tokens))
-    parser = Parser(encoder, name or str(directory), length)
-    hosts = {"localhost", "127.0.0.1", "[::1]", host.lower(), address[0]}
-    service = Service(parser, worker, Updates(model, worker, control), key, hosts)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    worker = EngineThread(Engine(model, decode=decode, max_rows=asked.max_rows, max_tokens=asked.max_tokens))
+    parser = Parser(encoder, asked.name or str(asked.directory), length)
+    hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
+    service = Service(parser, worker, Updates(model, worker, asked.control), key, hosts)
     try:
         server = HttpServer(address, service)
     except OSError as error:
         raise UserError(
-            f"cannot listen at {host}:{port} ({error.strerror or error}); choose another --port, or 0 for a free one"
+            f"cannot listen at {asked.host}:{asked.port} ({error.strerror or error}); choose another --port, or 0 for "
+            "a free one"
         ) from error
-    kind = str(torch_dtype).removeprefix("torch.")
-    shown = f"[{host}]" if ":" in host else host
-    say(f"serving {name or directory} at http://{shown}:{server.server_port} ({kind} on {torch_device})")
-    serve(server, grace=grace, watch=watch, say=say)
+    kind = str(dtype).removeprefix("torch.")
+    shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+    say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device})")
+    serve(server, grace=asked.grace, watch=asked.watch, say=say)
 
 
 def _address(host: str, port: int, key: str | None) -> tuple:

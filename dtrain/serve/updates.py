@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.checkpoint.huggingface import check_fit, read_weights
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
+from dtrain.models.layers import CausalLM
 from dtrain.remote.shared_directory import is_whole, version_of
 from dtrain.rollout.weights import GROUP, Info, WeightReceiver
 from dtrain.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table, check
@@ -61,7 +62,7 @@ class Updates:
     """The updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
     from nowhere). The methods take an HTTP body and raise ApiError."""
 
-    def __init__(self, model: nn.Module, worker: EngineThread, root: Path | None = None):
+    def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None):
         self.model, self.worker = model, worker
         self.root = root and Path(os.path.realpath(root))
         self._tensors = _by_every_name(model)
@@ -72,7 +73,7 @@ class Updates:
         """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
         fields = check(body, FROM_DISK)
         directory = Path(os.path.realpath(fields["model_path"].replace("\0", "")))
-        if not directory.is_relative_to(self.root):
+        if self.root is None or not directory.is_relative_to(self.root):
             raise ApiError(403, f"model_path={str(directory)!r} is not below {self.root}", "model_path")
         if not os.path.isdir(directory):
             raise ApiError(
@@ -186,7 +187,7 @@ class Updates:
         return info
 
 
-def _by_every_name(model: nn.Module) -> dict[str, Tensor]:
+def _by_every_name(model: CausalLM) -> dict[str, Tensor]:
     """The model's tensors under all names that it and checkpoints know them by; a tied one under both."""
     names = aliases(model)
     found: dict[str, Tensor] = {}

@@ -9,6 +9,7 @@ version that drew one of its tokens.
 
 import queue
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from dtrain.errors import UserError
 from dtrain.rollout.engine import Engine, NotFinite
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import Request
 from dtrain.serve.answers import StreamChunk
 from dtrain.serve.fields import ApiError
 
@@ -31,6 +32,7 @@ Mode = Literal["keep", "wait", "abort"]
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 # What can go wrong in one client's work without harm to the others'.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+LOOK_SECONDS = 0.05  # between looks at whether the end is to come at once
 ABORTED = "the weights changed under way; ask again"
 
 
@@ -62,7 +64,7 @@ class _Act:
     done: Future
 
 
-class EngineThread:
+class EngineThread(threading.Thread):
     """most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
     than it can decode together: those that wait here start with the weights of the time when they are let in.
 
@@ -71,6 +73,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine, most_waiting: int = 4096):
+        super().__init__(name="engine", daemon=True)
         self.version = 0
         self.torn = False
         self.failure: str | None = None
@@ -83,10 +86,6 @@ class EngineThread:
         self._rows: dict[int, _Row] = {}  # by the engine's ticket
         self._closing: str | None = None  # why no work is taken in
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     @property
     def load(self) -> tuple[int, int]:
@@ -137,25 +136,22 @@ class EngineThread:
             raise ApiError(409, "an update of the weights began and did not end; send one whole first")
         self.between_steps(lambda: setattr(self, "paused", False))
 
-    def refuse(self, reason: str) -> None:
-        """Take no more work in."""
+    def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Take no more work in, finish what there is within `grace` seconds or until `hurry`, refuse the rest. False:
+        some was."""
+        until = time.monotonic() + grace
         with self._changed:
-            self._closing = reason
-
-    def end(self, grace: float) -> bool:
-        """Take no more work in, finish what there is within `grace` seconds, refuse the rest. False: some was."""
-        self.refuse("the server is ending")
-        with self._changed:
-            finished = self._changed.wait_for(self._is_idle, grace)
+            self._closing = "the server is ending"
+            while not (is_idle := self.failure is not None or self.load == (0, 0)):
+                if time.monotonic() >= until or hurry():
+                    break
+                self._changed.wait(LOOK_SECONDS)
             self._ending = True
             self._changed.notify_all()
-        self._thread.join()
-        return finished
+        self.join()
+        return is_idle
 
-    def _is_idle(self) -> bool:
-        return self.failure is not None or not (self._rows or self._inbox)
-
-    def _run(self) -> None:
+    def run(self) -> None:
         finished = False
         try:
             while self._turn():
@@ -180,7 +176,7 @@ class EngineThread:
         while self._acts and self._act(self._acts[0]):
             with self._changed:
                 self._acts.popleft()
-        if not self.paused and not self.torn:
+        if self._decodes:
             if not self._acts:
                 self._admit()
             if self._engine.has_work:
@@ -189,15 +185,19 @@ class EngineThread:
             self._changed.notify_all()
         return True
 
+    @property
+    def _decodes(self) -> bool:
+        return not self.paused and not self.torn
+
     def _is_due(self) -> bool:
-        work = self._engine.has_work and not self.paused and not self.torn
-        enters = self._inbox and not self.paused and not self.torn and len(self._rows) < self._engine.budget.rows
-        return self._ending or bool(self._acts or self._dropped or enters or work)
+        enters = self._inbox and len(self._rows) < self._engine.budget.rows
+        work = self._decodes and (enters or self._engine.has_work)
+        return bool(self._ending or self._acts or self._dropped or work)
 
     def _act(self, act: _Act) -> bool:
         """Whether the act is over; one that waits for the completions under way is not until they have ended."""
         if act.mode == "wait" and self._rows:
-            if not (self.paused or self.torn):
+            if self._decodes:
                 return False
             act.done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
             return True
@@ -219,15 +219,14 @@ class EngineThread:
         """
         old = {row.prompt for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()
-        while self._inbox and len(self._rows) < self._engine.budget.rows:
-            with self._changed:
+        with self._changed:  # who asks for the load finds each row here or there
+            while self._inbox and len(self._rows) < self._engine.budget.rows:
                 row = self._inbox.popleft()
-            if row.prompt in old:
-                passed_over.append(row)
-            elif not row.job.is_over:
-                row.version = self.version
-                self._enter(row)
-        with self._changed:
+                if row.prompt in old:
+                    passed_over.append(row)
+                elif not row.job.is_over:
+                    row.version = self.version
+                    self._enter(row)
             self._inbox.extendleft(reversed(passed_over))
 
     def _enter(self, row: _Row) -> None:
@@ -254,18 +253,15 @@ class EngineThread:
             torch.zeros(1, device=self._engine.device).item()  # raises where the device is lost: then all ends
             return
         for ticket, completion in ended:
-            self._finish(self._rows.pop(ticket), completion)
+            row = self._rows.pop(ticket)
+            ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
+            row.job.pieces.put(StreamChunk(row.index, ids, logprobs, completion.finish, row.version))
         for ticket, row in self._rows.items():
             if row.job.stream:
                 ids, logprobs = self._engine.progress(ticket, row.given)
                 if ids:
                     row.job.pieces.put(StreamChunk(row.index, ids, logprobs, None, row.version))
                     row.given += len(ids)
-
-    @staticmethod
-    def _finish(row: _Row, completion: Completion) -> None:
-        ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
-        row.job.pieces.put(StreamChunk(row.index, ids, logprobs, completion.finish, row.version))
 
     @staticmethod
     def _told(error: Exception) -> ApiError:
