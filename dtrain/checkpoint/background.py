@@ -99,7 +99,7 @@ class Saver:
         copies = {}
         for name, tensor in tensors.items():
             piece = Piece.of(tensor)
-            copies[name] = Piece.place(self._copy(name, piece.local), tuple(piece.global_size), tuple(piece.offsets))
+            copies[name] = Piece.place(self._copy(name, piece.local), piece.global_size, piece.offsets)
         if self._pinned:
             torch.cuda.current_stream(self.device).synchronize()
         return copies

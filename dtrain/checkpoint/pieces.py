@@ -53,8 +53,6 @@ class Piece(Tensor):
     compare with the checkpoint's; `local` is the plain tensor, sharing storage with the one that it was made of.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own classes
-
     local: Tensor
     global_size: torch.Size
     offsets: torch.Size

@@ -66,7 +66,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
         begun = time.monotonic()
-        while not self._try(lock):
+        while not _try(lock):
             holder, host = _holder(lock)
             if wait is None:
                 wait = WAIT_SECONDS if host in (None, socket.gethostname()) else AWAY_SECONDS
@@ -130,15 +130,15 @@ class RunDirectory:
                 "starts anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
 
-    @staticmethod
-    def _try(lock: int) -> bool:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            raise UserError(f"run.dir: this file system gives no locks ({error.strerror}); choose another") from error
-        return True
+
+def _try(lock: int) -> bool:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise UserError(f"run.dir: this file system gives no locks ({error.strerror}); choose another") from error
+    return True
 
 
 def guard(differences: Iterable[Difference], allow_changes: Sequence[str], known: Collection[str] = ()) -> list[str]:

@@ -179,7 +179,7 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
         return value
     if value.shape == local_tensor(parameter).shape:
         place = Piece.of(parameter)
-        return Piece.place(value, tuple(place.global_size), tuple(place.offsets))
+        return Piece.place(value, place.global_size, place.offsets)
     raise UserError(
         f"{_kind(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {name}, of which this rank holds "
         f"{tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell what part of "

@@ -152,9 +152,9 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         return
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
-        value = OmegaConf.from_dotlist([f"value={text}"])._get_node("value")
+        value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
-        OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, DictConfig))
+        OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
         quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""

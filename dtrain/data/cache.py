@@ -24,7 +24,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,12 +205,7 @@ def _whole(place: Path) -> bool:
 @contextmanager
 def _lock(file: Path) -> Iterator[None]:
     with open(file, "a") as held:
-        while True:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
 

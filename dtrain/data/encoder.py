@@ -16,7 +16,6 @@ from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
 from dtrain.json_files import digest
 
-TOO_LONG = ("truncate", "drop", "error")
 LONG = "longer than data.max_length"
 
 
@@ -60,7 +59,10 @@ class EncodedChunk:
 
 
 class RowEncoder:
-    """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits."""
+    """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
+
+    too_long: truncate, drop or error, what becomes of a row beyond `max_length`.
+    """
 
     documents = 1  # of a sample
     keeps_columns = False  # whether the cache holds what the rewards read
@@ -70,10 +72,6 @@ class RowEncoder:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_length: int, too_long: str = "truncate"
     ):
-        if too_long not in TOO_LONG:
-            raise UserError(f"data.too_long is {too_long!r}; known are {', '.join(TOO_LONG)}")
-        if max_length < 2:
-            raise UserError(f"data.max_length is {max_length}; a sample needs at least 2 tokens to train one")
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.too_long = max_length, too_long
         self._replies = Replies(template) if template else None

@@ -5,7 +5,7 @@ The only state is the global cursor that each batch carries; a loader's own stat
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
 
 import torch
@@ -36,6 +36,7 @@ class GlobalBatch:
     epoch: float
 
 
+@dataclass(eq=False)
 class Batches:
     """The global batches from `cursor` on; iterable, each time from there.
 
@@ -43,19 +44,13 @@ class Batches:
     make rows ahead of time; the sequence is the same.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        global_batch: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        cursor: Cursor = Cursor(),  # noqa: B008 (immutable)
-        num_workers: int = 0,
-    ):
-        self.rows, self.global_batch = rows, global_batch
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.cursor, self.num_workers = Cursor(*cursor), num_workers
+    rows: Rows
+    _: KW_ONLY
+    global_batch: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    cursor: Cursor = Cursor()
+    num_workers: int = 0
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if self.num_workers == 0:

@@ -7,7 +7,6 @@ since their pipe then does.
 
 import collections
 import pickle
-import queue
 import signal
 import subprocess
 import sys
@@ -53,11 +52,10 @@ class Pool:
             _Process([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for _ in range(self.workers)
         ]
-        self._idle: queue.Queue[_Process] = queue.Queue()
-        self._threads = ThreadPoolExecutor(self.workers)
         for process in self._processes:
             process.send(self.encoder)
-            self._idle.put(process)
+        self._idle = list(self._processes)  # one for each thread
+        self._threads = ThreadPoolExecutor(self.workers)
         return self
 
     def __exit__(self, *problem) -> None:
@@ -79,14 +77,14 @@ class Pool:
             yield pending.popleft().result()
 
     def _call(self, job: Job) -> EncodedChunk:
-        process = self._idle.get()
+        process = self._idle.pop()
         try:
             process.send(job)
             result = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError) as problem:
             raise process.died() from problem
         finally:
-            self._idle.put(process)
+            self._idle.append(process)
         if isinstance(result, UserError):
             raise result
         return result

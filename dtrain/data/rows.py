@@ -5,6 +5,7 @@ Epochs follow one another, each in an order of its own and packed anew.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Placement(NamedTuple):
     epochs: float
 
 
+@dataclass(eq=False)
 class Rows:
     """The rows of `samples`. Counts, cursors and batches count placements: packed rows, or samples.
 
@@ -47,19 +49,16 @@ class Rows:
     epochs      None: without end
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        max_length: int,
-        packing: bool = True,
-        shuffle: bool = True,
-        seed: int = 0,
-        epochs: int | None = None,
-    ):
-        self.samples, self.max_length, self.packing = samples, max_length, packing
-        self.capacity = max_length * samples.documents_per_sample
-        self.shuffle, self.seed, self.epochs = shuffle, seed, epochs
+    samples: Samples
+    _: KW_ONLY
+    max_length: int
+    packing: bool = True
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        self.capacity = self.max_length * self.samples.documents_per_sample
         self._counts: dict[tuple[int, int], int] = {}  # (epoch, window) → its rows, as far as known
         if self._order(0).total == 0:
             raise UserError("the weights of data.train.sources leave no row in an epoch; raise them")

@@ -25,21 +25,17 @@ from dtrain.data.formats import Conversation, PromptCompletion, Text, TokenizedR
 from dtrain.data.replies import Span
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import UserError
 
-LOSS_ON = ("assistant", "completion", "last", "all")
 UNTRAINED = "no trained token"
 CUT = "no trained token within data.max_length"
 
 
 class Encoder(RowEncoder):
-    """Rows to samples of one document, what is trained of it by `loss_on`."""
+    """Rows to samples of one document, what is trained of it by `loss_on`: assistant, completion, last or all."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, loss_on: str = "assistant", **limits: Any
     ):
-        if loss_on not in LOSS_ON:
-            raise UserError(f"data.loss_on is {loss_on!r}; known are {', '.join(LOSS_ON)}")
         super().__init__(tokenizer, template, **limits)
         self.loss_on = loss_on
         self.decides = [loss_on]
