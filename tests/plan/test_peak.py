@@ -18,8 +18,8 @@ from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.rows import full_rows
 from dtrain.plan.step import plan_step
+from dtrain.plan.trace import full_rows
 from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
