@@ -3,6 +3,7 @@
 The only reader of such text: every file of a model, a checkpoint or a data set goes through it. Imports no torch.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ from dtrain.errors import UserError
 DEPTH = 100  # levels; what walks a value later may recurse
 PARTS = 100_000_000  # entries of all lists and objects together
 SMALL, LARGE, OWN = 1 << 24, 1 << 27, 1 << 33  # bytes: of a configuration, a vocabulary, a file of dtrain's own
-_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+_KINDS[type(None)] = "null"
+
+
+def digest(*parts: Any) -> str:
+    """The SHA-256 of values that JSON can write, in hex."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def kind_of(value: Any) -> str:
     """What JSON calls it."""
-    return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def loads(text: str | bytes, *, constants: bool = True) -> Any:
@@ -71,15 +78,15 @@ def read_text(path: Path, most: int = SMALL) -> str:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
 
-def read_json(path: Path, kind: type = dict, *, most: int = SMALL, constants: bool = False) -> Any:
-    """The JSON in `path`, whose top level is of `kind`. Raises UserError naming the file."""
+def read_json(path: Path, *, most: int = SMALL, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in `path`. Raises UserError naming the file."""
     text = read_text(path, most)
     try:
         value = loads(text, constants=constants)
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); is the file whole?") from error
-    if not isinstance(value, kind):
-        raise UserError(f"{path} is not a JSON {'object' if kind is dict else kind.__name__} but {kind_of(value)}")
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object but {kind_of(value)}")
     return value
 
 
@@ -87,8 +94,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name {twice[:80]!r} stands twice in one object; keep one of them")
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name[:80]!r} stands twice in one object; keep one of them")
+            seen.add(name)
     return found
 
 

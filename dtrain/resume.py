@@ -19,7 +19,7 @@ from dtrain.checkpoint.identity import digest, digests
 from dtrain.checkpoint.model_files import read_model_config
 from dtrain.checkpoint.origin import Origin
 from dtrain.checkpoint.rng import random_state, set_random_state
-from dtrain.checkpoint.rundir import RunDirectory, guard
+from dtrain.checkpoint.rundir import MODELS, RunDirectory, guard
 from dtrain.checkpoint.safetensor_files import weight_files
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.config.schema import Recipe
@@ -39,7 +39,7 @@ PLACES = {
     "data.train.sources": "data.fingerprint",
     "data.val.path": "data.val.fingerprint",
     "data.val.sources": "data.val.fingerprint",
-    **{key: key for key in ("data.chat_template", "dpo.reference", "grpo.reference", "distill.teacher")},
+    **{key: key for key in ("data.chat_template", *MODELS)},
 }
 
 
@@ -60,8 +60,15 @@ class Start:
     weights: tuple[CheckpointStore, int] | None = None
 
     @property
+    def saved(self) -> tuple[CheckpointStore, dict[str, Any]]:
+        """The store and the state of a start that is not fresh."""
+        if self.store is None or self.state is None:
+            raise ValueError("a fresh run starts from no checkpoint")
+        return self.store, self.state
+
+    @property
     def path(self) -> Path:
-        return self.store.path(self.step)
+        return self.saved[0].path(self.step)
 
 
 def find_start(
@@ -106,35 +113,39 @@ def _find_step(
         return Start()
     left, began = ranks.first(lambda: (run.left, read_json(run.began) if run.began.is_file() else {}))
     origin = Origin.read(began[RESUME], run.began) if RESUME in began else None
+    newest = None
     if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
-        source, step = store, _newest(store, ranks, say)
-        verified = step is not None
-        if step is None and origin is None:
-            return Start(began=began if left else {})
-        if step is None:
-            place = origin.path if resume == "auto" else resume
-            source, step = origin.again(RESUME, place, NEW_RUN, ranks)
-        state = _read_state(source, step)
-        began = state.get("began", began) if verified else began
-    else:
-        ranks.first(lambda: Path(resume).is_dir() or run.refuse_used(resume, origin and origin.path))
-        source, step = locate(resume, ranks)
-        if source.directory.resolve() == store.directory.resolve():
-            source = store
+        newest = _newest(store, ranks, say)
+        if newest is not None:
+            source, step = store, newest
+        elif origin is not None:
+            source, step = origin.again(RESUME, origin.path if resume == "auto" else resume, NEW_RUN, ranks)
         else:
-            ranks.first(lambda: run.refuse_used(resume, origin and origin.path))
+            return Start(began=began if left else {})
+        state = _read_state(source, step)
+        began = began if newest is None else state.get("began", began)
+    else:
+
+        def refuse_used(is_other: bool) -> None:
+            if is_other:
+                run.refuse_used(resume, origin.path if origin else None)
+
+        ranks.first(lambda: refuse_used(not Path(resume).is_dir()))
+        source, step = locate(resume, ranks)
+        source = store if source.directory.resolve() == store.directory.resolve() else source
+        ranks.first(lambda: refuse_used(source is not store))
         ranks.first(lambda: _refuse_beyond(store, step))
-        verified, state = False, _read_state(source, step)
+        state = _read_state(source, step)
         began = {key: one for key, one in state.get("began", {}).items() if key == INIT}
         began[RESUME] = asdict(Origin.of(source, step))
     ranks.first(lambda: _put_damaged_aside(store, step))
-    return Start(step, tuple(state["cursor"]), source, state, verified, began)
+    return Start(step, tuple(state["cursor"]), source, state, verified=newest is not None, began=began)
 
 
 def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, str]:
     """Digests of what the run's models are, under the keys that a changed one is refused by. Collective. UserError
     where hosts have other ones, or files cannot be read."""
-    path, section = Path(recipe.model.path), recipe.data
+    path, section = recipe.model.directory, recipe.data
     wrong = "{}={} is not the same model on every host".format
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
     others = digests(weights, wrong("model.path", path), ranks) if weights else []
@@ -168,7 +179,7 @@ def compare(recipe: Recipe, start: Start, found: Mapping[str, str], fingerprint:
     (`found`). Raises UserError for differences that make another run of it, unless `checkpoint.allow_changes` names
     them. Another place with the same content makes none. fingerprint: of the data, as saves without digests have it.
     """
-    state, lines = start.state, []
+    (_, state), lines = start.saved, []
     saved = state.get("identities")
     if saved is None:
         lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
@@ -186,19 +197,13 @@ def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> None:
     """Load `start` into `policy` and `method`. Collective."""
-    state = start.state
+    store, state = start.saved
     differing = [key for key, _, _ in config.diff(state["recipe"], recipe)]
     options = {key.rsplit(".", 1)[-1] for key in differing if key.startswith("optimizer.")}
     method.load(state["method"])
-    policy.load(
-        start.store,
-        start.step,
-        state["policy"],
-        beside=_named_for_method(method),
-        keep=options,
-        verified=start.verified,
-    )
-    rank_state, copy = start.store.read_rank_state(start.step)
+    beside = _named_for_method(method)
+    policy.load(store, start.step, state["policy"], beside=beside, keep=options, verified=start.verified)
+    rank_state, copy = store.read_rank_state(start.step)
     if rank_state is not None:
         set_random_state(rank_state, copy)
 
@@ -213,7 +218,8 @@ def contents(
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """What a save after `step` holds: tensors, the state that is the same on every rank, and this rank's own.
 
-    cursor: the next row. known: the recipe, and what tells the run from others. measured: the step's metrics.
+    tensors: [any shape], those of the policy and of the method. cursor: the next row. known: the recipe, and what tells
+    the run from others. measured: the step's metrics.
     """
     state = {
         "step": step,

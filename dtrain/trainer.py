@@ -343,9 +343,12 @@ class Trainer:
 
     def _report_choices(self) -> None:
         say, sizes, policy = self.metrics.say, self.sizes, self.policy
-        parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-        size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters:,}"
-        say(f"model: {self.recipe.model.path}, {size} parameters, init {self.recipe.model.init}")
+        parameters = list(policy.model.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
+        of_it = "" if trained == count else f" ({part} of them trained)"
+        say(f"model: {self.recipe.model.path}, {size} parameters{of_it}, init {self.recipe.model.init}")
         say(
             f"global batch {self.recipe.train.global_batch} = micro batch {self.recipe.train.micro_batch} × "
             f"accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} step{'s' * (self.total_steps != 1)}"

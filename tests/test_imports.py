@@ -58,8 +58,8 @@ TORCH_FREE = """
     dtrain.data dtrain.data.files dtrain.data.formats dtrain.data.tokenizer dtrain.data.template dtrain.data.sample
     dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
-    dtrain.rollout.rewards.worker dtrain.remote.http dtrain.remote.ahead dtrain.remote.shared_directory
-    dtrain.serve.answers dtrain.environments.worker
+    dtrain.rollout.rewards.calls dtrain.remote.http dtrain.remote.ahead dtrain.remote.shared_directory
+    dtrain.serve.answers dtrain.environments.calls
 """.split()
 
 

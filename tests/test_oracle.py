@@ -17,13 +17,17 @@ transformers = pytest.importorskip("transformers")
 STEPS, ROWS, LR, DECAY = 10, 6, 5e-3, 0.1
 
 
-def by_hand(directory, batches):
-    """The trajectory [(loss, grad norm)] and final weights of transformers' model. A batch is a list of documents
-    (input_ids, labels), labels shifted already."""
+def by_hand(directory, batches, trains=lambda name: True):
+    """The trajectory [(loss, grad norm)] and final weights of transformers' model, of which the parameters are trained
+    that `trains` names. A batch is a list of documents (input_ids, labels), labels shifted already."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, 3, STEPS, min_lr_rate=0.1)
     trajectory = []
@@ -68,6 +72,33 @@ def packed_batches(recipe):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_ten_steps_equal_transformers(tmp_path, family, packing):
+    assert_equal(tmp_path, family, packing)
+
+
+FROZEN = {  # keys of `train`, and whether a parameter of that name is trained; qwen3's head is tied
+    "the last layer": ({"train_only": ["model.layers.1.*"]}, lambda name, tied: name.startswith("model.layers.1.")),
+    "not embedding and norms": (
+        {"freeze": ["*embed_tokens*", "*norm*"]},
+        lambda name, tied: "embed" not in name and "norm" not in name,
+    ),
+    "norms": ({"train_only": ["*norm.weight"]}, lambda name, tied: name.endswith("norm.weight")),
+    "the head": (
+        {"train_only": ["model.layers.*", "lm_head.weight"], "freeze": ["model.layers.*"]},
+        lambda name, tied: name.startswith("lm_head") or (tied and "embed_tokens" in name),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("case", FROZEN)
+def test_ten_steps_of_some_parameters_equal_transformers(tmp_path, family, case):
+    section, trains = FROZEN[case]
+    tied = family == "qwen3"
+    assert_equal(tmp_path, family, tied, section, lambda name: trains(name, tied))
+
+
+def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: True):
+    """Ten steps of a recipe, `section` in its `train`, and the same by hand."""
     directory = write_model(tmp_path / "model", family, tied=family in ("qwen3", "gemma3"))
     torch.manual_seed(0)
     source = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
@@ -78,7 +109,7 @@ def test_ten_steps_equal_transformers(tmp_path, family, packing):
             "run": {"name": "run", "dir": str(tmp_path / "runs")},
             "model": {"path": str(directory)},
             "data": {"train": {"path": str(path)}, "max_length": 40 if packing else 20, "packing": packing},
-            "train": {"steps": STEPS, "global_batch": ROWS, "micro_batch": 3, "dtype": "float32"},
+            "train": {"steps": STEPS, "global_batch": ROWS, "micro_batch": 3, "dtype": "float32", **(section or {})},
             "optimizer": {"lr": LR, "weight_decay": DECAY},
             "scheduler": {"warmup_steps": 3},
             "checkpoint": {"every": None},
@@ -86,7 +117,8 @@ def test_ten_steps_equal_transformers(tmp_path, family, packing):
         },
         ["data.shuffle=false"],
     )
-    expected, weights = by_hand(directory, packed_batches(recipe) if packing else padded_batches(path))
+    expected, weights = by_hand(directory, packed_batches(recipe) if packing else padded_batches(path), trains)
+    start = source.state_dict()
     run(recipe)
     for (loss, norm, *_), (want, want_norm) in zip(trajectory(recipe), expected, strict=True):
         assert abs(loss - want) <= 1e-5 * want
@@ -96,3 +128,4 @@ def test_ten_steps_equal_transformers(tmp_path, family, packing):
         # Of the weight and of the way that Adam can go: it makes steps of a gradient that is zero but for rounding.
         scale = weights[name].abs().max() + STEPS * LR
         assert (value - weights[name]).abs().max() <= 1e-4 * scale, name
+        assert trains(name) or torch.equal(value, start[name]), name

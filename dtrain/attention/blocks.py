@@ -73,7 +73,8 @@ def blocks_for(device: torch.device) -> Blocks:
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial softmax averages over different keys as one: weights are their shares of the partition function."""
+    """Two partial softmax averages [B, H, Q, hd] over different keys, and their log-sum-exp [B, H, Q], as one: weights
+    are their shares of the partition function."""
     total = torch.logaddexp(lse, block_lse)
     # A row that has seen no key yet in either has -inf in both: its share is 0, not NaN.
     shares = [torch.where(part == float("-inf"), 0.0, (part - total).exp())[..., None] for part in (lse, block_lse)]

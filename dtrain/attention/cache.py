@@ -53,7 +53,7 @@ class Shelf:
         return self._sizes[layer]
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, with room for every slot in use; like: [.., kv, hd] of what is to be written."""
+        """Keys and values of a layer, with room for every slot in use; like: [..., kv, hd] of what is to be written."""
         held = self._layers[index]
         used = len(self.places)
         if held is None or held[0].shape[0] < used:
@@ -64,8 +64,8 @@ class Shelf:
             if held is not None:
                 for new, old in zip(fresh, held, strict=True):
                     new[: old.shape[0]] = old
-            self._layers[index] = fresh
-        return self._layers[index]
+            held = self._layers[index] = fresh
+        return held
 
     def release(self, gone: Sequence[Place]) -> None:
         """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
@@ -99,7 +99,7 @@ class Shelf:
         if not sources:
             return
         for held, into in zip(self._layers, target._layers, strict=True):
-            if held is None:
+            if held is None or into is None:
                 continue
             device = held[0].device
             whence, whither = (torch.tensor(slots, device=device) for slots in (sources, targets))

@@ -15,18 +15,29 @@ from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.parallel.layout import gather_sequence
 
 
-class GatherKernel:
-    """`inner` over the keys of all cp ranks: q [B, S/cp, H, hd], k and v [B, S/cp, kv, hd] in the head-tail layout."""
+class ContextKernel(Kernel):
+    """Over the keys of all cp ranks: q [B, S/cp, H, hd], k and v [B, S/cp, kv, hd] in the head-tail layout."""
 
     def __init__(self, inner: Kernel, mesh: DeviceMesh):
         self.inner = inner
         self.group = mesh.get_group()
-        self.name, self.note = f"{inner.name} over gathered keys", ""
         self.abilities = replace(inner.abilities, cache=False, context_parallel=True)
 
     def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Positions and documents [B, S] of all keys in their natural order, from this rank's [B, S/cp]."""
-        return gather_keys(positions, documents, self.group)
+        """[B or 1, S/cp] and [B, S/cp] -> [B or 1, S] and [B, S] in natural order; one all-gather for both."""
+        if documents is None:
+            return gather_sequence(positions, self.group), None
+        both = torch.stack([positions.expand_as(documents), documents])
+        positions, documents = gather_sequence(both, self.group, dim=2).unbind(0)
+        return positions, documents
+
+
+class GatherKernel(ContextKernel):
+    """`inner` over gathered keys."""
+
+    def __init__(self, inner: Kernel, mesh: DeviceMesh):
+        super().__init__(inner, mesh)
+        self.name = f"{inner.name} over gathered keys"
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)
@@ -34,11 +45,3 @@ class GatherKernel:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).unbind(0)  # [B, S, kv, hd]
         return self.inner(q, k, v, prepared, scale)
-
-
-def gather_keys(positions: Tensor, documents: Tensor | None, group: Any) -> tuple[Tensor, Tensor | None]:
-    """[B or 1, S/cp] → [B or 1, S] in natural order; one all-gather for both."""
-    if documents is None:
-        return gather_sequence(positions, group), None
-    both = torch.stack([positions.expand_as(documents), documents])
-    return tuple(gather_sequence(both, group, dim=2).unbind(0))

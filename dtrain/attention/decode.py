@@ -5,9 +5,9 @@ the rows of a group multiply together, and what it has added itself; the parts a
 Letters: R rows, G prompts of a shelf, n rows of the largest group, kv key heads, rep query heads of each, L keys.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,13 @@ from dtrain.attention.blocks import CpuFlash
 from dtrain.attention.cache import KeyValues, Place, Shelf
 from dtrain.attention.kernels import KERNELS, Visibility, additive
 
-Part = tuple[Tensor, Tensor, Tensor]
+
+class Part(NamedTuple):
+    """Attention over some of the keys: Σ w·v, Σ w [..., 1] and the largest score m [..., 1], w = exp(score − m)."""
+
+    total: Tensor
+    weight: Tensor
+    most: Tensor
 
 
 class Cached(Protocol):
@@ -29,7 +35,9 @@ class Cached(Protocol):
     positions: Tensor
     last: Tensor | None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+        ...
 
 
 class Prefill:
@@ -48,7 +56,7 @@ class Prefill:
         self._kernel = KERNELS["sdpa"]
         self._masks: dict[int | None, object] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
-        self.last = self._lengths - 1
+        self.last: Tensor | None = self._lengths - 1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
@@ -73,7 +81,7 @@ class Decode:
     prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens.
     """
 
-    last = None
+    last: Tensor | None = None
 
     def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device):
         self._windows = store.windows
@@ -149,37 +157,39 @@ class Decode:
         """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
-        own = []
-        for part in self._own:
-            view = part.views[window]
-            keys, values = part.shelf.layer(layer, k)
-            keys[part.slots, :, view.spots] = k[part.rows, 0]
-            values[part.slots, :, view.spots] = v[part.rows, 0]
-            count = len(part.slots)
+        parts = []
+        for own in self._own:
+            view = own.views[window]
+            keys, values = own.shelf.layer(layer, k)
+            keys[own.slots, :, view.spots] = k[own.rows, 0]
+            values[own.slots, :, view.spots] = v[own.rows, 0]
+            held = slice(len(own.slots)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
-            own.append(_partial(grouped[part.rows], keys[:count, :, : view.keys], values[:count, :, : view.keys], bias))
-        shared = []
-        for part in self._shared:
-            view = part.views[window]
-            keys, values = part.shelf.layer(layer, k)
-            groups, count = part.table.shape
-            queries = grouped[part.table].transpose(1, 2).flatten(2, 3)  # [G, kv, n · rep, hd]
+            parts.append(_partial(grouped[own.rows], keys[held], values[held], bias))
+        added, parts = _cat(parts), []
+        for shared in self._shared:
+            view = shared.views[window]
+            keys, values = shared.shelf.layer(layer, k)
+            groups, count = shared.table.shape
+            held = slice(groups), slice(None), slice(view.keys)
+            queries = grouped[shared.table].transpose(1, 2).flatten(2, 3)  # [G, kv, n · rep, hd]
             bias = view.bias(q.dtype)  # [G, 1 or n, L]
             if bias.shape[1] > 1:
                 bias = bias.repeat_interleave(heads // key_heads, 1)
-            found = _partial(queries, keys[:groups, :, : view.keys], values[:groups, :, : view.keys], bias[:, None])
-            shared.append(tuple(_by_row(one, count) for one in found))
-        joined = _join(_cat(own), tuple(one[self._back] for one in _cat(shared)))
-        return joined.to(q.dtype).flatten(1, 2)[:, None]
+            found = _partial(queries, keys[held], values[held], bias[:, None])
+            parts.append(Part(*(_by_row(one, count) for one in found)))
+        prompts = Part(*(one[self._back] for one in _cat(parts)))
+        return _join(added, prompts).to(q.dtype).flatten(1, 2)[:, None]
 
 
 class _View:
-    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [.., L]; and where
+    """What the layers of one kind see of a part in one step: `keys` slots, those that are `visible` [..., L]; and where
     a row writes."""
 
     def __init__(self, keys: int, visible: Tensor, spots: Tensor | None = None):
         self.keys, self.spots = keys, spots
-        self._visible, self._bias = visible, None
+        self._visible = visible
+        self._bias: Tensor | None = None
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         if self._bias is None:
@@ -194,7 +204,7 @@ class _Own:
     shelf: Shelf
     rows: slice
     slots: Tensor
-    views: Mapping[int | None, _View] = None
+    views: dict[int | None, _View] = field(default_factory=dict)
 
 
 @dataclass
@@ -205,35 +215,36 @@ class _Shared:
     table: Tensor
     lengths: Tensor  # [G]
     longest: int
-    views: Mapping[int | None, _View] = None
+    views: dict[int | None, _View] = field(default_factory=dict)
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Part:
-    """Attention over some of the keys: Σ w·v, Σ w [.., 1] and the largest score m [.., 1], with w = exp(score − m).
-
-    q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In max(float32, the dtype); products of half
-    precision are summed in float32, as the fused kernels do.
+    """q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In max(float32, the dtype); products of
+    half precision are summed in float32, as the fused kernels do.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
     least = torch.finfo(torch.float32 if half else q.dtype).min
     if half and q.device.type == "cpu":
         out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
-        return out, torch.ones_like(lse)[..., None], lse.clamp(min=least)[..., None]
-    wide = {"out_dtype": torch.float32} if half else {}
-    shape = q.shape[:3]
-    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), **wide).unflatten(0, shape[:2]).add_(bias)
+        return Part(out, torch.ones_like(lse)[..., None], lse.clamp(min=least)[..., None])
+    scores = _products(q, k.transpose(-1, -2), half).add_(bias)
     most = scores.amax(-1, keepdim=True).clamp_(min=least)  # -inf where nothing is seen
     weights = scores.sub_(most).exp_()
-    out = torch.bmm(weights.flatten(0, 1).to(v.dtype), v.flatten(0, 1), **wide).unflatten(0, shape[:2])
-    return out, weights.sum(-1, keepdim=True), most
+    return Part(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
+
+
+def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
+    """a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
+    flat = a.flatten(0, 1), b.flatten(0, 1)
+    return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
 
 
 def _join(one: Part, other: Part) -> Tensor:
     """The softmax average over the keys of both."""
-    most = torch.maximum(one[2], other[2])
-    shares = (one[2] - most).exp_(), (other[2] - most).exp_()
-    total = one[1] * shares[0] + other[1] * shares[1]
-    return (one[0] * shares[0]).addcmul_(other[0], shares[1]).div_(total)
+    most = torch.maximum(one.most, other.most)
+    shares = (one.most - most).exp_(), (other.most - most).exp_()
+    weight = one.weight * shares[0] + other.weight * shares[1]
+    return (one.total * shares[0]).addcmul_(other.total, shares[1]).div_(weight)
 
 
 def _by_row(grouped: Tensor, count: int) -> Tensor:
@@ -242,4 +253,4 @@ def _by_row(grouped: Tensor, count: int) -> Tensor:
 
 
 def _cat(parts: Sequence[Part]) -> Part:
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return parts[0] if len(parts) == 1 else Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

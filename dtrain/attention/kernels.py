@@ -13,7 +13,7 @@ kind with q [B, Q, H, hd], k and v [B, K, kv, hd]; H is a multiple of kv, both a
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Visibility:
 
     def visible(self, queries: slice, device: torch.device) -> Tensor:
         """[B or 1, q, K] bool: which keys the queries of a slice see."""
-        if self.is_plain:
+        if self.query_positions is None or self.key_positions is None:
             distance = torch.arange(self.queries, device=device)[queries, None] - torch.arange(self.keys, device=device)
             distance = distance[None]
         else:
@@ -60,13 +60,14 @@ class Visibility:
         seen = distance >= 0
         if self.window is not None:
             seen &= distance < self.window
-        if self.query_documents is not None:
+        if self.query_documents is not None and self.key_documents is not None:
             seen &= self.query_documents[:, queries, None] == self.key_documents[:, None, :]
         return seen
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is seen, -inf where not: made once per forward, where a bool mask is converted by every layer."""
+    """[...]: 0 where a key is `visible` [...], -inf where not: made once per forward, where a bool mask is converted by
+    every layer."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
@@ -82,20 +83,23 @@ class Abilities:
     context_parallel: bool
 
 
-class Kernel(Protocol):
+class Kernel:
     """note: why it was chosen, where another was wanted."""
 
     name: str
-    note: str
     abilities: Abilities
+    note = ""
 
     def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Positions and documents of all keys, where other ranks hold some; once per forward."""
-        ...
+        """Positions [B or 1, S] and documents [B, S] of all keys, from this rank's [B or 1, S/cp] and [B, S/cp]; once
+        per forward."""
+        return positions, documents
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any: ...
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
+        raise NotImplementedError
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+        raise NotImplementedError
 
 
 class Block(NamedTuple):
@@ -110,7 +114,7 @@ class Block(NamedTuple):
     causal: bool
 
 
-class SdpaKernel:
+class SdpaKernel(Kernel):
     """torch's scaled_dot_product_attention, on every device.
 
     On a GPU one call, by torch's causal kernel where nothing else hides keys. On a CPU one call per run of queries,
@@ -123,9 +127,6 @@ class SdpaKernel:
 
     def __init__(self, note: str = ""):
         self.note = note
-
-    def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return positions, documents
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)

@@ -28,23 +28,23 @@ class Documents(NamedTuple):
     window: tuple[int, int]
 
 
-class VarlenKernel:
+class VarlenKernel(Kernel):
     """`torch.nn.attention.varlen` where rows hold several documents; rows of one document are SDPA's.
 
     Needs documents that lie in one piece each, positions that count their tokens, and no other rank's keys, as rows
     have them without context parallel. Reads from the device once per forward and kind of layer.
     """
 
-    name, note = "varlen", ""
+    name = "varlen"
     abilities = Abilities(
         devices=frozenset({"cuda"}), window=True, documents=True, cache=False, backward=True, context_parallel=False
     )
 
-    def __init__(self, attend: Callable[..., Tensor] = varlen_attn):
+    def __init__(
+        self,
+        attend: Callable[..., Tensor] = varlen_attn,  # type: ignore[assignment]  # a tensor unless more is asked for
+    ):
         self._attend, self._plain = attend, SdpaKernel()
-
-    def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return positions, documents
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block] | Documents:
         if visibility.query_documents is None:

@@ -62,7 +62,8 @@ class Saver:
         *,
         wait: bool = False,
     ) -> None:
-        """`CheckpointStore.save`, then the retention; in the background the tensors may change as soon as this returns.
+        """`CheckpointStore.save`, then the retention; in the background the tensors [any shape] may change as soon as
+        this returns.
 
         wait: return when the step is published. Waits for the save in flight and raises its failure. Collective.
         """
@@ -84,7 +85,8 @@ class Saver:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread's device is 0, where it would take memory
-            flying.set_result(self._write(*arguments))
+            self._write(*arguments)
+            flying.set_result(None)
         except BaseException as error:  # raised in the training's thread, which asks at every step
             flying.set_exception(error)
 

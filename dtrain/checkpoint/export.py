@@ -1,7 +1,7 @@
 """From a run or one of its checkpoints to a Hugging Face directory, on one process, tensor by tensor."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -35,22 +35,22 @@ def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str
     source, out = Path(source), Path(out)
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
-    wanted = _DTYPES.get(dtype)
+    wanted = _DTYPES[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
-    ranks, held = Ranks(alone=True), None
+    ranks = Ranks(alone=True)
     if (source / CONFIG).is_file() and WeightFiles.exist(source):
         layout, said = layout_of(source), f"weights of {source}"
-        model = _model(layout)
-        entries = _stored_entries(model, layout, wanted)
+        model, files = _model(layout), WeightFiles(source)
+        entries = [layout.entry(files, name, wanted) for name in check_fit(model, files).values()]
     else:
         store, step = locate(source, ranks)
         run = store.directory.absolute().parent
-        layout, said = _run_layout(run), f"step {step} of {run}"
         held = {"step": step, "save": store.read_state(step).get("save")}
+        layout, said = _run_layout(run, held), f"step {step} of {run}"
         model = _model(layout)
         entries = _saved_entries(model, store, step, layout, wanted)
-    write_entries(entries, layout.copied(model), layout, out, held=held, ranks=ranks)
+    write_entries(model, entries, layout, out, ranks=ranks)
     return said
 
 
@@ -62,17 +62,10 @@ def _model(layout: Layout) -> nn.Module:
     return models.build(models.read_config(layout.source), device="meta")
 
 
-def _stored_entries(model: nn.Module, layout: Layout, dtype: torch.dtype | None) -> list[Entry]:
-    sources = check_fit(model, layout.files)
-    return [layout.entry(sources[name], dtype) for name in sources]
-
-
 def _saved_entries(
     model: nn.Module, store: CheckpointStore, step: int, layout: Layout, dtype: torch.dtype | None
 ) -> list[Entry]:
-    fill = store.opened(step)
-    saved = store.tensors(step)
-    tensors = model_tensors(model)
+    fill, saved, tensors = store.opened(step), store.tensors(step), model_tensors(model)
     names = {names[0]: layout.name(model, names) for names in aliases(model).values()}
     entries = []
     for key, (shape, kept) in saved.items():
@@ -83,22 +76,19 @@ def _saved_entries(
             raise UserError(
                 f"{store.path(step)} has {name} of {list(shape)}, which the model of its run's config.json lacks"
             )
-        entries.append(Entry(names.pop(name), shape, dtype or kept, _reader_of_store(fill, key, shape, kept)))
+
+        def read(key: str = key, shape: tuple[int, ...] = shape, kept: torch.dtype = kept) -> Tensor:
+            tensor = torch.empty(shape, dtype=kept)
+            fill({key: tensor})
+            return tensor
+
+        entries.append(Entry(names.pop(name), shape, dtype or kept, read))
     if names:
         raise UserError(f"{store.path(step)} lacks {len(names)} tensors of its model, the first {next(iter(names))}")
     return entries
 
 
-def _reader_of_store(fill: Callable, key: str, shape: tuple[int, ...], dtype: torch.dtype):
-    def read() -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        fill({key: tensor})
-        return tensor
-
-    return read
-
-
-def _run_layout(run: Path) -> Layout:
+def _run_layout(run: Path, held: dict[str, Any]) -> Layout:
     """Small files from the run's own copy; weights that are copied through from the model that it started from."""
     path, scratch = _model_path(run)
     own = run / "model"
@@ -112,7 +102,7 @@ def _run_layout(run: Path) -> Layout:
             f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "
             f"model.path, and {path} has no weights: put them there again"
         )
-    return Layout(source, config, files, has_untrained_parts(config) and files is None)
+    return Layout(source, config, files, held=held)
 
 
 def _model_path(run: Path) -> tuple[Path | None, bool]:
@@ -123,10 +113,9 @@ def _model_path(run: Path) -> tuple[Path | None, bool]:
     try:
         check_shape(yaml.load(text, Loader=yaml.BaseLoader), _RECIPE_PARTS)
         recipe = OmegaConf.create(text)
-        init = OmegaConf.select(recipe, "model.init", throw_on_resolution_failure=False)
-        path = OmegaConf.select(
-            recipe, "model.path", throw_on_resolution_failure=False
-        )  # of an environment that is gone
+        init, path = (  # of an environment that is gone, perhaps
+            OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in ("model.init", "model.path")
+        )
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{run / 'config.yaml'}: {str(error) or 'it is nested too deep'}") from error
     return Path(path) if path and isinstance(path, str) else None, init == "scratch"

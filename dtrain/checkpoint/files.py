@@ -7,12 +7,20 @@ guard against someone who writes both the file and its manifest.
 import os
 import shutil
 import zlib
+from io import IOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypedDict
 
 from dtrain.errors import UserError
 
 _BLOCK = 1 << 22
+
+
+class Record(TypedDict):
+    """Size and checksum of a file."""
+
+    bytes: int
+    crc32: str
 
 
 class ChecksumStream:
@@ -21,8 +29,8 @@ class ChecksumStream:
     `failure` is the error that a write raised: torch.save replaces it by a RuntimeError that does not say why.
     """
 
-    def __init__(self, stream: IO[bytes]):
-        self._stream = stream
+    def __init__(self, stream: IOBase):
+        self._stream: Any = stream
         self._crc = 0
         self.size = 0
         self.failure: OSError | None = None
@@ -51,50 +59,49 @@ class ChecksumStream:
         self._stream.close()
 
     @property
-    def record(self) -> dict[str, Any]:
-        """{"bytes", "crc32"} of what has been written."""
-        return {"bytes": self.size, "crc32": f"{self._crc:08x}"}
+    def record(self) -> Record:
+        """Of what has been written."""
+        return Record(bytes=self.size, crc32=f"{self._crc:08x}")
 
 
-def checksum(path: Path) -> dict[str, Any]:
-    """{"bytes", "crc32"} of a file as it lies on disk."""
+def checksum(path: Path) -> Record:
+    """Of a file as it lies on disk."""
     crc = size = 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             crc = zlib.crc32(block, crc)
             size += len(block)
-    return {"bytes": size, "crc32": f"{crc:08x}"}
+    return Record(bytes=size, crc32=f"{crc:08x}")
 
 
-def write_new(path: Path, text: str) -> dict[str, Any]:
-    """Write `text` to `path`, synced to disk; returns its record. For files in a directory not yet published."""
-    with path.open("wb") as stream:
-        counted = ChecksumStream(stream)
-        counted.write(text.encode())
-        stream.flush()
-        os.fsync(stream.fileno())
-    return counted.record
+def write_new(path: Path, text: str) -> Record:
+    """Write `text` to `path`, synced to disk. For files in a directory not yet published."""
+    content = text.encode()
+    _write(path, content)
+    return Record(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
 
 
 def replace_text(path: Path, text: str) -> None:
     """Put `text` at `path` in one step: a reader, or a kill, finds the old file or the new one."""
+    replace(path, text.encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """As `replace_text`."""
     beside = path.with_name(f".{path.name}.new")
-    write_new(beside, text)
+    _write(beside, content)
     beside.replace(path)
-    sync_directory(path.parent)
+    _sync_directory(path.parent)
 
 
-def replace_by_copy(source: Path, target: Path) -> None:
-    """Put a copy of `source` at `target` in one step, synced to disk."""
-    beside = target.with_name(f".{target.name}.new")
-    with source.open("rb") as reading, beside.open("wb") as writing:
-        shutil.copyfileobj(reading, writing)
-        writing.flush()
-        os.fsync(writing.fileno())
-    beside.replace(target)
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -143,9 +150,9 @@ def refuse_unwritable(path: Path) -> None:
 
 def publish(partial: Path, final: Path) -> None:
     """Rename a finished directory to its name, durably; raises OSError if `final` is there and not empty."""
-    sync_directory(partial)
+    _sync_directory(partial)
     partial.rename(final)
-    sync_directory(final.parent)
+    _sync_directory(final.parent)
 
 
 def set_aside(path: Path, prefix: str = ".discarded-") -> Path:

@@ -1,7 +1,9 @@
 """Weights in: Hugging Face's safetensors into a model of any placement, each rank reading only what it holds."""
 
 import re
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
@@ -11,6 +13,7 @@ from dtrain.errors import UserError
 from dtrain.parallel.placement import local_slices, local_tensor
 
 _LISTED = 10
+_HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
 def read_weights(model: nn.Module, directory: str | Path) -> None:
@@ -48,7 +51,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
         found = [candidate for candidate in candidate_names(model, names[name]) if candidate in files.stored]
         used.update(found)
         if not found:
-            missing.append(f"missing: {name}" + _head_hint(name))
+            missing.append(f"missing: {name}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
         stored = files.stored[found[0]]
         sources[name] = found[0]
@@ -65,18 +68,15 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
     """The names under which files may hold a tensor that the model knows by `names`, the likeliest first."""
-    return list(dict.fromkeys(candidate for name in names for candidate in model.checkpoint_names(name)))
+    # nn.Module's stub has a Tensor or a Module for every attribute.
+    found = (model.checkpoint_names(name) for name in names)  # type: ignore[operator]
+    return list(dict.fromkeys(chain.from_iterable(found)))
 
 
 def passed_over(model: nn.Module, name: str) -> bool:
     """Whether a tensor of the files is known to be none of the model's."""
-    return any(re.fullmatch(pattern, name) for pattern in model.ignored_checkpoint_names)
-
-
-def _head_hint(name: str) -> str:
-    if name != "lm_head.weight":
-        return ""
-    return " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
+    patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _report(directory: Path, *kinds: list[str]) -> str:

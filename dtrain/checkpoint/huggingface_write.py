@@ -5,6 +5,7 @@ write at once; a rank holds its shard, the tensor in transit and the one that it
 """
 
 import ctypes
+import dataclasses
 import json
 import os
 import shutil
@@ -87,27 +88,27 @@ def write_directory(
         _model_entry(layout.name(model, names), tensor, dtype)
         for tensor, names in zip(model_tensors(model).values(), aliases(model).values(), strict=True)
     ]
-    write_entries(
-        entries,
-        layout.copied(model),
-        layout,
-        out,
-        max_shard_bytes=max_shard_bytes,
-        chat_template=chat_template,
-        held=held,
-        replace=replace,
-        ranks=ranks,
-    )
+    layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
+    write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a directory like `source` is written: its config.json, the names its files use, what is copied from it."""
+    """How a directory like `source` is written: its config.json, the names its files use, what is copied from it.
+
+    chat_template, held: as `write_directory` takes them.
+    """
 
     source: Path
-    config: dict
+    config: dict[str, Any]
     files: WeightFiles | None
-    text_tower_alone: bool
+    chat_template: str | None = None
+    held: Mapping[str, Any] | None = None
+
+    @property
+    def text_tower_alone(self) -> bool:
+        """Whether the model has parts of which there are no weights."""
+        return has_untrained_parts(self.config) and self.files is None
 
     def name(self, model: nn.Module, names: list[str]) -> str:
         """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
@@ -122,80 +123,78 @@ class Layout:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
         if self.files is None or not has_untrained_parts(self.config):
             return []
-        names = [name for name in self.files.stored if passed_over(model, name)]
-        unreadable = [name for name in names if self.files.stored[name].dtype is None]
-        if unreadable:
-            raise UserError(
-                f"{self.source}: {unreadable[0]} is {self.files.stored[unreadable[0]].kind}, which dtrain does not copy"
-            )
-        return [self.entry(name) for name in names]
+        return [self.entry(self.files, name) for name in self.files.stored if passed_over(model, name)]
 
-    def entry(self, name: str, dtype: torch.dtype | None = None) -> Entry:
-        """The source's own tensor `name`, to be written in `dtype` or its own."""
-        stored = self.files.stored[name]
+    def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
+        """The tensor `name` of `files`, to be written in `dtype` or its own."""
+        stored = files.stored[name]
+        own = stored.dtype
+        if own is None:
+            raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
 
         def read() -> Tensor:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype)
-            self.files.copy_into(tensor, name)
+            tensor = torch.empty(stored.shape, dtype=own)
+            files.copy_into(tensor, name)
             return tensor
 
-        return Entry(name, stored.shape, dtype or stored.dtype, read)
+        return Entry(name, stored.shape, dtype or own, read)
 
 
 def layout_of(source: Path) -> Layout:
     """The layout that `source`, a model's directory with or without weights, asks for."""
-    config = read_model_config(source)
-    files = WeightFiles(source) if WeightFiles.exist(source) else None
-    return Layout(source, config, files, has_untrained_parts(config) and files is None)
+    return Layout(source, read_model_config(source), WeightFiles(source) if WeightFiles.exist(source) else None)
 
 
 def _model_entry(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Entry:
-    sharded = isinstance(tensor, DTensor)
     written = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def read() -> Tensor:
         # Cast before the gather: half the bytes travel where the file is in half precision.
         cast = tensor.detach().to(written)
-        return cast.full_tensor() if sharded else cast
+        return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
-    return Entry(name, tuple(tensor.shape), written, read, collective=sharded)
+    return Entry(name, tuple(tensor.shape), written, read, collective=isinstance(tensor, DTensor))
 
 
 def write_entries(
+    model: nn.Module,
     entries: Sequence[Entry],
-    copied: Sequence[Entry],
     layout: Layout,
     out: Path,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    chat_template: str | None = None,
-    held: Mapping[str, Any] | None = None,
     replace: bool = False,
     ranks: Ranks,
 ) -> None:
-    """Write the trained `entries` and the `copied` ones to `out`, or to where that leads as a symbolic link.
-    Collective; see `write_directory`."""
-    out = real(out)
+    """Write `entries`, what is trained of `model`, and what is copied, to `out`, or to where that leads as a symbolic
+    link. Collective; see `write_directory`."""
+    copied, out = layout.copied(model), real(out)
     trained = {entry.dtype for entry in entries}
     foreign = trained - _KINDS.keys()
     if foreign:
         raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
-    shards = _shards([*entries, *copied], max_shard_bytes)
-    names = _file_names(len(shards))
+    files = _files([*entries, *copied], max_shard_bytes)
     partial = staged(out)
-    ranks.first(lambda: _begin(out, partial, replace))
+
+    def begin() -> None:
+        if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is already there: delete it, or choose another directory")
+        refuse_unwritable(out)
+        partial.mkdir()
+
+    ranks.first(begin)
     try:
-        for start in range(0, len(shards), ranks.size):
-            _write_side_by_side(shards[start : start + ranks.size], names[start : start + ranks.size], partial, ranks)
-        ranks.first(lambda: _finish(partial, out, shards, names, layout, trained, chat_template, held))
+        for start in range(0, len(files), ranks.size):
+            _write_side_by_side(list(files.items())[start : start + ranks.size], partial, ranks)
+        ranks.first(lambda: _finish(partial, out, files, layout, trained))
     except UserError:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Entries in order, cut where a file would grow beyond `max_bytes`; a larger tensor has a file to itself."""
+def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+    """Entries in order, by file, cut where one would grow beyond `max_bytes`; a larger tensor has a file to itself."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -204,38 +203,23 @@ def _shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
             size = 0
         shards[-1].append(entry)
         size += entry.nbytes
-    return shards
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": one for number, one in enumerate(shards, start=1)}
 
 
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _begin(out: Path, partial: Path, replace: bool) -> None:
-    if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is already there: delete it, or choose another directory")
-    refuse_unwritable(out)
-    partial.mkdir()
-
-
-def _write_side_by_side(shards: list[list[Entry]], names: list[str], directory: Path, ranks: Ranks) -> None:
+def _write_side_by_side(files: list[tuple[str, list[Entry]]], directory: Path, ranks: Ranks) -> None:
     """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
-    mine = ranks.rank if ranks.rank < len(shards) else None
-    file = _SafetensorsFile(directory / names[mine], shards[mine]) if mine is not None else None
-    for position in range(max(map(len, shards))):
+    name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
+    file = _SafetensorsFile(directory / name, mine) if name else None
+    for position in range(max(len(entries) for _, entries in files)):
         kept = None
-        for writer, shard in enumerate(shards):
-            if position >= len(shard):
-                continue
-            if shard[position].collective:
-                tensor = shard[position].read()
-                kept = tensor if writer == mine else kept
-            elif writer == mine:
-                kept = file.attempt(shard[position].read)
-        if kept is not None:
-            file.add(shards[mine][position], kept)
+        for writer, (_, entries) in enumerate(files):
+            if position < len(entries) and entries[position].collective:
+                tensor = entries[position].read()
+                kept = tensor if writer == ranks.rank else kept
+        if file is not None and position < len(mine):
+            file.add(mine[position], kept)
     ranks.every(file.close if file is not None else lambda: None)
 
 
@@ -245,7 +229,7 @@ class _SafetensorsFile:
 
     def __init__(self, path: Path, entries: list[Entry]):
         self.path = path
-        self.failure: OSError | UserError | None = None
+        self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
         header: dict = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -257,7 +241,11 @@ class _SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self._write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, entry: Entry, tensor: Tensor) -> None:
+    def add(self, entry: Entry, tensor: Tensor | None) -> None:
+        """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
+        tensor = self._attempt(entry.read) if tensor is None else tensor
+        if tensor is None:
+            return
         tensor = tensor.to(device="cpu", dtype=entry.dtype).contiguous()
         if tuple(tensor.shape) != entry.shape:
             raise ValueError(f"{entry.name} is {tuple(tensor.shape)}, announced as {entry.shape}")
@@ -268,46 +256,36 @@ class _SafetensorsFile:
         """Sync and close; raises the first error that the disk gave."""
         if self._stream is not None:
             with self._stream as stream:
-                if self.failure is None:
-                    stream.flush()
+                if self._failure is None:
                     os.fsync(stream.fileno())
-        if self.failure is not None:
-            raise UserError(f"{self.path}: {in_words(self.failure)}") from self.failure
+        if self._failure is not None:
+            raise UserError(f"{self.path}: {in_words(self._failure)}") from self._failure
 
-    def attempt(self, act: Callable[[], T]) -> T | None:
+    def _attempt(self, act: Callable[[], T]) -> T | None:
         """The result of `act`; None after a failure, of `act` or before."""
-        if self.failure is None:
+        if self._failure is None:
             try:
                 return act()
             except (OSError, UserError) as error:
-                self.failure = error
+                self._failure = error
         return None
 
     def _write(self, data) -> None:
-        if self._stream is None:
-            self._stream = self.attempt(lambda: self.path.open("wb", buffering=0))
-        self.attempt(lambda: _write_all(self._stream, memoryview(data).cast("B")))
+        def write() -> None:
+            self._stream = self._stream or self.path.open("wb", buffering=0)
+            view = memoryview(data).cast("B")
+            while view:  # the system may take less than it is given, 2 GiB at most
+                view = view[self._stream.write(view) :]
 
-
-def _write_all(stream: IO[bytes], view: memoryview) -> None:
-    # The system may take less than it is given, 2 GiB at most.
-    while view:
-        view = view[stream.write(view) :]
+        self._attempt(write)
 
 
 def _finish(
-    partial: Path,
-    out: Path,
-    shards: list[list[Entry]],
-    names: list[str],
-    layout: Layout,
-    trained: set[torch.dtype],
-    chat_template: str | None,
-    held: Mapping[str, Any] | None,
+    partial: Path, out: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]
 ) -> None:
-    if len(shards) > 1:
-        places = {entry.name: name for shard, name in zip(shards, names, strict=True) for entry in shard}
-        size = sum(entry.nbytes for shard in shards for entry in shard)
+    if len(files) > 1:
+        places = {entry.name: name for name, entries in files.items() for entry in entries}
+        size = sum(entry.nbytes for entries in files.values() for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
     config = text_only(layout.config) if layout.text_tower_alone else layout.config
@@ -315,10 +293,10 @@ def _finish(
         config = with_dtype(config, str(*trained).removeprefix("torch."))
     write_config(config, partial)
     copy_companions(layout.source, partial)
-    if chat_template is not None:
-        write_new(partial / CHAT_TEMPLATE, chat_template)
-    if held is not None:
-        write_new(partial / HELD, json.dumps(held))
+    if layout.chat_template is not None:
+        write_new(partial / CHAT_TEMPLATE, layout.chat_template)
+    if layout.held is not None:
+        write_new(partial / HELD, json.dumps(layout.held))
     replaced = set_aside(out) if out.exists() else None
     publish(partial, out)
     if replaced is not None:

@@ -5,15 +5,14 @@ its share, in several threads. A machine with copies of its own reads these, and
 """
 
 import hashlib
-import json
 import socket
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.json_files import digest
 from dtrain.parallel.ranks import Ranks
 
 CHUNK = 64 << 20
@@ -22,24 +21,20 @@ THREADS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def digest(*parts: Any) -> str:
-    """Of values that JSON can write."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None = None) -> list[str]:
-    """The digest of each file, as this rank sees it. Collective over `ranks`: all-gathers of objects, three or
-    four.
+    """The digest of each file, as this rank sees it. Collective over `ranks`: three or four all-gathers of objects.
 
     wrong: what to say, in a UserError on every rank, where machines have files of other content. A file that cannot be
     read, or changes meanwhile, is a UserError on every rank too.
     """
     ranks = ranks or Ranks()
-    seen = ranks.every(lambda: digest(_machine(), [_inode(file) for file in files]))
+    machine = _BOOT.read_text() if _BOOT.is_file() else socket.gethostname()
+    seen = ranks.every(lambda: digest(machine, [_inode(file) for file in files]))
     beside = [rank for rank, view in enumerate(seen) if view == seen[ranks.rank]]  # this rank among them
 
     def read() -> dict[tuple[int, int], str]:
-        chunks = [(number, at) for number, file in enumerate(files) for at in range(_chunks(file))]
+        counts = [-(-file.stat().st_size // CHUNK) for file in files]
+        chunks = [(number, at) for number, count in enumerate(counts) for at in range(count)]
         mine = chunks[beside.index(ranks.rank) :: len(beside)]
         with ThreadPoolExecutor(THREADS) as threads:
             return dict(zip(mine, threads.map(lambda chunk: _read(files[chunk[0]], chunk[1]), mine), strict=True))
@@ -63,18 +58,10 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
     return whole
 
 
-def _machine() -> str:
-    return _BOOT.read_text() if _BOOT.is_file() else socket.gethostname()
-
-
 def _inode(file: Path) -> tuple[int, int]:
     """One file, for all processes of a machine, whatever they mount where."""
     stat = file.stat()
     return stat.st_dev, stat.st_ino
-
-
-def _chunks(file: Path) -> int:
-    return -(-file.stat().st_size // CHUNK)
 
 
 def _read(file: Path, chunk: int) -> str:

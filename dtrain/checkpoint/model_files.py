@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.files import replace_by_copy, replace_text
+from dtrain.checkpoint.files import replace, replace_text
 from dtrain.errors import UserError
 from dtrain.json_files import LARGE, read_json
 
@@ -38,7 +38,7 @@ def copy_companions(source: Path, target: Path, *, config: bool = False) -> None
     names = COMPANIONS + (CONFIG,) * config
     for name in names:
         if (source / name).is_file():
-            replace_by_copy(source / name, target / name)
+            replace(target / name, (source / name).read_bytes())
 
 
 def held_by(export: Path) -> dict[str, Any]:

@@ -60,8 +60,10 @@ class Origin:
             store, newest = locate(path, ranks)
         except UserError:  # on every rank
             return place in [Path(self.path), *Path(self.path).parents][:3]
-        save = ranks.first(lambda: store.read_state(newest).get("save"))
-        return step_of(place) is None and None not in (save, self.save) and run_of(save) == run_of(self.save)
+        save: str | None = ranks.first(lambda: store.read_state(newest).get("save"))
+        if step_of(place) is not None or save is None or self.save is None:
+            return False
+        return run_of(save) == run_of(self.save)
 
     def again(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
         """The store at `path`, which `key` gives, and this step. Collective. UserError where it is gone, or holds

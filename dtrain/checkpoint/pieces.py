@@ -12,13 +12,14 @@ it, and their table is JSON:
 import json
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dtrain.checkpoint.files import ChecksumStream
+from dtrain.checkpoint.files import ChecksumStream, Record
 from dtrain.errors import UserError
 from dtrain.json_files import loads
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -52,7 +53,7 @@ class Piece(Tensor):
     compare with the checkpoint's; `local` is the plain tensor, sharing storage with the one that it was made of.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own classes
 
     local: Tensor
     global_size: torch.Size
@@ -60,7 +61,7 @@ class Piece(Tensor):
 
     @classmethod
     def place(cls, local: Tensor, global_size: tuple[int, ...], offsets: tuple[int, ...]) -> "Piece":
-        """`local`, which lies at `offsets` of a tensor of `global_size`. No collective, no copy."""
+        """`local` [sizes], which lies at `offsets` of a tensor [global_size]. No collective, no copy."""
         piece = local.detach().as_subclass(cls)
         piece.local = local.detach()
         piece.global_size = torch.Size(global_size)
@@ -69,7 +70,7 @@ class Piece(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Piece":
-        """What this rank holds of `tensor` (plain, DTensor or already a Piece). No collective, no copy.
+        """What this rank holds, [its sizes], of `tensor` (plain, DTensor or already a Piece). No collective, no copy.
 
         Ranks that hold the same piece (replicas, plain tensors) write it once.
         """
@@ -81,19 +82,13 @@ class Piece(Tensor):
     def size(self, dim: int | None = None):
         return self.global_size if dim is None else self.global_size[dim]
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=self.offsets, sizes=torch.Size(self.local.shape))
-
     def __create_write_items__(self, fqn: str, _) -> list[WriteItem]:
-        if self.local.numel() == 0:
-            return []
-        data = TensorWriteData(
-            chunk=self._chunk(), properties=TensorProperties(dtype=self.local.dtype), size=self.global_size
-        )
-        return [WriteItem(index=MetadataIndex(fqn, self.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+        index, properties = MetadataIndex(fqn, self.offsets), TensorProperties(dtype=self.local.dtype)
+        data = [TensorWriteData(chunk, properties, self.global_size) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=one) for one in data]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.local.numel() else []
+        return [ChunkStorageMetadata(self.offsets, self.local.shape)] if self.local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.local
@@ -103,7 +98,7 @@ class _CountedFiles(FileSystem):
     """torch's file system, noting name, size and checksum of every file written through it."""
 
     def __init__(self):
-        self.records: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, Record] = {}
         self.failure: OSError | None = None
 
     @contextmanager
@@ -127,14 +122,13 @@ class PieceWriter(FileSystemWriter):
     text that finds the pieces again. It is left to the caller to write, for a save is more than its tensors.
     """
 
+    fs: _CountedFiles
+    table: str
+
     def __init__(self, directory: Path):
         super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
         self.fs = _CountedFiles()
-        self.table: str | None = None
-
-    @property
-    def records(self) -> dict[str, dict[str, Any]]:
-        return self.fs.records
+        self.records = self.fs.records
 
     def write_data(self, plan: SavePlan, planner: SavePlanner):
         try:
@@ -144,18 +138,18 @@ class PieceWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list) -> None:
         places = {result.index: result.storage_data for written in results for result in written}
-        self.table = _table(metadata, places)
+        self.table = _as_json(metadata, places)
 
 
 class PieceReader(FileSystemReader):
     """Reads pieces from `directory` by a table that `read_table` has checked."""
 
-    def __init__(self, directory: Path, metadata: Metadata):
+    def __init__(self, directory: Path, table: "Table"):
         super().__init__(directory)
-        self._metadata = metadata
+        self._table = table
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+        return Metadata(dict(self._table.tensors), storage_data=self._table.places, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner):
         try:
@@ -167,45 +161,58 @@ class PieceReader(FileSystemReader):
             raise UserError(f"a file in {self.path} is not what its table says: {reason}") from error
 
 
-def _table(metadata: Metadata, places: dict[MetadataIndex, _StorageInfo]) -> str:
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk lies, in the words of torch's reader: bytes of a file, not transformed."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a checkpoint holds, by name, and where its chunks lie."""
+
+    tensors: dict[str, TensorStorageMetadata]
+    places: dict[MetadataIndex, Place]
+
+
+def _as_json(metadata: Metadata, places: dict[MetadataIndex, Any]) -> str:
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise TypeError(f"{name} is no tensor")
         chunks = []
         for chunk in stored.chunks:
             place = places[MetadataIndex(name, chunk.offsets)]
-            chunks.append(
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": place.relative_path,
-                    "start": place.offset,
-                    "length": place.length,
-                }
-            )
+            at = {"file": place.relative_path, "start": place.offset, "length": place.length}
+            chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **at})
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
     return json.dumps({"version": _VERSION, "tensors": tensors})
 
 
-def read_table(path: Path, text: bytes) -> Metadata:
-    """DCP's metadata from the JSON `text` of `path`.
+def read_table(path: Path, text: bytes) -> Table:
+    """The table in the JSON `text` of `path`.
 
-    A table that a whole save cannot have written (a hole or an overlap between chunks, a chunk out of bounds, a file
+    One that a whole save cannot have written (a hole or an overlap between chunks, a chunk out of bounds, a file
     outside the checkpoint, an unknown dtype) is a UserError naming `path`: no part of a tensor stays unread unnoticed.
     """
+    table = Table({}, {})
     try:
-        table = loads(text)
-        if table["version"] != _VERSION:
-            raise UserError(f"{path}: written in format {table['version']!r}, this dtrain reads format {_VERSION}")
-        stored, places = {}, {}
-        for name, entry in table["tensors"].items():
-            stored[name] = _stored_tensor(entry, name, places)
+        content = loads(text)
+        if content["version"] != _VERSION:
+            raise UserError(f"{path}: written in format {content['version']!r}, this dtrain reads format {_VERSION}")
+        for name, entry in content["tensors"].items():
+            table.tensors[name] = _stored_tensor(entry, name, table.places)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged, or not written by dtrain ({type(error).__name__}: {error})") from error
-    return Metadata(state_dict_metadata=stored, storage_data=places, storage_meta=StorageMeta())
+    return table
 
 
-def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
+def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, Place]) -> TensorStorageMetadata:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
@@ -224,7 +231,7 @@ def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, _StorageI
         index = MetadataIndex(name, offsets)
         if index in places:
             raise ValueError(f"{name}: two chunks at {list(offsets)}")
-        places[index] = _StorageInfo(chunk["file"], start, length)
+        places[index] = Place(chunk["file"], start, length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
     # The chunks of a save never overlap, so the right volume leaves no hole.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):

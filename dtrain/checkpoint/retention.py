@@ -30,8 +30,8 @@ class Retention:
         kept = set(steps[-self.keep_last :])
         if self.keep_every is not None:
             kept.update(step for step in steps if step % self.keep_every == 0)
-        values = {step: measured[step].get(self.keep_best) for step in steps if self.keep_best is not None}
-        values = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+        fields = {step: measured[step].get(self.keep_best) for step in steps if self.keep_best is not None}
+        values = {step: value for step, value in fields.items() if value is not None and math.isfinite(value)}
         if values:
             best = self.better(values.values())
             kept.add(max(step for step, value in values.items() if value == best))

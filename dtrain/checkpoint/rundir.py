@@ -32,8 +32,8 @@ AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
-GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed")
-GUARDED += ("dpo.reference", "grpo.reference", "distill.teacher")
+MODELS = ("dpo.reference", "grpo.reference", "distill.teacher")
+GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *MODELS, "train.train_only", "train.freeze")
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
 
@@ -45,31 +45,9 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.config, self.began, self.metrics = map(self.path.joinpath, ("config.yaml", "began.json", "metrics.jsonl"))
+        self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
         self._lock: int | None = None
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def began(self) -> Path:
-        return self.path / "began.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
 
     def hold(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
         """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process

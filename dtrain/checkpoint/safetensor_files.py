@@ -54,7 +54,7 @@ class WeightFiles:
         return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
 
     def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
-        """Fill the plain tensor `target` with (a slice of) tensor `name`, cast to its dtype. No collective.
+        """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. No collective.
 
         The file is mapped for this one tensor only, so the process holds its pages no longer than the call takes.
         """

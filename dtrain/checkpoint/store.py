@@ -19,7 +19,7 @@ import socket
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
-from dtrain.checkpoint.files import checksum, publish, set_aside, write_new
-from dtrain.checkpoint.identity import digest
-from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, read_table
+from dtrain.checkpoint.files import Record, checksum, publish, set_aside, write_new
+from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, Table, read_table
 from dtrain.checkpoint.retention import Retention
 from dtrain.errors import UserError, in_words
-from dtrain.json_files import OWN, loads, read_json
+from dtrain.json_files import OWN, digest, loads, read_json
 from dtrain.parallel.ranks import Ranks
 
 MANIFEST = "manifest.json"
@@ -62,18 +60,18 @@ def locate(path: str | Path, ranks: Ranks | None = None) -> tuple["CheckpointSto
     """The store and step that a user means by `path`: a `step-N` directory, a `checkpoints` directory or a run's, of
     which the newest whole step. UserError where there is none. Collective over `ranks`."""
     path = Path(path)
-    step = step_of(path.absolute())
-    if step is not None:
+    named = step_of(path.absolute())
+    if named is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
-        faults = store.ranks.first(lambda: store.faults(step))
+        faults = store.ranks.first(lambda: store.faults(named))
         if faults:
             raise UserError(f"{path} is no whole checkpoint: {faults[0]}")
-        return store, step
+        return store, named
     store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
-    step = store.latest()
-    if step is None:
+    newest = store.latest()
+    if newest is None:
         raise UserError(f"{path}: no whole checkpoint there (looked for step-N directories in {store.directory})")
-    return store, step
+    return store, newest
 
 
 class CheckpointStore:
@@ -135,20 +133,32 @@ class CheckpointStore:
     ) -> Path:
         """Save a step and publish it; returns its directory. Collective.
 
-        tensors: plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
+        tensors: [any shape], plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
         state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists.
         Raises UserError where the step is already there (it is never written again), and for a full disk and the like;
         then nothing of this save remains and the steps before it stand.
         """
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
-        state_text = json.dumps(state)
-        rank_text = None if rank_state is None else json.dumps(rank_state)
+        state_text, own_text = json.dumps(state), json.dumps(rank_state)
+        own_file = f"rank-{self.ranks.rank}.json"
         final, partial = self.path(step), self.directory / f".partial-step-{step}"
-        self.ranks.first(lambda: self._begin(final, partial))
+
+        def begin() -> None:
+            if final.exists():
+                raise UserError(f"{final} is already there, and a saved step is never overwritten: delete or move it")
+            self.clean()
+            partial.mkdir(parents=True)
+
+        def written() -> dict[str, Record]:
+            own = {} if rank_state is None else {own_file: write_new(partial / own_file, own_text)}
+            return writer.records | own
+
+        self.ranks.first(begin)
         try:
             writer = PieceWriter(partial)
-            self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=_save_planner())
-            records = self.ranks.every(lambda: writer.records | self._write_rank_state(partial, rank_text))
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
+            records = self.ranks.every(written)
             self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records))
         except UserError:
             if self.ranks.is_first:
@@ -181,42 +191,47 @@ class CheckpointStore:
 
     def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Size and dtype of every tensor of a step, by name. No collective."""
-        stored = self._table(step).state_dict_metadata
+        stored = self._table(step).tensors
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in stored.items()}
 
     def load(
-        self, step: int, tensors: Mapping[str, Tensor], *, only: bool = False, verified: bool = False
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        only: bool = False,
+        verified: bool = False,
+        cast: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Fill `tensors` in place from a step, saved on whatever mesh; returns its `state`. Collective.
+        """Fill `tensors` [any shape] in place from a step, saved on whatever mesh; returns its `state`. Collective.
 
         Every file's checksum is verified first, the files shared out over the ranks. Names that either side lacks,
         other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
         only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
-        the checksums need not be taken again.
+        the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has.
         """
         pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
 
-        def examine() -> Metadata:
+        def examine() -> Table:
             if not verified:
                 self._verify(step, self._share(step))
-            metadata = self._table(step)
-            self._check_fit(step, metadata, pieces, only)
-            return metadata
+            table = self._table(step)
+            self._check_fit(step, table, pieces, only, cast)
+            return table
 
-        metadata = self.ranks.together(examine)
-        self._read(step, pieces, metadata)
+        self._read(step, pieces, self.ranks.together(examine))
         return self.read_state(step)
 
     def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
-        """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors
-        in place, as often as it is called; where memory is short, one tensor at a time."""
+        """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors,
+        [any shape], in place, as often as it is called; where memory is short, one tensor at a time."""
         self._verify(step, sorted(self._manifest(step)["files"]))
-        metadata = self._table(step)
+        table = self._table(step)
 
         def fill(tensors: Mapping[str, Tensor]) -> None:
             pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
-            self._check_fit(step, metadata, pieces, only=True)
-            self._read(step, pieces, metadata)
+            self._check_fit(step, table, pieces, only=True)
+            self._read(step, pieces, table)
 
         return fill
 
@@ -243,19 +258,7 @@ class CheckpointStore:
         steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
         return sorted(step for step in steps if step is not None)
 
-    def _begin(self, final: Path, partial: Path) -> None:
-        if final.exists():
-            raise UserError(f"{final} is already there, and a saved step is never overwritten: delete or move it")
-        self.clean()
-        partial.mkdir(parents=True)
-
-    def _write_rank_state(self, partial: Path, text: str | None) -> dict[str, dict[str, Any]]:
-        if text is None:
-            return {}
-        name = f"rank-{self.ranks.rank}.json"
-        return {name: write_new(partial / name, text)}
-
-    def _publish(self, step: int, partial: Path, table: str, state: str, records: list[dict[str, Any]]) -> None:
+    def _publish(self, step: int, partial: Path, table: str, state: str, records: list[dict[str, Record]]) -> None:
         files = {name: record for written in records for name, record in written.items()}
         self._refuse_apart(partial, files)
         files[TABLE] = write_new(partial / TABLE, table)
@@ -264,7 +267,7 @@ class CheckpointStore:
         write_new(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
         publish(partial, self.path(step))
 
-    def _refuse_apart(self, partial: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    def _refuse_apart(self, partial: Path, files: Mapping[str, Record]) -> None:
         """Raises UserError where what other ranks wrote is not here: their hosts have another directory there."""
         until = time.monotonic() + SEEN_SECONDS
         for name, record in files.items():
@@ -306,7 +309,7 @@ class CheckpointStore:
             raise Damaged(f"{path}: damaged, or not written by dtrain") from error
         return content
 
-    def _misfit(self, step: int, name: str, record: dict[str, Any]) -> str | None:
+    def _misfit(self, step: int, name: str, record: Record) -> str | None:
         path = self.path(step) / name
         try:
             size = path.stat().st_size
@@ -341,19 +344,21 @@ class CheckpointStore:
                     wrong.append(str(error))
         return wrong
 
-    def _table(self, step: int) -> Metadata:
+    def _table(self, step: int) -> Table:
         path = self.path(step) / TABLE
         try:
-            metadata = read_table(path, path.read_bytes())
+            table = read_table(path, path.read_bytes())
         except OSError as error:
             raise UserError(in_words(error)) from error
-        named = {place.relative_path for place in metadata.storage_data.values()}
+        named = {place.relative_path for place in table.places.values()}
         if unlisted := named - self._manifest(step)["files"].keys():
             raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
-        return metadata
+        return table
 
-    def _check_fit(self, step: int, metadata: Metadata, pieces: dict[str, Piece], only: bool) -> None:
-        saved = metadata.state_dict_metadata
+    def _check_fit(
+        self, step: int, table: Table, pieces: dict[str, Piece], only: bool, cast: Collection[str] = ()
+    ) -> None:
+        saved = table.tensors
         problems = []
         for name, piece in pieces.items():
             if name not in saved:
@@ -362,7 +367,7 @@ class CheckpointStore:
                     problems.append(f"missing in the checkpoint: {name}")
             elif saved[name].size != piece.global_size:
                 problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
-            elif saved[name].properties.dtype != piece.local.dtype:
+            elif saved[name].properties.dtype != piece.local.dtype and name not in cast:
                 dtypes = saved[name].properties.dtype, piece.local.dtype
                 problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} (train.dtype)")
         if not only:
@@ -373,13 +378,14 @@ class CheckpointStore:
                 listed.append(f"... and {len(problems) - _LISTED} more")
             raise UserError(f"{self.path(step)} does not fit this run:\n  " + "\n  ".join(listed))
 
-    def _read(self, step: int, pieces: dict[str, Piece], metadata: Metadata) -> None:
-        wanted = {name: piece for name, piece in pieces.items() if name in metadata.state_dict_metadata}
-        reader = PieceReader(self.path(step), metadata)
+    def _read(self, step: int, pieces: dict[str, Piece], table: Table) -> None:
+        wanted = {name: piece for name, piece in pieces.items() if name in table.tensors}
+        reader = PieceReader(self.path(step), table)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with torch.no_grad():
-            self._dcp("read", self.path(step), dcp.load, wanted, storage_reader=reader, planner=_load_planner())
+            self._dcp("read", self.path(step), dcp.load, wanted, storage_reader=reader, planner=planner)
 
-    def _dcp(self, done: str, path: Path, act, tensors: dict[str, Tensor], **kwargs: Any) -> None:
+    def _dcp(self, done: str, path: Path, act, tensors: dict[str, Piece], **kwargs: Any) -> None:
         try:
             if self.ranks.distributed:
                 act(tensors, process_group=self.ranks.group, **kwargs)
@@ -401,14 +407,6 @@ _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
 
 def _read(path: Path) -> dict[str, Any]:
     return read_json(path, most=OWN, constants=True)
-
-
-def _save_planner() -> DefaultSavePlanner:
-    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
-def _load_planner() -> DefaultLoadPlanner:
-    return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def _text_checksum(content: dict[str, Any]) -> str:

@@ -27,16 +27,13 @@ _SCALAR = (bool, int, float, str, type(None))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once, under their first name.
+    """Parameters and persistent buffers, [any shape], by name, tied ones once, under their first name.
 
     The tensors are the model's own (DTensors under FSDP). No collective; FSDP modules that still hold gathered weights
     (after a forward without a backward) go back to their shards.
     """
-    first: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    return {name: tensors[name] for name in first.values()}
+    return {name: tensors[name] for name in aliases(model)}
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -48,7 +45,7 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """Every tensor of `model`, and of the state that `optimizer` has by now, under a checkpoint's names.
+    """Every tensor, [any shape], of `model` and of the state that `optimizer` has by now, under a checkpoint's names.
 
     The tensors share storage with the originals: to save them, and to load into them. No collective.
     """
@@ -128,10 +125,8 @@ def restore_optimizer(
     if state:
         raise UserError(f"the checkpoint has optimizer state for {sorted(state)[:5]}, which the run does not train")
     for group, (_, values) in zip(optimizer.param_groups, groups, strict=True):
-        for key in group.keys() & values.keys() - set(keep):
-            group[key] = _like(group[key], values[key])
-        for key in values.keys() - group.keys() - set(keep):
-            group[key] = values[key]
+        for key in values.keys() - set(keep):
+            group[key] = _like(group.get(key), values[key])
 
 
 @torch.no_grad()

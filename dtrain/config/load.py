@@ -9,12 +9,12 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -52,27 +52,27 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     if isinstance(recipe, str | Path):
         path = find(recipe)
         stem, given = path.stem, _read(path)
+    elif isinstance(recipe, Loaded):
+        given = texts(recipe)
     else:
-        tree = asdict(recipe) if isinstance(recipe, Recipe) else recipe
-        given = texts(recipe) if isinstance(recipe, Loaded) else OmegaConf.to_container(OmegaConf.create(tree))
+        tree: Any = asdict(recipe) if isinstance(recipe, Recipe) else recipe
+        given = _tree(OmegaConf.create(tree))
     problems: list[str] = []
     config = OmegaConf.create(merge(asdict(Recipe()), given))
     for override in overrides:
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
-    loaded = _section(Recipe, values, "", problems)
-    if loaded.run.name is None:
-        loaded.run.name = stem or loaded.method
+    made = _section(Recipe, values, "", problems)
+    if made.run.name is None:
+        made.run.name = stem or made.method
     for section, key in _PATHS:
-        value = getattr(getattr(loaded, section), key)
+        value = getattr(getattr(made, section), key)
         if value and value.startswith("~"):
-            setattr(getattr(loaded, section), key, str(Path(value).expanduser()))
-    loaded = with_origins(
-        loaded, OmegaConf.to_container(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", [])
-    )
-    for path, value in secrets.leaves(values):
+            setattr(getattr(made, section), key, str(Path(value).expanduser()))
+    loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
+    for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
-            problems.append(f"{secrets.dotted(path)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
+            problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
     return loaded, [hidden(problem, loaded) for problem in problems]
 
 
@@ -117,8 +117,8 @@ def keys() -> list[str]:
 def _keys(cls: type, prefix: str) -> list[str]:
     found = []
     for name, hint in get_type_hints(cls).items():
-        sections = [kind for kind in _kinds(hint) if is_dataclass(kind)]
-        found += _keys(sections[0], f"{prefix}{name}.") if sections else [f"{prefix}{name}"]
+        section = _section_of(_kinds(hint))
+        found += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
     return found
 
 
@@ -137,7 +137,12 @@ def _read(path: Path) -> dict:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`")
-    return OmegaConf.to_container(config)
+    return _tree(config)
+
+
+def _tree(config: DictConfig) -> dict[str, Any]:
+    """As written, interpolations and all."""
+    return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
 def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
@@ -162,7 +167,8 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
     """`node` as plain containers, its interpolations resolved; those that cannot be are left out and reported."""
     listed = isinstance(node, ListConfig)
     values: dict = {}
-    for key in range(len(node)) if listed else node.keys():
+    keys: Iterable[Any] = range(len(node)) if listed else node.keys()
+    for key in keys:
         dotted = f"{prefix.rstrip('.')}[{key}]" if listed else f"{prefix}{key}"
         if OmegaConf.is_missing(node, key):
             values[key] = UNSET
@@ -189,13 +195,13 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
             problems += _unknown(dotted, value, prefix, list(hints))
             continue
         kinds = _kinds(hints[key])
-        section = next((kind for kind in kinds if is_dataclass(kind)), None)
-        entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+        section = _section_of(kinds)
+        entry = _section_of([get_args(kind)[0] for kind in kinds if get_origin(kind) is list])
         if section and isinstance(value, Mapping):
             setattr(made, key, _section(section, value, f"{dotted}.", problems))
-        elif is_dataclass(entry) and isinstance(value, list):
+        elif entry and isinstance(value, list):
             setattr(made, key, _entries(entry, value, dotted, problems))
-        elif section or is_dataclass(entry):
+        elif section or entry:
             # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
             if value is not None or (entry and NoneType not in kinds):
                 problems.append(_not_a_section(dotted, value, section, entry))
@@ -224,21 +230,21 @@ def _not_a_section(dotted: str, value: Any, section: type | None, entry: type | 
     return f"{dotted}={_shown(value)}: {dotted} is {wanted}"
 
 
-def _set(section: Any, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
+def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
     """Put a leaf's value into its section, converted to its type; the problem, where it does not fit."""
-    kinds = _kinds(hint)
+    kinds, cls = _kinds(hint), cast(Any, type(section))  # mypy takes no class for hashable
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
-            node = OmegaConf.structured(_holder(type(section), key))
+            node = OmegaConf.structured(_holder(cls, key))
             node[key] = "none" if value is None and "none" in choices else secrets.escaped(_converted(value, kinds))
             setattr(section, key, getattr(OmegaConf.to_object(node), key))
     except (OmegaConfBaseException, FutureWarning):
         if choices:
             near = difflib.get_close_matches(words.VALUES.get(str(value), str(value).lower()), choices, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
+            meant = f"; did you mean {near[0]}?" if near else ""
+            return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{meant}"]
         return [f"{dotted}={_shown(value)} must be {_needed(kinds)}"]
     return []
 
@@ -318,10 +324,13 @@ def _kinds(hint: Any) -> list:
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 
 
+def _section_of(kinds: list) -> type | None:
+    """The dataclass among `kinds`."""
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
 def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _first_line(error: BaseException) -> str:

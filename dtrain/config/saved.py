@@ -34,7 +34,7 @@ class Loaded(Recipe):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and values_of(self) == values_of(other)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as Python itself says that a class cannot be hashed
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _is_free(path: secrets.Path, value: Any) -> bool:
     """Whether a key takes any text, and is no name of code."""
     kind: Any = Recipe
     for part in path:
-        kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
+        kind = get_type_hints(kind).get(str(part)) if is_dataclass(kind) else None
     is_choice = any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
     is_text = all(isinstance(one, str) for _, one in secrets.leaves(value))
     return is_text and not is_choice and not _NAMES.fullmatch(secrets.dotted(path))
@@ -177,7 +177,7 @@ def merge(base: dict, over: Mapping) -> dict:
 
 
 def flat(values: Mapping, prefix: str = "") -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}

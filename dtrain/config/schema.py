@@ -163,13 +163,18 @@ class Train:
     micro_batch: int = 4
     """Rows that a rank holds in memory at once."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Master weights stay float32 (float64)."""
+    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights have float32 masters
+    (float64)."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm over the whole model. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
     """Which activations are computed again in the backward pass instead of kept: less memory, more time."""
     compile: bool = False
     """torch.compile for each layer."""
+    train_only: list[str] = field(default_factory=list)
+    """Patterns of parameter names, such as `model.layers.31.*`: the others are frozen. []: all are trained."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of parameters that are frozen: kept in `dtype` without gradient, optimizer state and master copy."""
     validate_every: int | None = None
     """Steps between validations on `data.val`. null: never."""
     skip_nonfinite: int = 0

@@ -40,7 +40,7 @@ _FALLBACK = re.compile(r"(oc\.env:\s*(\w+)\s*,\s*)([^${}]+)")
 
 def is_secret_name(name: str, alone: bool = True) -> bool:
     """Whether what goes by `name` is a secret. alone: also by the bare word, such as `key`, which names columns too."""
-    words = [word.lower() for word in _PART.findall(name)]
+    words = _words(name)
     if not words or words[-1] in _LABELS:
         return False
     if any(map(_ALWAYS.fullmatch, [*words, "_".join(words[-2:])])):
@@ -103,17 +103,17 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
     two, after an option (`--api-key`) in a longer list, in a table of name or key and value."""
     if value is None or isinstance(value, bool) or (isinstance(value, str) and "${" in value):
         return False
-    names = [part for part in path if isinstance(part, str)]
-    beside = at(tree, path[:-1])
-    if isinstance(beside, list) and path[-1]:
-        before = beside[path[-1] - 1]  # an option of a command line, or the name of a pair
+    names: list[Any] = list(path)
+    beside, last = at(tree, path[:-1]), path[-1]
+    if isinstance(beside, list) and isinstance(last, int) and last:
+        before = beside[last - 1]  # an option of a command line, or the name of a pair
         names += [before] if len(beside) == 2 or str(before).startswith("--") else []
-    elif isinstance(beside, Mapping) and path[-1] in ("value", "val"):
+    elif isinstance(beside, Mapping) and last in ("value", "val"):
         names += [beside.get("name"), beside.get("key")]
     found = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
     if not isinstance(value, str):  # a number of tokens, a column's number
-        return any(_ALWAYS.fullmatch("_".join(word.lower() for word in _PART.findall(name))) for name in found)
-    if isinstance(value, str) and is_word(value):  # the name of a column, under a name such as target_key
+        return any(_ALWAYS.fullmatch("_".join(_words(name))) for name in found)
+    if is_word(value):  # the name of a column, under a name such as target_key
         found = [name for name in found if not _is_column_key(name)]
     return bool(found) and not re.fullmatch(r"<.*>|\[.*\]|", value)
 
@@ -124,8 +124,12 @@ def is_word(value: str) -> bool:
 
 
 def _is_column_key(name: str) -> bool:
-    words = [word.lower() for word in _PART.findall(name)]
+    words = _words(name)
     return words[-1] == "key" and not any(map(_ALWAYS.fullmatch, [*words, "_".join(words[-2:])]))
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _PART.findall(name)]
 
 
 def _looks_drawn(value: Any) -> bool:
@@ -150,10 +154,9 @@ def hide(tree: Any, secrets: Sequence[str] = ()) -> None:
             put(tree, path, HIDDEN)
         elif isinstance(value, str):
             name = next((part for part in reversed(path) if isinstance(part, str)), "")
-            text = _FALLBACK.sub(
-                lambda found, name=name: (
-                    found[1] + f"'{HIDDEN}'" if is_secret_name(found[2]) or is_secret_name(name) else found[0]
-                ),
-                value,
-            )
-            put(tree, path, masked(text, secrets))
+
+            def without(found: re.Match[str], name: str = name) -> str:
+                is_hidden = is_secret_name(found[2]) or is_secret_name(name)
+                return f"{found[1]}'{HIDDEN}'" if is_hidden else found[0]
+
+            put(tree, path, masked(_FALLBACK.sub(without, value), secrets))

@@ -8,31 +8,31 @@ Only these two know a recipe.
 What is named here is loaded when it is first asked for, so that what needs no torch loads none.
 """
 
-import importlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from dtrain.data.loader import Batches, GlobalBatch
+    from dtrain.data.prompts import PromptOptions
+    from dtrain.data.rows import Cursor, Rows
+    from dtrain.data.sources import open_rows
+    from dtrain.data.template import choose_template
+    from dtrain.data.tokenizer import Tokenizer
+
+__all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]
 _HOMES = {
-    "Tokenizer": "tokenizer",
-    "ChatTemplate": "template",
-    "choose_template": "template",
-    "Encoder": "sample",
-    "PairEncoder": "pairs",
-    "PromptEncoder": "prompts",
-    "PromptOptions": "prompts",
-    "Source": "cache",
-    "Samples": "cache",
-    "open_cache": "cache",
-    "Cursor": "rows",
-    "Row": "rows",
-    "Rows": "rows",
     "Batches": "loader",
     "GlobalBatch": "loader",
+    "PromptOptions": "prompts",
+    "Cursor": "rows",
+    "Rows": "rows",
     "open_rows": "sources",
-    "open_samples": "sources",
+    "choose_template": "template",
+    "Tokenizer": "tokenizer",
 }
-__all__ = list(_HOMES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

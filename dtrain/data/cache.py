@@ -27,10 +27,11 @@ import tempfile
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dtrain.checkpoint.identity import digest, digests
+from dtrain.checkpoint.identity import digests
 from dtrain.data.encoder import LONG, EncodedChunk, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
 from dtrain.errors import UserError
-from dtrain.json_files import loads
+from dtrain.json_files import digest, loads
 from dtrain.parallel.ranks import Ranks
 
 VERSION = 2
@@ -80,23 +81,19 @@ class Samples:
     def __init__(self, directory: Path, weights: Sequence[float]):
         self.directory, self.weights = directory, tuple(weights)
         self.meta: dict[str, Any] = json.loads((directory / "meta.json").read_text())
-        self._tokens, self._trained, self._offsets, origins, *columns = (
+        self._tokens, self._trained, self._offsets, origins, *self._columns = (
             torch.from_file(
                 str(directory / name), shared=False, size=self.meta["sizes"][name] // kind.itemsize, dtype=kind
             )
             for name, kind in {**ARRAYS, **COLUMNS}.items()
             if name in self.meta["sizes"]
         )
-        self._columns = columns or None
         self._origins = origins.view(-1, 3)
         self.documents_per_sample: int = self.meta["documents_per_sample"]
-        first, shares = 0, []
-        for count, weight in zip(self.meta["per_source"], self.weights, strict=True):
-            shares.append(Share(first, count, weight))
-            first += count
-        self.shares = tuple(shares)
-        parts = json.dumps([self.meta["fingerprint"], self.weights, self.documents_per_sample])
-        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+        counts = self.meta["per_source"]
+        starts = accumulate(counts[:-1], initial=0)
+        self.shares = tuple(Share(*share) for share in zip(starts, counts, self.weights, strict=True))
+        self.fingerprint = digest(self.meta["fingerprint"], self.weights, self.documents_per_sample)[:16]
 
     @property
     def identity(self) -> str:
@@ -120,12 +117,12 @@ class Samples:
         return Samples, (self.directory, self.weights)
 
     def lengths(self, indices: Tensor) -> Tensor:
-        """Tokens of the samples `indices` (int64), all documents of each."""
+        """Tokens of the samples `indices`, all documents of each. Both int64 [n]."""
         first = indices * self.documents_per_sample
         return self._offsets[first + self.documents_per_sample] - self._offsets[first]
 
     def full_lengths(self, start: int, stop: int) -> Tensor:
-        """Tokens of each document of the samples [start, stop) before truncation."""
+        """Tokens of each document of the samples from `start` until `stop` before truncation, int64 [documents]."""
         return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
 
     def row(self, index: int) -> dict[str, Any]:
@@ -171,14 +168,14 @@ def open_cache(
                     for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
                         shutil.rmtree(rest)
                     shutil.rmtree(place, ignore_errors=True)
-                    scratch = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
+                    beside = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
                     try:
-                        _build(scratch, sources, encoder, num_workers, progress, label)
+                        _build(beside, sources, encoder, num_workers, progress, label)
                         if root / _key(sources, encoder, Ranks(alone=True)) != place:
                             raise UserError(f"a file of the {label} changed while it was tokenised: start again")
-                        scratch.rename(place)
+                        beside.rename(place)
                     finally:
-                        shutil.rmtree(scratch, ignore_errors=True)
+                        shutil.rmtree(beside, ignore_errors=True)
     except OSError as problem:
         raise UserError(
             f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}; "
@@ -225,36 +222,32 @@ class _Writer:
         self.documents = encoder.documents
         names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ())]
         self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
+        self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}
+        for name in self.ends:
+            self.streams[name].write(array("q", [0]).tobytes())
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
         self.hash = hashlib.blake2b(digest_size=16)
-        self.offset = self.samples = self.column_offset = 0
+        self.samples = 0
         self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
         self.named: list[list[Any]] = []
-        for name in ("offsets.bin", "column_offsets.bin"):
-            if name in self.streams:
-                self._write(name, array("q", [0]).tobytes())
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
-        lengths = array("q", chunk.lengths).tobytes()
-        for part in (chunk.tokens.tobytes(), bytes(chunk.trained), lengths):
-            self.hash.update(part)
         self._write("tokens.bin", chunk.tokens.tobytes())
-        self._write("trained.bin", chunk.trained)
-        offsets, origins = array("q"), array("q")
-        cut = []
-        for length, line, full in zip(chunk.lengths, chunk.lines, chunk.full, strict=True):
-            self.offset += length
-            offsets.append(self.offset)
+        self._write("trained.bin", bytes(chunk.trained))
+        self.hash.update(array("q", chunk.lengths).tobytes())
+        self._advance("offsets.bin", chunk.lengths)
+        origins = array("q")
+        for line, full in zip(chunk.lines, chunk.full, strict=True):
             origins.extend((number, line, full))
-            cut.append(full - length)
+        self.streams["origins.bin"].write(origins.tobytes())
+        if "columns.bin" in self.streams:
+            self._write("columns.bin", b"".join(chunk.columns))
+            self._advance("column_offsets.bin", map(len, chunk.columns))
+        cut = [full - length for full, length in zip(chunk.full, chunk.lengths, strict=True)]
         self.counts["tokens_cut"] += sum(cut)
         self.counts["truncated"] += sum(
             any(cut[first : first + self.documents]) for first in range(0, len(cut), self.documents)
         )
-        self._write("offsets.bin", offsets.tobytes())
-        self._write("origins.bin", origins.tobytes())
-        if "columns.bin" in self.streams:
-            self._add_columns(chunk.columns)
         self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
         self.counts["trained_tokens"] += chunk.trained.count(1)
@@ -264,17 +257,16 @@ class _Writer:
             if len(self.named) < NAMED:
                 self.named.append([file, line, reason])
 
-    def _add_columns(self, columns: Sequence[bytes]) -> None:
-        offsets = array("q")
-        for content in columns:
-            self.hash.update(content)
-            self._write("columns.bin", content)
-            self.column_offset += len(content)
-            offsets.append(self.column_offset)
-        self._write("column_offsets.bin", offsets.tobytes())
+    def _write(self, name: str, content: bytes) -> None:
+        """What is of the samples themselves, and so of the fingerprint."""
+        self.hash.update(content)
+        self.streams[name].write(content)
 
-    def _write(self, name: str, data: bytes | bytearray) -> None:
-        self.streams[name].write(data)
+    def _advance(self, name: str, lengths: Iterable[int]) -> None:
+        """Offsets of pieces of these lengths, behind those before."""
+        _, *offsets = accumulate(lengths, initial=self.ends[name])
+        self.streams[name].write(array("q", offsets).tobytes())
+        self.ends[name] = offsets[-1] if offsets else self.ends[name]
 
 
 def _build(
@@ -291,7 +283,7 @@ def _build(
     per_source = [0] * len(sources)
     with ExitStack() as stack:
         writer = _Writer(directory, stack, encoder)
-        encode = _inline(encoder)
+        encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
         if size > SMALL and workers > 1:
             encode = stack.enter_context(Pool(encoder, workers)).encode
         packed = any(file.suffix == ".gz" for _, file in files)
@@ -327,7 +319,7 @@ def _build(
         "files": [str(file) for _, file in files],
         "per_source": per_source,
         "samples": writer.samples,
-        "tokens": writer.offset,
+        "tokens": writer.ends["offsets.bin"],
         **writer.counts,
         "left_out": writer.named,
         "max_length": encoder.max_length,
@@ -338,10 +330,6 @@ def _build(
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _inline(encoder: RowEncoder) -> Callable[[Iterator[Job]], Iterator[EncodedChunk]]:
-    return lambda jobs: (encoder.encode_chunk(*job) for job in jobs)
 
 
 def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str) -> None:

@@ -14,6 +14,7 @@ from dtrain.data.replies import Replies
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
+from dtrain.json_files import digest
 
 TOO_LONG = ("truncate", "drop", "error")
 LONG = "longer than data.max_length"
@@ -63,21 +64,27 @@ class RowEncoder:
 
     documents = 1  # of a sample
     keeps_columns = False  # whether the cache holds what the rewards read
+    marks: Sequence[str] = ()  # of its kind, in the fingerprint
+    decides: Sequence[Any] = ()  # beside the limits, what a row becomes
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_length: int, too_long: str):
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_length: int, too_long: str = "truncate"
+    ):
         if too_long not in TOO_LONG:
             raise UserError(f"data.too_long is {too_long!r}; known are {', '.join(TOO_LONG)}")
         if max_length < 2:
             raise UserError(f"data.max_length is {max_length}; a sample needs at least 2 tokens to train one")
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.too_long = max_length, too_long
-        self.replies = Replies(template) if template else None
+        self._replies = Replies(template) if template else None
         self._affixes: tuple[list[int], list[int]] | None = None
 
     @property
     def fingerprint(self) -> str:
         """A hash of all that decides what a row becomes."""
-        raise NotImplementedError(f"{type(self).__name__} has no fingerprint")
+        template = self.template.fingerprint if self.template else None
+        limits = self.max_length, *self.decides, self.too_long
+        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits)[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """The documents of a row in format `name`, or why it is left out. Raises UserError."""
@@ -85,9 +92,8 @@ class RowEncoder:
 
     def encode_chunk(self, chunk: Chunk, name: str) -> EncodedChunk:
         """The samples of rows in format `name`. Raises UserError with file and line in front."""
-        result = EncodedChunk(size=chunk.size)
+        result = EncodedChunk(len(chunk.rows), chunk.size)
         for line, raw in chunk.rows:
-            result.rows += 1
             row = parse(chunk.file, line, raw)
             try:
                 found = self.documents_of(row, name)
@@ -100,14 +106,15 @@ class RowEncoder:
                 result.add(line, document)
         return result
 
-    def need_replies(self) -> Replies:
-        """`replies`; raises UserError where the model has no chat template."""
-        if self.replies is None:
+    @property
+    def replies(self) -> Replies:
+        """Raises UserError where the model has no chat template."""
+        if self._replies is None:
             raise UserError(
                 f"the row is a conversation, and {self.tokenizer.directory} has no chat template; "
                 "name a file with data.chat_template, or take the instruct model's directory"
             )
-        return self.replies
+        return self._replies
 
     def check_ids(self, ids: Sequence[int], key: str) -> None:
         """Raises UserError for an id of a tokenized row that the model has no embedding for."""

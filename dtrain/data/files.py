@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dtrain import json_files
 from dtrain.errors import UserError
@@ -23,7 +23,8 @@ KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 CSV_FIELD_BYTES = 2**31 - 1
-SPACE = re.compile(r"\s*")
+NO_SPACE = re.compile(r"\S|\Z")
+Stream = io.BufferedReader | gzip.GzipFile
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,16 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
     if kind == "parquet":
         yield from _parquet(file)
         return
-    with _open(file) as stream:
+    stream: Stream
+    with gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb") as stream:
         try:
+            rows: Iterator[tuple[int, Any, int]]
             if kind == "csv":
                 rows = _csv(file, stream)
             elif _first_character(stream) == b"[":
                 rows = _json_array(file, stream)
             else:
-                rows = _json_lines(stream)
+                rows = ((line, text, len(text)) for line, text in enumerate(stream, start=1) if text.strip())
             yield from _chunks(file, rows)
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
@@ -140,17 +143,10 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
     return None
 
 
-def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else open(file, "rb")
-
-
-def _first_character(stream: IO[bytes]) -> bytes:
+def _first_character(stream: Stream) -> bytes:
     """The first byte that is neither space nor byte order mark; the stream is back at its start."""
     found = b""
-    while not found:
-        block = stream.read(4096)
-        if not block:
-            break
+    while not found and (block := stream.read(4096)):
         found = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     stream.seek(0)
     return found
@@ -170,13 +166,7 @@ def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]
         yield Chunk(str(file), gathered, size)
 
 
-def _json_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
-    for line, text in enumerate(stream, start=1):
-        if text.strip():
-            yield line, text, len(text)
-
-
-def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]:
+def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
     """The objects of one JSON array, decoded one after the other from a sliding piece of the file."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     buffer, position, line = text.read(CHUNK_BYTES), 0, 1
@@ -190,7 +180,8 @@ def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]
     def next_character() -> str:
         nonlocal position, line
         while True:
-            end = SPACE.match(buffer, position).end()
+            found = NO_SPACE.search(buffer, position)
+            end = found.start() if found else len(buffer)
             line += buffer.count("\n", position, end)
             position = end
             if position < len(buffer):
@@ -231,7 +222,7 @@ def _json_array(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Any, int]]
         )
 
 
-def _csv(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, str], int]]:
+def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]]:
     csv.field_size_limit(CSV_FIELD_BYTES)  # the csv module's own 128 KiB is less than one long document
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(text, strict=True)

@@ -6,18 +6,18 @@ rejected completion says is in preferences.py, what a prompt says in prompts.py.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.json_files import kind_of, loads
+from dtrain.ranges import nearest
 
 IGNORE = -100  # a label without loss, as everywhere in the field
 
 # The keys by which a format is known; the first that a row has all of is its format.
-FORMATS = {
+FORMATS: dict[str, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -27,12 +27,12 @@ FORMATS = {
     "text": ("text",),
 }
 # The same for methods that train on pairs.
-PAIR_FORMATS = {
+PAIR_FORMATS: dict[str, tuple[str, ...]] = {
     "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids"),
     "preference": ("chosen", "rejected"),
 }
 # The same for methods that train on what the model answers to prompts.
-PROMPT_FORMATS = {
+PROMPT_FORMATS: dict[str, tuple[str, ...]] = {
     "tokenized": ("prompt_ids",),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -107,7 +107,7 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
         return refuse_preference()
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
-        return refuse_single(single)
+        return refuse_single(single, kind)
     if kind == "pairs":
         known = (
             f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
@@ -129,8 +129,11 @@ def refuse_preference() -> str:
     )
 
 
-def refuse_single(name: str) -> str:
-    """What is said to rows of format `name` where a method wants pairs."""
+def refuse_single(name: str, kind: str) -> str:
+    """What is said to rows of format `name` where a method wants pairs or prompts."""
+    if kind == "prompts":
+        wanted = "messages, prompt, question, instruction or prompt_ids"
+        return f"rows of format {name} hold no prompt to answer; method=grpo needs {wanted}"
     return (
         f"rows of format {name} are single examples, which method=sft trains on; method=dpo trains on preferences: "
         f"give each row prompt, chosen and rejected, or {', '.join(PAIR_FORMATS['tokenized'])}"
@@ -221,7 +224,7 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(role, str):
         raise UserError(f"{key} has no role; give it one of {', '.join(ROLES)}")
     if role not in ROLES:
-        near = ROLE_HINTS.get(role.lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, 1)), None)
+        near = ROLE_HINTS.get(role.lower()) or nearest(role.lower(), ROLES)
         raise UserError(
             f"{key}.role is {role!r}, which is no known role"
             + (f"; did you mean {near!r}?" if near else "")
@@ -308,21 +311,22 @@ def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
-    """instruction, a blank line and input (where there is one) are the user's message, output is the reply.
-
-    `system` and `history` (a list of [question, reply]) are read where they stand.
-    """
-    instruction, given = read_string(row["instruction"], "instruction"), row.get("input")
-    question = f"{instruction}\n\n{read_string(given, 'input')}" if given else instruction
+    """`system` and `history`, a list of [question, reply], are read where they stand."""
+    question = {"role": "user", "content": read_instruction(row)}
     messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
     for index, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"history[{index}] must be a list of two strings, a question and its reply")
         messages.append({"role": "user", "content": read_string(pair[0], f"history[{index}][0]")})
         messages.append({"role": "assistant", "content": read_string(pair[1], f"history[{index}][1]")})
-    messages.append({"role": "user", "content": question})
-    messages.append({"role": "assistant", "content": read_string(row["output"], "output")})
+    messages += [question, {"role": "assistant", "content": read_string(row["output"], "output")}]
     return Conversation(messages, [None] * len(messages), read_tools(row))
+
+
+def read_instruction(row: Mapping[str, Any]) -> str:
+    """instruction, and behind a blank line input, where there is one."""
+    instruction, given = read_string(row["instruction"], "instruction"), row.get("input")
+    return f"{instruction}\n\n{read_string(given, 'input')}" if given else instruction
 
 
 def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletion:

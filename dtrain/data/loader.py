@@ -5,7 +5,7 @@ The only state is the global cursor that each batch carries; a loader's own stat
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
@@ -67,7 +67,7 @@ class Batches:
             _Flat(self),
             batch_size=None,
             num_workers=self.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=tuple,  # an item as it is
             worker_init_fn=_leave_signals_to_the_run,
             generator=torch.Generator(),  # else it would draw from the global one, and shift what training draws
             snapshot_every_n_steps=1 << 30,
@@ -95,26 +95,20 @@ class _Flat(IterableDataset):
 
     def __iter__(self):
         worker = get_worker_info()
+        assert worker is not None  # only worker processes draw from it
         for batch in self.batches._local(worker.id, worker.num_workers):
-            streams = [torch.cat([row[name] for row in batch.rows]) for name in STREAMS] if batch.rows else []
-            flat = torch.stack(streams) if streams else torch.empty(len(STREAMS), 0, dtype=torch.int64)  # [4, tokens]
-            lengths = [row["input_ids"].shape[0] for row in batch.rows]
-            yield flat, lengths, batch.samples, batch.size, tuple(batch.cursor), batch.epoch
+            rows = [torch.stack([row[name] for name in STREAMS]) for row in batch.rows]
+            empty = torch.empty(len(STREAMS), 0, dtype=torch.int64)  # a short last batch may have no row
+            flat = torch.cat([empty, *rows], dim=1)  # [4, tokens]
+            yield flat, [row.shape[1] for row in rows], replace(batch, rows=[])
 
 
-def _unflatten(
-    flat: Tensor, lengths: list[int], samples: list[int], size: int, cursor: tuple[int, int], epoch: float
-) -> GlobalBatch:
-    pieces = flat.split(lengths, dim=1) if lengths else []
-    rows = [dict(zip(STREAMS, piece, strict=True)) for piece in pieces]
-    return GlobalBatch(rows, samples, size, Cursor(*cursor), epoch)
+def _unflatten(flat: Tensor, lengths: list[int], batch: GlobalBatch) -> GlobalBatch:
+    rows = [dict(zip(STREAMS, piece, strict=True)) for piece in flat.split(lengths, dim=1)]
+    return replace(batch, rows=rows)
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """A batch system signals every process; the run needs its rows until it has saved, and ends this process then."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)
-
-
-def _as_it_is(item):
-    return item

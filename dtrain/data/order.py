@@ -16,7 +16,7 @@ ROUNDS = 8
 
 
 def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
-    """Where the permutation of [0, size) with that key sends `positions` (int64, each below `size`)."""
+    """Where the permutation of 0 ... size - 1 with that key sends `positions`. Both int64 [n], each below `size`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
 
@@ -69,7 +69,7 @@ class Order:
         self.total = sum(share.total for share in self.shares)
 
     def samples(self, start: int, stop: int) -> Tensor:
-        """The sample at each position of [start, stop), int64."""
+        """The sample at each position from `start` until `stop`, int64 [stop - start], less where the epoch ends."""
         positions = torch.arange(start, min(stop, self.total))
         if self.shuffle:
             positions = permute(positions, self.total, key("order", self.seed, self.epoch))

@@ -12,17 +12,14 @@ What is too long loses the beginning of its prompt, as much as the longer comple
 most, the same in both documents; then each completion loses its end. Torch is not imported.
 """
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
-from dtrain.data.preferences import ChatPair, TextPair, TokenPair, normalise_pair
-from dtrain.data.template import ChatTemplate
-from dtrain.data.tokenizer import Tokenizer
+from dtrain.data.preferences import ChatPair, Message, TextPair, TokenPair, normalise_pair, shared_length
 from dtrain.errors import UserError
 
+Ids = list[int]
 EQUAL = "chosen and rejected are the same tokens"
 EQUAL_CUT = "chosen and rejected are the same tokens within data.max_length"
 
@@ -31,42 +28,24 @@ class PairEncoder(RowEncoder):
     """Preferences to samples of two documents, chosen and rejected."""
 
     documents = 2
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        *,
-        max_length: int,
-        too_long: str = "truncate",
-    ):
-        super().__init__(tokenizer, template, max_length=max_length, too_long=too_long)
-
-    def __reduce__(self):
-        return _encoder, (self.tokenizer, self.template, self.max_length, self.too_long)
-
-    @property
-    def fingerprint(self) -> str:
-        template = self.template.fingerprint if self.template else None
-        parts = ["pairs", self.tokenizer.fingerprint, template, self.max_length, self.too_long]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    marks = ("pairs",)
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        prompt, *completions = self.encode(normalise_pair(row, name))
-        full = [len(prompt) + len(completion) for completion in completions]
+        prompt, chosen, rejected = self.encode(normalise_pair(row, name))
+        full = len(prompt) + len(chosen), len(prompt) + len(rejected)
         if self.drops(max(full)):
             return LONG
-        if completions[0] == completions[1]:
+        if chosen == rejected:
             return EQUAL
-        prompt, *completions = fit(prompt, *completions, self.max_length)
-        if completions[0] == completions[1]:
+        prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length)
+        if chosen == rejected:
             return EQUAL_CUT
         return [
             Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length)
-            for completion, length in zip(completions, full, strict=True)
+            for completion, length in zip((chosen, rejected), full, strict=True)
         ]
 
-    def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[list[int], list[int], list[int]]:
+    def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[Ids, Ids, Ids]:
         """Ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""
         if isinstance(pair, TokenPair):
             for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
@@ -84,41 +63,30 @@ class PairEncoder(RowEncoder):
             )
         return chosen[:at], chosen[at:], rejected[at:]
 
-    def _chats(self, pair: ChatPair) -> tuple[list[int], list[int], list[int]]:
+    def _chats(self, pair: ChatPair) -> tuple[Ids, Ids, Ids]:
         """Ids of the prompt, and of the prompt with each completion."""
-        replies = self.need_replies()
-        prompt, chosen, rejected = (
-            replies.with_objects([*pair.prompt, *more], pair.tools) for more in ([], pair.chosen, pair.rejected)
-        )
-        asked = self.template.render(prompt, pair.tools, add_generation_prompt=True)
-        whole = (self.template.render(messages, pair.tools).rstrip() for messages in (chosen, rejected))
-        return self.tokenizer.encode(asked), *map(self.tokenizer.encode, whole)
 
-    def _texts(self, pair: TextPair) -> tuple[list[int] | None, list[int], list[int]]:
+        def written(more: list[Message], is_asked: bool = False) -> str:
+            messages = self.replies.with_objects([*pair.prompt, *more], pair.tools)
+            return self.replies.template.render(messages, pair.tools, add_generation_prompt=is_asked)
+
+        prompt = self.tokenizer.encode(written([], is_asked=True))
+        chosen, rejected = (self.tokenizer.encode(written(more).rstrip()) for more in (pair.chosen, pair.rejected))
+        return prompt, chosen, rejected
+
+    def _texts(self, pair: TextPair) -> tuple[Ids | None, Ids, Ids]:
         """The same of plain strings; no prompt where the row has none."""
         start = pair.prompt or ""
         chosen, rejected = (self._framed(start + text, ends=True) for text in (pair.chosen, pair.rejected))
         return None if pair.prompt is None else self._framed(start, ends=False), chosen, rejected
 
-    def _framed(self, text: str, ends: bool) -> list[int]:
+    def _framed(self, text: str, ends: bool) -> Ids:
         ids = self.tokenizer.encode(text)
         before, after = self.around(ids)
         return [*before, *ids, *(after if ends else [])]
 
 
-def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    limit = min(len(one), len(other))
-    return next((at for at in range(limit) if one[at] != other[at]), limit)
-
-
-def fit(
-    prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], max_length: int
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int) -> tuple[Ids, Ids, Ids]:
     """The three, so cut that the prompt (never empty) and either completion have at most `max_length` tokens."""
     kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))
     return prompt[len(prompt) - kept :], chosen[: max_length - kept], rejected[: max_length - kept]
-
-
-def _encoder(tokenizer, template, max_length, too_long) -> PairEncoder:
-    return PairEncoder(tokenizer, template, max_length=max_length, too_long=too_long)

@@ -23,6 +23,23 @@ AHEAD = 4  # chunks in flight per worker
 Job = tuple[Chunk, str]
 
 
+class _Process(subprocess.Popen[bytes]):
+    """A worker, with both of its pipes."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+    def send(self, message: RowEncoder | Job) -> None:
+        try:
+            pickle.dump(message, self.stdin)
+            self.stdin.flush()
+        except BrokenPipeError as problem:
+            raise self.died() from problem
+
+    def died(self) -> RuntimeError:
+        return RuntimeError(f"a tokenising process died with exit status {self.wait()}; its own error stands above")
+
+
 class Pool:
     """`workers` processes that encode chunks; a context manager."""
 
@@ -33,14 +50,13 @@ class Pool:
         # The child finds this package where the parent did, wherever it was started.
         start = f"import sys; sys.path[:] = {sys.path!r}; from dtrain.data.pool import serve; serve()"
         self._processes = [
-            subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            _Process([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for _ in range(self.workers)
         ]
-        self._idle: queue.Queue[subprocess.Popen] = queue.Queue()
+        self._idle: queue.Queue[_Process] = queue.Queue()
         self._threads = ThreadPoolExecutor(self.workers)
-        spec = pickle.dumps(self.encoder)
         for process in self._processes:
-            self._send(process, spec)
+            process.send(self.encoder)
             self._idle.put(process)
         return self
 
@@ -65,26 +81,15 @@ class Pool:
     def _call(self, job: Job) -> EncodedChunk:
         process = self._idle.get()
         try:
-            self._send(process, pickle.dumps(job))
+            process.send(job)
             result = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError) as problem:
-            raise _died(process) from problem
+            raise process.died() from problem
         finally:
             self._idle.put(process)
         if isinstance(result, UserError):
             raise result
         return result
-
-    def _send(self, process: subprocess.Popen, message: bytes) -> None:
-        try:
-            process.stdin.write(message)
-            process.stdin.flush()
-        except BrokenPipeError as problem:
-            raise _died(process) from problem
-
-
-def _died(process: subprocess.Popen) -> RuntimeError:
-    return RuntimeError(f"a tokenising process died with exit status {process.wait()}; its own error stands above")
 
 
 def serve() -> None:

@@ -10,7 +10,7 @@ Completions that repeat the messages of an explicit prompt lose them. A completi
 message. Problems are UserErrors that name the key and the fix; the caller puts file and line in front.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,12 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     if isinstance(chosen, str) and not isinstance(prompt, list):
         return _texts(row, prompt, chosen, rejected)
     return _chats(row, prompt, chosen, rejected)
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many entries both begin with."""
+    limit = min(len(one), len(other))
+    return next((at for at in range(limit) if one[at] != other[at]), limit)
 
 
 def _value(value: Any) -> Any:
@@ -158,8 +164,7 @@ def _replies_only(chosen: list[Message], rejected: list[Message]) -> bool:
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
     """How many messages both begin with; each keeps one of its own."""
-    limit = min(len(chosen), len(rejected)) - 1
-    return next((at for at in range(limit) if chosen[at] != rejected[at]), limit)
+    return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
 
 
 def _check_completion(messages: list[Message], marks: list[bool | None], start: int, key: str) -> None:

@@ -12,14 +12,13 @@ prompt of messages is rendered with the generation prompt; a string begins with 
 there. A prompt that is too long loses its beginning.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
-from dtrain.data.formats import read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.formats import read_instruction, read_integers, read_messages, read_string, read_tools, require_keys
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -76,9 +75,8 @@ def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, A
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
         return messages, _columns(row, "question")
     if name == "alpaca":
-        text, given = read_string(row["instruction"], "instruction"), row.get("input")
-        text = f"{text}\n\n{read_string(given, 'input')}" if given else text
-        return [{"role": "user", "content": text}], _columns(row, "instruction", "input", answer=row.get("output"))
+        messages = [{"role": "user", "content": read_instruction(row)}]
+        return messages, _columns(row, "instruction", "input", answer=row.get("output"))
     if name == "prompt_completion":
         messages, _ = read_messages(row["prompt"], "prompt")
         _check_end(messages, "prompt")
@@ -114,28 +112,12 @@ class PromptEncoder(RowEncoder):
     """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it."""
 
     keeps_columns = True
+    marks = ("prompts, all columns",)
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        *,
-        max_length: int,
-        options: PromptOptions,
-        too_long: str = "truncate",
-    ):
-        super().__init__(tokenizer, template, max_length=max_length, too_long=too_long)
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions, **limits: Any):
+        super().__init__(tokenizer, template, **limits)
         self.options = options
-
-    def __reduce__(self):
-        return _encoder, (self.tokenizer, self.template, self.max_length, self.options, self.too_long)
-
-    @property
-    def fingerprint(self) -> str:
-        template = self.template.fingerprint if self.template else None
-        options = [self.options.room, self.options.system]
-        parts = ["prompts, all columns", self.tokenizer.fingerprint, template, self.max_length, options, self.too_long]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        self.decides = [[options.room, options.system]]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt = normalise_prompt(row, name, self.options.system)
@@ -157,7 +139,7 @@ class PromptEncoder(RowEncoder):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids, not yet cut, never none. Raises UserError."""
-        asked = prompt.asked
+        asked: Any = prompt.asked
         if isinstance(asked, str):
             ids = self.tokenizer.encode(asked)
             ids = [*self.around(ids)[0], *ids]
@@ -165,15 +147,11 @@ class PromptEncoder(RowEncoder):
             self.check_ids(asked, "prompt_ids")
             ids = list(asked)
         elif asked and isinstance(asked[0], Mapping):
-            replies = self.need_replies()
-            messages = replies.with_objects(asked, prompt.tools)
-            ids = self.tokenizer.encode(self.template.render(messages, prompt.tools, add_generation_prompt=True))
+            messages = self.replies.with_objects(asked, prompt.tools)
+            text = self.replies.template.render(messages, prompt.tools, add_generation_prompt=True)
+            ids = self.tokenizer.encode(text)
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(asked)}")
         if not ids:
             raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
         return ids
-
-
-def _encoder(tokenizer, template, max_length, options, too_long) -> PromptEncoder:
-    return PromptEncoder(tokenizer, template, max_length=max_length, options=options, too_long=too_long)

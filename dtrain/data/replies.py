@@ -112,9 +112,9 @@ class Replies:
     def _wants_objects(self, with_tools: bool) -> bool:
         if with_tools not in self._objects:
             call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": '{"dtrain": 1}'}}
-            messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            asking = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                text = self.template.render(messages, [TOOL] if with_tools else None)
+                text = self.template.render([QUESTION, asking], [TOOL] if with_tools else None)
                 self._objects[with_tools] = '\\"dtrain\\"' in text
             except UserError:
                 self._objects[with_tools] = True

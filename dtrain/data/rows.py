@@ -60,7 +60,7 @@ class Rows:
         self.samples, self.max_length, self.packing = samples, max_length, packing
         self.capacity = max_length * samples.documents_per_sample
         self.shuffle, self.seed, self.epochs = shuffle, seed, epochs
-        self._counts: dict[int, list[int]] = {}  # epoch → rows of each window, as far as known
+        self._counts: dict[tuple[int, int], int] = {}  # (epoch, window) → its rows, as far as known
         if self._order(0).total == 0:
             raise UserError("the weights of data.train.sources leave no row in an epoch; raise them")
 
@@ -150,21 +150,15 @@ class Rows:
             order = permute(torch.arange(len(bins)), len(bins), key("rows", self.seed, epoch, window))
             bins = [bins[index] for index in order.tolist()]
         identity = samples.tolist()
-        self._remember(epoch, window, len(bins))
+        self._counts[epoch, window] = len(bins)
         return [[identity[index] for index in members] for members in bins]
 
     def _window_rows(self, epoch: int, window: int) -> int:
         if not self.packing:
             return min(WINDOW, self._order(epoch).total - window * WINDOW)
-        counts = self._counts.get(epoch, [])
-        if window < len(counts):
-            return counts[window]
-        return len(self._window(epoch, window))
-
-    def _remember(self, epoch: int, window: int, count: int) -> None:
-        counts = self._counts.setdefault(epoch, [])
-        if window == len(counts):
-            counts.append(count)
+        if (epoch, window) not in self._counts:
+            self._window(epoch, window)
+        return self._counts[epoch, window]
 
 
 def _row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:

@@ -15,8 +15,6 @@ with the EOS token, which is trained, and begin with what the tokenizer's post-p
 templates write their own. A token that holds a trained character is trained.
 """
 
-import hashlib
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -38,27 +36,13 @@ class Encoder(RowEncoder):
     """Rows to samples of one document, what is trained of it by `loss_on`."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        *,
-        max_length: int,
-        loss_on: str = "assistant",
-        too_long: str = "truncate",
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, loss_on: str = "assistant", **limits: Any
     ):
         if loss_on not in LOSS_ON:
             raise UserError(f"data.loss_on is {loss_on!r}; known are {', '.join(LOSS_ON)}")
-        super().__init__(tokenizer, template, max_length=max_length, too_long=too_long)
+        super().__init__(tokenizer, template, **limits)
         self.loss_on = loss_on
-
-    def __reduce__(self):
-        return _encoder, (self.tokenizer, self.template, self.max_length, self.loss_on, self.too_long)
-
-    @property
-    def fingerprint(self) -> str:
-        template = self.template.fingerprint if self.template else None
-        parts = [self.tokenizer.fingerprint, template, self.max_length, self.loss_on, self.too_long]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        self.decides = [loss_on]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         ids, trained = self.encode(normalise(row, name))
@@ -82,13 +66,12 @@ class Encoder(RowEncoder):
         return self._string(sample.prompt + sample.completion, start)
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], bytearray]:
-        replies = self.need_replies()
+        replies = self.replies
         messages = replies.with_objects(sample.messages, sample.tools)
         if self.loss_on == "all":
             shut = [index for index, flag in enumerate(sample.train) if flag is False]
             if not shut:
-                text = self.template.render(messages, sample.tools)
-                ids = self.tokenizer.encode(text)
+                ids = self.tokenizer.encode(replies.template.render(messages, sample.tools))
                 return ids, bytearray(b"\1" * len(ids))
             text, spans = replies.blocks(messages, sample.tools, shut)
             ids, covered = self._masked(text, spans)
@@ -126,7 +109,3 @@ class Encoder(RowEncoder):
 
 def _has_target(trained: bytearray) -> bool:
     return trained.find(1, 1) > 0  # the first token is nobody's target
-
-
-def _encoder(tokenizer, template, max_length, loss_on, too_long) -> Encoder:
-    return Encoder(tokenizer, template, max_length=max_length, loss_on=loss_on, too_long=too_long)

@@ -9,7 +9,7 @@ runs. `Counting` puts the questions into the parsed template, as filters, whose 
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, Sized, ValuesView
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -80,7 +80,7 @@ class RenderBudget:
                 text += len(one)
             elif type(one) in _PLAIN:
                 continue
-            elif isinstance(one, dict | list | tuple | set | frozenset | MappingView):
+            elif isinstance(one, dict | list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
                 parts += len(one)
                 if parts > self.rounds:
                     break
@@ -104,11 +104,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters |= filters
         self.filters |= {name: _left_out(name) for name in FILTERS_LEFT_OUT}
-        for table in (self.filters, self.tests):
+        tables: list[dict[str, Any]] = [self.filters, self.tests]
+        for table in tables:
             table |= {name: self._counted(name, function) for name, function in table.items() if name not in FREE}
-        own = {"loop": self._loop, "weighed": self._weighed, "sized": self._sized, "joined": self._joined}
-        own["seen"] = self._seen
-        self.filters |= {f"dtrain.{name}": function for name, function in own.items()}
+        for function in (self._loop, self._weighed, self._sized, self._joined, self._seen):
+            self.filters[f"dtrain.{function.__name__.removeprefix('_')}"] = function
 
     def begin(self) -> None:
         self._thread.budget = RenderBudget()
@@ -149,11 +149,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         __self.budget.spend(CALL)
         if isinstance(__obj, Macro):  # what it is given it looks at by itself
             return super().call(__context, __obj, *args, **kwargs)
-        args, kwargs = __self._given(args, kwargs)
+        given, named = __self._given(args, kwargs)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str):
-            __self._ask(__obj.__name__, owner, [*args, *kwargs.values()])
-        return __self._sized(super().call(__context, __obj, *args, **kwargs))
+            __self._ask(__obj.__name__, owner, [*given, *named.values()])
+        return __self._sized(super().call(__context, __obj, *given, **named))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
@@ -175,14 +175,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.budget.spend(CALL)
-            if name not in SHALLOW:
-                args, kwargs = self._given(args, kwargs)
-            if name not in ASKED:
-                return self._sized(function(*args, **kwargs))
-            values = [one for one in args if not isinstance(one, Context | nodes.EvalContext | jinja2.Environment)]
-            asked = "%" if name == "format" else name  # the filter of that name is Python's `%`
-            self._ask(asked, values[0] if values else None, [*values[1:], *kwargs.values()])
-            return self._sized(function(*args, **kwargs))
+            given, named = (args, kwargs) if name in SHALLOW else self._given(args, kwargs)
+            if name in ASKED:
+                values = [one for one in given if not isinstance(one, Context | nodes.EvalContext | jinja2.Environment)]
+                asked = "%" if name == "format" else name  # the filter of that name is Python's `%`
+                self._ask(asked, values[0] if values else None, [*values[1:], *named.values()])
+            return self._sized(function(*given, **named))
 
         return counted
 
@@ -190,9 +188,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The arguments of a call, weighed; what would come piece by piece is a list."""
         if not kwargs and _PLAIN.issuperset(map(type, args)):
             return args, kwargs
-        args, kwargs = [self._whole(one) for one in args], {name: self._whole(one) for name, one in kwargs.items()}
-        self.budget.weigh([*args, *kwargs.values()])
-        return args, kwargs
+        given, named = [self._whole(one) for one in args], {name: self._whole(one) for name, one in kwargs.items()}
+        self.budget.weigh([*given, *named.values()])
+        return given, named
 
     def _whole(self, value: Any) -> Any:
         return list(self._loop(value)) if isinstance(value, Iterator) and not isinstance(value, LoopContext) else value
@@ -264,7 +262,7 @@ class Counting(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
-        sides = [node, *node.ops]
+        sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
         is_short = any(_is_shallow(side.expr) for side in sides)  # before its lists are seen through the counters
         self.generic_visit(node)
         if not is_short or any(side.op in ("in", "notin") for side in node.ops):
@@ -280,7 +278,7 @@ class Counting(NodeTransformer):
         self.generic_visit(node)
         return _through("sized", node) if isinstance(node.arg, nodes.Slice) else node
 
-    def visit_List(self, node: nodes.List) -> nodes.Expr:
+    def visit_List(self, node: nodes.Expr) -> nodes.Expr:
         self.generic_visit(node)
         return _through("weighed", node)
 
@@ -295,6 +293,7 @@ def _is_shallow(node: nodes.Expr) -> bool:
     return isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Dict) and not node.items)
 
 
-def _through(name: str, value: nodes.Expr, *more: nodes.Expr) -> nodes.Expr:
+def _through(name: str, value: nodes.Node, *more: nodes.Node) -> nodes.Filter:
     made = nodes.Filter(value, f"dtrain.{name}", list(more), [], None, None)
-    return made.set_lineno(value.lineno or 1)
+    made.set_lineno(value.lineno or 1)
+    return made

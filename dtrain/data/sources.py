@@ -50,17 +50,20 @@ def open_rows(
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
-    samples = open_samples(
-        section,
-        split=split,
-        kind=kind,
-        prompts=prompts,
-        tokenizer=tokenizer,
-        cache_dir=cache_dir,
-        say=say,
-        progress=progress,
-    )
     train = split == "train"
+    sources = _sources(getattr(section, split), f"data.{split}", say, kind)
+    if not train:
+        sources = [Source(source.files, source.format) for source in sources]
+    samples = open_cache(
+        sources,
+        _encoder(section, tokenizer, {source.format for source in sources}, say, kind, prompts),
+        cache_dir=section.cache_dir or cache_dir,
+        num_workers=section.num_workers,
+        progress=progress,
+        label=f"{split} data",
+    )
+    for line in report(samples, f"{split} data", section.too_long):
+        say(line)
     return Rows(
         samples,
         max_length=section.max_length,
@@ -71,73 +74,37 @@ def open_rows(
     )
 
 
-def open_samples(
-    section: Any,
-    *,
-    split: str = "train",
-    kind: str = "examples",
-    prompts: PromptOptions | None = None,
-    tokenizer: Tokenizer,
-    cache_dir: str | Path | None = None,
-    say: Say = print,
-    progress: bool = True,
-) -> Samples:
-    """The samples of one split; see `open_rows`."""
-    key = f"data.{split}"
-    sources = find_sources(getattr(section, split), key, say, kind)
-    if split != "train":
-        sources = [Source(source.files, source.format) for source in sources]
-    encoder = make_encoder(section, tokenizer, sources, say, kind, prompts)
-    samples = open_cache(
-        sources,
-        encoder,
-        cache_dir=section.cache_dir or cache_dir,
-        num_workers=section.num_workers,
-        progress=progress,
-        label=f"{split} data",
-    )
-    for line in report(samples, f"{split} data", section.too_long):
-        say(line)
-    return samples
-
-
-def find_sources(split: Any, key: str, say: Say = print, kind: str = "examples") -> list[Source]:
+def _sources(split: Any, key: str, say: Say, kind: str) -> list[Source]:
     """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
-    given = _given(split, key)
     sources = []
-    for path, name, weight, where in given:
-        files = tuple(resolve(path, where))
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-            raise UserError(f"{where.removesuffix('.path')}.weight is {weight!r}; it must be a number, 0 or above")
-        named = f"{files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
-        if name in (None, "auto"):
+    for path, name, weight, where in _given(split, key):
+        files = tuple(resolve(path, f"{where}.path"))
+        if not 0 <= weight < float("inf"):
+            raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")
+        if name == "auto":
             name = _detected(files, kind)
-            say(f"{key}: {named}: format {name} (detected)")
+            more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+            say(f"{key}: {files[0]}{more}: format {name} (detected)")
         elif name not in {**FORMATS, **KINDS[kind]}:
             known = ", ".join(dict.fromkeys([*FORMATS, *KINDS[kind]]))
-            raise UserError(f"{where.removesuffix('path')}format is {name!r}; known are auto, {known}")
+            raise UserError(f"{where}.format is {name!r}; known are auto, {known}")
         if name == "preference" and kind != "pairs":
             raise UserError(f"{files[0]}: {refuse_preference()}")
         if name not in KINDS[kind]:
-            raise UserError(f"{files[0]}: {refuse_single(name) if kind == 'pairs' else _no_prompt(name)}")
+            raise UserError(f"{files[0]}: {refuse_single(name, kind)}")
         sources.append(Source(files, name, float(weight)))
     return sources
 
 
-def make_encoder(
-    section: Any,
-    tokenizer: Tokenizer,
-    sources: Sequence[Source],
-    say: Say = print,
-    kind: str = "examples",
-    prompts: PromptOptions | None = None,
+def _encoder(
+    section: Any, tokenizer: Tokenizer, formats: set[str], say: Say, kind: str, prompts: PromptOptions | None
 ) -> RowEncoder:
     """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
-    formats = {source.format for source in sources}
     template = choose_template(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
     limits = {"max_length": section.max_length, "too_long": section.too_long}
+    encoder: RowEncoder
     if kind == "pairs":
         encoder = PairEncoder(tokenizer, template, **limits)
     elif kind == "prompts":
@@ -148,14 +115,13 @@ def make_encoder(
         say(f"chat template: {template.origin}")
         for note in _template_notes(template, encoder):
             say(note)
-    if kind != "examples":
-        if "tokenized" in formats:
-            say(f"tokenized rows are used as they are: nothing is added to {', '.join(KINDS[kind]['tokenized'])}")
-        return encoder
-    if "text" in formats and section.loss_on != "all":
+    plain = kind == "examples"
+    if plain and "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
     if "tokenized" in formats:
-        say("tokenized rows are used as they are: their labels, not data.loss_on, say what is trained")
+        keys = ", ".join(KINDS[kind]["tokenized"])
+        what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
+        say(f"tokenized rows are used as they are: {what}")
     return encoder
 
 
@@ -163,7 +129,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     """What a cache holds and what is missing from it, in sentences."""
     meta = samples.meta
     noun = samples.noun
-    trained = "" if samples.noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
+    trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
     lines = [f"{label}: {meta['samples']:,} {noun} of {meta['rows']:,} rows, {meta['tokens']:,} tokens{trained}"]
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
@@ -182,44 +148,26 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     return lines
 
 
-def _no_prompt(name: str) -> str:
-    return (
-        f"rows of format {name} hold no prompt to answer; method=grpo needs messages, prompt, question, instruction or "
-        "prompt_ids"
-    )
-
-
-def _given(split: Any, key: str) -> list[tuple[Any, str | None, float, str]]:
-    """(path, format, weight, key of the path) of each source."""
+def _given(split: Any, key: str) -> list[tuple[str | list[str], str, float, str]]:
+    """(path, format, weight, key) of each source."""
     if split is None:
         raise UserError(f"{key} is null: name its data with {key}.path")
-    sources = getattr(split, "sources", None)
-    if sources:
-        if getattr(split, "path", None):
-            raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
+    if split.sources and split.path:
+        raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
+    if split.sources:
         return [
-            (_field(source, "path"), _field(source, "format"), _weight(source), f"{key}.sources[{number}].path")
-            for number, source in enumerate(sources)
+            (source.path, source.format, source.weight, f"{key}.sources[{number}]")
+            for number, source in enumerate(split.sources)
         ]
-    if not getattr(split, "path", None):
+    if not split.path:
         raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
-    return [(split.path, split.format, 1.0, f"{key}.path")]
-
-
-def _field(source: Any, name: str) -> Any:
-    return source.get(name) if isinstance(source, dict) else getattr(source, name, None)
-
-
-def _weight(source: Any) -> float:
-    weight = _field(source, "weight")
-    return 1.0 if weight is None else weight
+    return [(split.path, split.format, 1.0, key)]
 
 
 def _detected(files: Sequence[Path], kind: str) -> str:
     """The format of the first row that there is; the encoder holds all others to it."""
     for file in files:
-        first = first_row(file)
-        if first is not None:
+        if first := first_row(file):
             line, row = first
             name = detect(row, kind)
             if name is None:

@@ -77,8 +77,15 @@ class ChatTemplate:
         if taken:
             raise UserError(f"data.template_kwargs.{taken[0]} is set by dtrain itself; take it out of the recipe")
         self.variables = {**special_tokens, **(variables or {})}
-        self._template = _compile(source, origin)
-        self._tool_template = _compile(tool_source, origin) if tool_source is not None else self._template
+        self._sandbox = Sandbox(
+            {"tojson": _tojson},
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        )
+        self._sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._template = self._compiled(source)
+        self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
 
     def __reduce__(self):
         return ChatTemplate, self._arguments
@@ -137,7 +144,7 @@ class ChatTemplate:
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
-        template.environment.begin()
+        self._sandbox.begin()
         try:
             return template.render(
                 **{**self.variables, **marks},
@@ -151,6 +158,16 @@ class ChatTemplate:
             where = f" (line {line} of the template)" if line else ""
             said = str(problem)[:SAID] or type(problem).__name__
             raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {said}") from problem
+
+    def _compiled(self, source: str) -> jinja2.Template:
+        try:
+            if len(source) > SOURCE_BYTES:
+                raise ValueError(f"it is longer than {SOURCE_BYTES:,} characters")
+            return self._sandbox.compiled(source, _LoopMarks())
+        except (*FAILURES, SyntaxError, AssertionError) as problem:
+            line = f", line {problem.lineno}" if isinstance(problem, jinja2.TemplateSyntaxError) else ""
+            said = str(getattr(problem, "message", problem))[:SAID] or type(problem).__name__
+            raise UserError(f"{self.origin}{line}: the chat template is not valid: {said}") from problem
 
 
 def choose_template(
@@ -242,25 +259,9 @@ class _LoopMarks(NodeTransformer):
         return [node, _call("dtrain_mark", node.lineno, "endloop", loop)]
 
 
-def _call(name: str, line: int, *arguments: Any) -> nodes.Output:
+def _call(name: str, line: int, *arguments: Any) -> nodes.Node:
     values = [value if isinstance(value, nodes.Node) else nodes.Const(value) for value in arguments]
     return nodes.Output([nodes.Call(nodes.Name(name, "load"), values, [], None, None)]).set_lineno(line)
-
-
-def _compile(source: str, origin: str) -> jinja2.Template:
-    environment = Sandbox(
-        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        if len(source) > SOURCE_BYTES:
-            raise ValueError(f"it is longer than {SOURCE_BYTES:,} characters")
-        return environment.compiled(source, _LoopMarks())
-    except (*FAILURES, SyntaxError, AssertionError) as problem:
-        line = f", line {problem.lineno}" if isinstance(problem, jinja2.TemplateSyntaxError) else ""
-        said = str(getattr(problem, "message", problem))[:SAID] or type(problem).__name__
-        raise UserError(f"{origin}{line}: the chat template is not valid: {said}") from problem
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

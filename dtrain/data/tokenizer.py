@@ -172,12 +172,12 @@ def _is_text(value: Any) -> bool:
 
 def _special_tokens(directory: Path, backend: Backend, *files: Mapping[str, Any]) -> dict[str, str]:
     """name → text, each from the first file that names it; a token may be an object with its text as `content`."""
-    found = {}
+    found: dict[str, str] = {}
     for name in NAMES:
         values = [file[name] for file in files if file.get(name) is not None]
         if not values:
             continue
-        text = values[0].get("content") if isinstance(values[0], dict) else values[0]
+        text: Any = values[0].get("content") if isinstance(values[0], dict) else values[0]
         if not _is_text(text):
             raise UserError(f"{directory}: {name} must be a text, in tokenizer_config.json or special_tokens_map.json")
         if backend.token_to_id(text) is None:

@@ -1,54 +1,99 @@
-"""Inside the environments' process: what is asked of one environment, checked so that it can travel as JSON."""
+"""Inside the environments' process: what is asked of them, checked so that it can travel as JSON.
+
+Each make and each step runs in a thread of a crew, and is given up where it hangs.
+"""
 
 import importlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from dtrain.environments.crew import Crew, Missed
 from dtrain.errors import UserError
-from dtrain.rollout.child import Answer
+from dtrain.rollout.child import Answer, attempt, shown
 
 
-def load(module: str, function: str) -> Callable[[Any, int], Any]:
-    """The maker. Whatever the module raises passes."""
-    return getattr(importlib.import_module(module), function)
+class EnvironmentCalls:
+    """What a `Worker` asks of the environments, which are numbered. The answers are (number, answer), as they come."""
+
+    def load(self, module: str, function: str, timeout: float, threads: int) -> list[Answer]:
+        self.environments: dict[int, Any] = {}
+        self.crew: Crew[Answer] = Crew(threads, timeout)
+        return [attempt(self._load, module, function)]
+
+    def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Answer]]:
+        """An environment for each row and seed; those before are gone."""
+        self.environments = {}
+        tasks = [partial(attempt, self._make, self.environments, place, *one) for place, one in enumerate(given)]
+        yield from self._do(range(len(given)), tasks)
+
+    def step(self, asked: Sequence[tuple[int, str, bool]]) -> Iterator[tuple[int, Answer]]:
+        """For number, text and whether that is the last: {"earned", "done"} and, where it goes on, "observation"."""
+        tasks = [partial(_step_and_observe, self.environments, *one) for one in asked]
+        yield from self._do([number for number, *_ in asked], tasks)
+
+    def stuck(self) -> list[int]:
+        """How many threads were given up and hang still."""
+        return [self.crew.stuck]
+
+    def forget(self) -> list[None]:
+        """Let the environments go, in a thread of the crew: what ends with one may be its thread's alone."""
+        list(self.crew.do([partial(attempt, self.environments.clear)]))
+        return []
+
+    def _load(self, module: str, function: str) -> None:
+        self.maker: Callable[[Any, int], Any] = getattr(importlib.import_module(module), function)
+
+    def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
+        """One that is late lands among those of its own call."""
+        environment = self.maker(row, seed)
+        if not callable(getattr(environment, "step", None)):
+            raise UserError(f"gave {shown(environment)}, which has no step")
+        environments[number] = environment
+
+    def _do(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Answer]]) -> Iterator[tuple[int, Answer]]:
+        for outcomes in self.crew.do(tasks):
+            for place, one in outcomes:
+                yield numbers[place], {"missed": one.value} if isinstance(one, Missed) else one
 
 
-def make(maker: Callable[[Any, int], Any], row: Mapping[str, Any], seed: int) -> Any:
-    """An environment. Raises UserError where it is none; whatever the maker raises passes, here and below."""
-    environment = maker(row, seed)
-    if not callable(getattr(environment, "step", None)):
-        raise UserError(f"gave {_shown(environment)}, which has no step")
-    return environment
+def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_last: bool) -> Answer:
+    """A step and, where that was not the last, an observation. An environment that is over is not kept."""
+    environment = environments.pop(number)
+    stepped = attempt(step, environment, text)
+    if "value" not in stepped or stepped["value"]["done"] or is_last:
+        return stepped
+    seen = attempt(observe, environment)
+    if "value" not in seen:
+        return {**seen, "stage": "observe"}
+    environments[number] = environment
+    return {"value": stepped["value"] | seen["value"]}
 
 
-def step(environment: Any, text: str) -> Answer:
-    """What the completion earned, NaN as None, and whether that was all. Raises UserError for no number."""
+def step(environment: Any, text: str) -> dict[str, Any]:
+    """What the completion earned, NaN as None, and whether that was all. Raises UserError for no number; whatever the
+    environment raises passes, here and below."""
     earned = environment.step(text)
     if earned is not None:
         if isinstance(earned, str) or not hasattr(earned, "__float__") or math.isinf(float(earned)):
-            raise UserError(f"gave {_shown(earned)}; a finite number or None is needed")
+            raise UserError(f"gave {shown(earned)}; a finite number or None is needed")
         earned = None if math.isnan(float(earned)) else float(earned)
     return {"earned": earned, "done": bool(environment.done)}
 
 
-def observe(environment: Any) -> Answer:
+def observe(environment: Any) -> dict[str, Any]:
     """What is read next. Raises UserError for what is neither a text nor messages, or cannot be JSON."""
     found = environment.observe()
     if isinstance(found, str):
         return {"observation": str(found)}
     is_list = isinstance(found, Sequence) and len(found) > 0
     if not (is_list and all(isinstance(message, dict) and "role" in message for message in found)):
-        raise UserError(f"gave {_shown(found)}; a text or a list of messages is needed")
+        raise UserError(f"gave {shown(found)}; a text or a list of messages is needed")
     messages = list(found)
     try:
         json.dumps(messages)
     except (TypeError, ValueError) as error:
-        raise UserError(f"gave {_shown(found)}; messages must be JSON, and: {error}") from None
+        raise UserError(f"gave {shown(found)}; messages must be JSON, and: {error}") from None
     return {"observation": messages}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

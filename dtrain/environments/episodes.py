@@ -123,6 +123,8 @@ def run_episodes(
         def answer(
             live: list[int] = live, drawn: list[Completion] = drawn, is_last_round: bool = is_last_round
         ) -> list[EnvironmentReply]:
+            if environments is None:
+                raise ValueError("this rank asks the environments, and was given none")
             turns = [
                 Turn(one, observations.text_of(completion), is_last_round or completion.finish == "length")
                 for one, completion in zip(live, drawn, strict=True)

@@ -29,21 +29,16 @@ class _AtVersion:
         return self.engine.generate(requests, self.version, self.ask_stop)
 
 
+@dataclass(frozen=True)
 class Episodes:
     """Plays requests as episodes in environments, which ranks other than 0 do not have. Collective."""
 
-    def __init__(
-        self,
-        environments: Environments | None,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        *,
-        max_turns: int,
-        max_length: int,
-    ):
-        self.environments, self.tokenizer, self.template = environments, tokenizer, template
-        self.max_turns, self.max_length = max_turns, max_length
-        self.ranks = Ranks()
+    environments: Environments | None
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    max_turns: int
+    max_length: int
+    ranks: Ranks
 
     def play(
         self,
@@ -57,8 +52,9 @@ class Episodes:
         `environments` does, and Interrupted as `engine` does."""
 
         def make() -> None:
-            seeds = [environment_seed(request) for request in requests]
-            self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
+            if self.environments is not None:
+                seeds = [environment_seed(request) for request in requests]
+                self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
 
         self.ranks.first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
@@ -87,14 +83,15 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> Episodes:
     opened: list[Environments] = []
 
     def start() -> None:
-        environments = Environments(
-            section.environment,
-            timeout=section.environment_timeout,
-            threads=section.environment_threads,
-            say=run.metrics.say,
-        )
-        opened.append(run.stack.enter_context(environments))
+        if section.environment is not None:
+            environments = Environments(
+                section.environment,
+                timeout=section.environment_timeout,
+                threads=section.environment_threads,
+                say=run.metrics.say,
+            )
+            opened.append(run.stack.enter_context(environments))
 
-    Ranks().first(start)
-    environments = opened[0] if opened else None
-    return Episodes(environments, tokenizer, template, max_turns=section.max_turns, max_length=data.max_length)
+    ranks = Ranks()
+    ranks.first(start)
+    return Episodes(opened[0] if opened else None, tokenizer, template, section.max_turns, data.max_length, ranks)

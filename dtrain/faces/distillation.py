@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtrain.faces.groups import allgather_cp_sharded_tensor, shard_like, shard_start
+from dtrain.faces.groups import allgather_cp_sharded_tensor, shard_bounds, shard_like
 from dtrain.faces.logprob import logprob_at
 from dtrain.faces.next_token import local_logits
 from dtrain.faces.softmax import ChunkedDistributedEntropy
@@ -37,23 +37,16 @@ def get_distillation_topk_logprobs_from_logits(
         raise ValueError("topk must be positive: the teacher gives no token")
     tp_group, cp_group = vocab_parallel_group, context_parallel_group
     if isinstance(student_logits, DTensor):
-        logits, start, tp_group, cp_group = local_logits(student_logits)
-    elif vocab_parallel_group is not None:
-        if vocab_parallel_rank is None:
-            raise ValueError("vocab_parallel_rank is needed with vocab_parallel_group")
-        logits = student_logits
-        start = shard_start(logits.shape[-1], vocab_parallel_rank, tp_group, logits.device)
+        logits, bounds, tp_group, cp_group = local_logits(student_logits)
     else:
-        logits, start = student_logits, 0
+        logits, bounds = student_logits, shard_bounds(student_logits, vocab_parallel_rank, tp_group)
     length = ids.shape[1]
     if zero_outside_topk:
-        local_ids = shard_like(ids, logits.shape[1], cp_group)
-        student = logprob_at(logits, local_ids, start, tp_group)
+        student = logprob_at(logits, shard_like(ids, logits.shape[1], cp_group), *bounds, tp_group)
         student = allgather_cp_sharded_tensor(student, cp_group)[:, :length]
     else:
-        end = start + logits.shape[-1]
         student = gather_logits_at_global_indices(
-            logits, ids, tp_group, cp_group, vocab_start_index=start, vocab_end_index=end
+            logits, ids, tp_group, cp_group, vocab_start_index=bounds[0], vocab_end_index=bounds[1]
         ).log_softmax(-1)
     teacher = teacher_topk_logits.to(student.device, student.dtype).log_softmax(-1)
     neg_entropy = None

@@ -7,12 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.losses.vocabulary import Group, group_rank, group_size
-from dtrain.parallel.collectives import gather_along
+from dtrain.parallel.collectives import gather_along, leave_region
 from dtrain.parallel.layout import gather_sequence, shard_sequence
+
+Bounds = tuple[int | Tensor, int | Tensor]  # the ids [start, end) of a shard
 
 
 def check_bounds(start: int | Tensor, end: int | Tensor, columns: int) -> None:
-    """Raises ValueError where host bounds do not name as many ids as the shard has columns."""
+    """Raises ValueError where bounds on the host (no scalar tensors) do not name as many ids as a shard has columns."""
     if not isinstance(start, Tensor) and not isinstance(end, Tensor) and end - start != columns:
         raise ValueError(
             f"vocab_start_index={start} and vocab_end_index={end} name {end - start} ids, the logits' shard has "
@@ -20,52 +22,45 @@ def check_bounds(start: int | Tensor, end: int | Tensor, columns: int) -> None:
         )
 
 
-def shard_start(columns: int, rank: int, group: Group, device: torch.device) -> int | Tensor:
-    """Where this rank's shard begins, for callers who say only its size and its rank: cut as torch.chunk cuts, so every
-    shard before the last that holds anything has the largest size.
+def shard_bounds(logits: Tensor, rank: int | None, group: Group) -> Bounds:
+    """The ids [start, end) of this rank's shard [..., V/tp], for callers who say only its size and its rank: cut as
+    torch.chunk cuts, so every shard before the last that holds anything has the largest size.
 
-    One max all-reduce of two numbers, on the device, no host synchronisation: the answer is a scalar tensor. A cut of
-    another kind raises RuntimeError (on CUDA a device assertion). 0 without a group.
+    One max all-reduce of two numbers, on the device, no host synchronisation: the bounds are scalar tensors. A cut of
+    another kind raises RuntimeError (on CUDA a device assertion). Without a group all ids.
     """
+    columns = logits.shape[-1]
+    if group is None:
+        return 0, columns
+    if rank is None:
+        raise ValueError("vocab_parallel_rank is needed with vocab_parallel_group")
     if group_size(group) == 1:
-        return 0
-    found = torch.full((2,), columns, device=device)
-    found[1] = rank if columns else -1
+        return 0, columns
+    found = torch.tensor([columns, rank if columns else -1], device=logits.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     largest, last = found.unbind()
     torch._assert_async(
         (largest == columns) | (last <= rank), "vocabulary shards must be cut as torch.chunk cuts: pass their bounds"
     )
-    return largest * rank
+    return largest * rank, largest * rank + columns
 
 
 def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
-    """Σ of x over the ranks of `group`, on every rank, a new tensor; each rank's gradient passes to its own x as it is.
+    """Σ of x [...] over the ranks of `group`, on every rank, a new tensor; each rank's gradient passes to its own x as
+    it is.
 
     That is the derivative where every rank goes on with the same loss. One all-reduce; x itself without a group, with a
     group of one rank, or without torch.distributed.
     """
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return x
-    return _AllReduceSum.apply(x, group)
+    return leave_region(x, group)
 
 
 @torch.no_grad()
 def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """`group_all_reduce_sum_with_grad` without a gradient: for counts and other constants."""
+    """`group_all_reduce_sum_with_grad` of x [...] without a gradient: for counts and other constants."""
     return group_all_reduce_sum_with_grad(x, group).detach()
-
-
-class _AllReduceSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class AllGatherCPTensor:
@@ -73,7 +68,7 @@ class AllGatherCPTensor:
 
     @staticmethod
     def apply(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
-        """tensor [.., S/cp, ..] -> [.., S, ..] in natural order; the tensor itself without a group.
+        """tensor [..., S/cp, ...] -> [..., S, ...] in natural order; the tensor itself without a group.
 
         Backward the incoming gradients are summed over cp and cut: the true derivative where every cp rank owns a loss.
         One all-gather, backward one reduce-scatter. Raises ValueError for parts of odd length.
@@ -86,12 +81,12 @@ class AllGatherCPTensor:
 
 
 def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
-    """`AllGatherCPTensor.apply`: gradients are summed over cp."""
+    """`AllGatherCPTensor.apply`: [..., S/cp, ...] -> [..., S, ...], gradients are summed over cp."""
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:
-    """[.., S, ..] -> this cp rank's head-tail part [.., S/cp, ..]; the tensor itself for cp_size 1. No collective.
+    """[..., S, ...] -> this cp rank's head-tail part [..., S/cp, ...]; the tensor itself for cp_size 1. No collective.
 
     Raises ValueError where 2·cp does not divide S.
     """
@@ -101,19 +96,19 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
 def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
     """out[:, t] = x[:, t + 1] over the global sequence cut contiguously over cp, `fill` after its end.
 
-    x [B, S/cp, ..]. One all-gather of [B, 1, ..]; differentiable, gradients summed over cp.
+    x [B, S/cp, ...]. One all-gather of [B, 1, ...]; differentiable, gradients summed over cp.
     """
     end = torch.full_like(x[:, :1], fill)
     size, rank = group_size(cp_group), group_rank(cp_group)
     if size > 1:
-        firsts = gather_along(x[:, :1], 1, cp_group)  # [B, cp, ..]
+        firsts = gather_along(x[:, :1], 1, cp_group)  # [B, cp, ...]
         following = torch.cat([firsts[:, 1:], end], 1)
         end = following[:, rank : rank + 1]
     return torch.cat([x[:, 1:], end], 1)
 
 
 def shard_like(ids: Tensor, local_length: int, cp_group: Group) -> Tensor:
-    """Ids [B, S, ..] of whole rows, padded with −1 to cp·local_length and cut to this cp rank's part.
+    """Ids [B, S, ...] of whole rows, padded with −1 to cp·local_length and cut to this cp rank's part.
 
     Raises ValueError where the rows are longer than what the ranks hold, or 2·cp does not divide that.
     """

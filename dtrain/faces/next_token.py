@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from dtrain.faces.groups import allgather_cp_sharded_tensor, shard_like, shard_start
-from dtrain.faces.logprob import ChunkedDistributedLogprob, DistributedLogprob
-from dtrain.faces.sampling import ChunkedDistributedLogprobWithSampling, DistributedLogprobWithSampling
-from dtrain.losses.head_filtered import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from dtrain.faces.groups import Bounds, allgather_cp_sharded_tensor, shard_bounds, shard_like
+from dtrain.faces.logprob import logprob_at
+from dtrain.faces.sampling import sampled_logprobs
+from dtrain.losses.head import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.vocabulary import Group, group_size
 from dtrain.parallel.collectives import all_gather
 from dtrain.parallel.placement import chunk_bounds
@@ -29,14 +29,10 @@ def logprobs_of_targets(
     sampling_params: TrainingSamplingParams | None,
 ) -> Tensor:
     """log p(target) [B, S] from a shard of the logits [B, S, V/tp], filtered and in chunks where that is asked for."""
-    if need_top_k_or_top_p_filtering(sampling_params):
-        rule = (target, group, sampling_params.top_k, sampling_params.top_p)
-        if chunk_size is None:
-            return DistributedLogprobWithSampling.apply(logits, *rule, inference_only)
-        return ChunkedDistributedLogprobWithSampling.apply(logits, *rule, chunk_size, inference_only)
-    if chunk_size is None:
-        return DistributedLogprob.apply(logits, target, start, end, group, inference_only)
-    return ChunkedDistributedLogprob.apply(logits, target, start, end, chunk_size, group, inference_only)
+    if sampling_params is not None and need_top_k_or_top_p_filtering(sampling_params):
+        top_k, top_p = sampling_params.top_k, sampling_params.top_p
+        return sampled_logprobs(logits, target, group, top_k, top_p, chunk_size, inference_only)
+    return logprob_at(logits, target.unsqueeze(-1), start, end, group, chunk_size, inference_only).squeeze(-1)
 
 
 def next_tokens(ids: Tensor) -> Tensor:
@@ -80,8 +76,8 @@ def from_parallel_logits_to_logprobs(
 def dtensor_from_parallel_logits_to_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor | DTensor,
-    vocab_start_index: int,
-    vocab_end_index: int,
+    vocab_start_index: int | Tensor,
+    vocab_end_index: int | Tensor,
     tp_group: Group,
     inference_only: bool = False,
     seq_index: Tensor | None = None,
@@ -133,8 +129,8 @@ def _context_group(target: Tensor | DTensor) -> Group:
     return None
 
 
-def local_logits(logits: DTensor) -> tuple[Tensor, int, Group, Group]:
-    """What a DTensor of logits [B, S, V] is on this rank: the local tensor, where its ids begin, the tp group over
+def local_logits(logits: DTensor) -> tuple[Tensor, Bounds, Group, Group]:
+    """What a DTensor of logits [B, S, V] is on this rank: the local tensor, the bounds of its ids, the tp group over
     which the vocabulary is cut and the cp group over which the sequence is, None where it is not cut.
 
     Raises ValueError naming the placements for all but Replicate, Shard of the vocabulary over "tp", and Shard of the
@@ -159,7 +155,8 @@ def local_logits(logits: DTensor) -> tuple[Tensor, int, Group, Group]:
                 "'tp' and the sequence Shard(1) over 'cp', all else Replicate"
             )
     # A replicated tensor is the same on every rank, and so is the loss: each keeps its own gradient.
-    return logits.to_local(), start, tp_group, cp_group
+    local = logits.to_local()
+    return local, (start, start + local.shape[-1]), tp_group, cp_group
 
 
 def get_logprobs_from_vocab_parallel_logits(
@@ -176,14 +173,13 @@ def get_logprobs_from_vocab_parallel_logits(
     DTensor sharded as the logits are, and seq_index [S] names the token that each position of the order holds. Without
     a grad mode nothing is saved. Otherwise as `dtensor_from_parallel_logits_to_logprobs`.
     """
-    logits, start, tp_group, cp_group = local_logits(vocab_parallel_logits)
+    logits, bounds, tp_group, cp_group = local_logits(vocab_parallel_logits)
     if cp_group is not None and _context_group(input_ids) is None:
         raise ValueError("the logits are sharded over 'cp': input_ids must be a DTensor that is, too")
     return dtensor_from_parallel_logits_to_logprobs(
         logits,
         input_ids,
-        start,
-        start + logits.shape[-1],
+        *bounds,
         tp_group,
         inference_only=not torch.is_grad_enabled(),
         seq_index=seq_index,
@@ -212,31 +208,15 @@ def get_next_token_logprobs_from_logits(
     input_ids [B, S] unshifted. chunk_size, in sequence positions, and top-k / top-p of sampling_params in all three.
     Raises ValueError where the group comes without a rank, and for placements that fit no case.
     """
-    if vocab_parallel_group is not None:
-        if vocab_parallel_rank is None:
-            raise ValueError("vocab_parallel_rank is needed with vocab_parallel_group")
-        columns = next_token_logits.shape[-1]
-        start = shard_start(columns, vocab_parallel_rank, vocab_parallel_group, next_token_logits.device)
-        return from_parallel_logits_to_logprobs(
-            next_token_logits,
-            input_ids,
-            start,
-            start + columns,
-            vocab_parallel_group,
-            cp_group=context_parallel_group,
-            chunk_size=chunk_size,
-            sampling_params=sampling_params,
-        )
-    if isinstance(next_token_logits, DTensor):
+    if vocab_parallel_group is None and isinstance(next_token_logits, DTensor):
         return get_logprobs_from_vocab_parallel_logits(
             next_token_logits, input_ids, seq_index, chunk_size=chunk_size, sampling_params=sampling_params
         )
     return from_parallel_logits_to_logprobs(
         next_token_logits,
         input_ids.to(next_token_logits.device),
-        0,
-        next_token_logits.shape[-1],
-        None,
+        *shard_bounds(next_token_logits, vocab_parallel_rank, vocab_parallel_group),
+        vocab_parallel_group,
         cp_group=context_parallel_group,
         chunk_size=chunk_size,
         sampling_params=sampling_params,

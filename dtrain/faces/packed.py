@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.faces.next_token import NO_TARGET, logprobs_of_targets
-from dtrain.losses.head_filtered import TrainingSamplingParams
+from dtrain.losses.head import TrainingSamplingParams
 from dtrain.losses.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.losses.sequences import Rows
+from dtrain.losses.policy_losses import Rows
 
 
 def policy_loss(

@@ -4,6 +4,7 @@ shards to whole rows that filters need. `losses.head_filtered` does the work.
 
 from torch import Tensor
 
+from dtrain.faces.logprob import check_chunk
 from dtrain.losses.head_filtered import Exchange, SampledLogprob
 from dtrain.losses.vocabulary import Group
 
@@ -31,6 +32,20 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
     return exchange.whole_rows(transposed).t().contiguous()
 
 
+def sampled_logprobs(
+    logits: Tensor,
+    target: Tensor,
+    group: Group,
+    top_k: int | None,
+    top_p: float,
+    chunk_size: int | None,
+    inference_only: bool,
+) -> Tensor:
+    """logits [B, S, V/tp], target [B, S] -> [B, S]: `DistributedLogprobWithSampling.apply`, in chunks where asked."""
+    check_chunk(chunk_size)
+    return SampledLogprob.apply(logits.detach() if inference_only else logits, target, group, top_k, top_p, chunk_size)
+
+
 class DistributedLogprobWithSampling:
     """log p(target) under top-k / top-p filtering, from logits with a cut vocabulary."""
 
@@ -49,7 +64,7 @@ class DistributedLogprobWithSampling:
         and a zero gradient. One softmax [B·S/tp, V] is saved for the backward. Forward: one all-to-all, one all-reduce
         of B·S numbers, one exchange of shard sizes on the host; backward: one all-to-all.
         """
-        return SampledLogprob.apply(vocab_parallel_logits, target, tp_group, top_k, top_p, None, inference_only)
+        return sampled_logprobs(vocab_parallel_logits, target, tp_group, top_k, top_p, None, inference_only)
 
 
 class ChunkedDistributedLogprobWithSampling:
@@ -65,10 +80,7 @@ class ChunkedDistributedLogprobWithSampling:
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprobWithSampling.apply`; extra memory O(chunk_size · V), chunk_size in sequence positions.
-
-        Per chunk one all-to-all, in the backward two.
+        """As `DistributedLogprobWithSampling.apply`, [B, S]; extra memory O(chunk_size · V), chunk_size in sequence
+        positions. Per chunk one all-to-all, in the backward two.
         """
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size}: a chunk holds at least one position")
-        return SampledLogprob.apply(vocab_parallel_logits, target, tp_group, top_k, top_p, chunk_size, inference_only)
+        return sampled_logprobs(vocab_parallel_logits, target, tp_group, top_k, top_p, chunk_size, inference_only)

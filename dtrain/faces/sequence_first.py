@@ -77,6 +77,8 @@ def from_parallel_hidden_states_to_logprobs(
     `ChunkedDistributedHiddenStatesToLogprobs.apply`.
     """
     weight = output_weight_layer if output_weight is None else output_weight
+    if weight is None:
+        raise ValueError("output_weight or output_weight_layer is needed: the head's weight")
     length = tensor_parallel_hidden_states.shape[0] * group_size(tp_group)
     logprobs = ChunkedDistributedHiddenStatesToLogprobs.apply(
         tensor_parallel_hidden_states,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.faces.groups import group_all_reduce_sum
-from dtrain.faces.logprob import rows_within, tile_buffer
+from dtrain.faces.logprob import rows_within, tile_memory, tiles_to_fill
 from dtrain.losses.vocabulary import (
     Group,
     Stats,
@@ -26,16 +26,15 @@ from dtrain.parallel.collectives import all_gather
 
 
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:
-    """A new tensor [.., v] in the compute dtype. One all-gather."""
+    """A new tensor [..., v] in the compute dtype. One all-gather."""
     dtype = compute_dtype(logits.dtype)
     logp = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    leading = logits.shape[:-1]
-    stats = Stats(*logp.new_empty(2, *leading).unbind())
-    for index in tiles(leading, rows_within(logits, None)):
+    packed = logp.new_empty(2, *logits.shape[:-1])
+    for index in tiles(logits.shape[:-1], rows_within(logits)):
         tile = logits[index] if temperature == 1.0 else logits[index].to(dtype) / temperature
-        part = part_stats(tile, logp[index])
-        stats.m[index], stats.l[index] = part.m, part.l
-    whole, log_share, _, _ = merge_over(stats, None, logits.shape[-1], group)
+        packed[:, *index] = part_stats(tile, logp[index]).pack()
+    stats = Stats(*packed.unbind())
+    whole, log_share, _, _ = merge_over(stats, logits.shape[-1], group)
     if whole is not stats:
         logp.add_(log_share.unsqueeze(-1))
         fill_rows_(logp, (stats.m == -float("inf")) & (whole.m != -float("inf")), -float("inf"))
@@ -44,13 +43,13 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
 
 @torch.no_grad()
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """logits [.., V/tp] -> log p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
+    """logits [..., V/tp] -> log p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
     return _log_softmax(vocab_parallel_logits, group)
 
 
 @torch.no_grad()
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """logits [.., V/tp] -> p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
+    """logits [..., V/tp] -> p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
     return _log_softmax(vocab_parallel_logits, group).exp_()
 
 
@@ -71,7 +70,7 @@ class _VocabParallelLogSoftmax(torch.autograd.Function):
 
 
 def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: Group = None) -> Tensor:
-    """log softmax(logits / temperature) of this rank's ids: [.., V/tp] as the logits (a DTensor's local shard),
+    """log softmax(logits / temperature) of this rank's ids: [..., V/tp] as the logits (a DTensor's local shard),
     float32 (float64 from float64), differentiable.
 
     Without a group the plain one. Forward one all-gather of 3 numbers per row, backward one all-reduce of one.
@@ -83,20 +82,17 @@ def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: 
 
 class _NegEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, group, chunk_size, inference_only):
+    def forward(ctx, logits, group, chunk_size):
         rows = max(1, rows_within(logits, chunk_size) // 2)
-        first, second = tile_buffer(logits, rows), tile_buffer(logits, rows)
-        stats = Stats(*first.new_empty(3, *logits.shape[:-1]).unbind())
+        memory = tile_memory(logits, rows), tile_memory(logits, rows)
+        packed = torch.empty(3, *logits.shape[:-1], dtype=compute_dtype(logits.dtype), device=logits.device)
         for index in tiles(logits.shape[:-1], rows):
             tile = logits[index]
-            part = part_stats(tile, *(buffer[: tile.numel()].view(tile.shape) for buffer in (first, second)))
-            stats.m[index], stats.l[index], stats.neg_entropy[index] = part.m, part.l, part.neg_entropy
-        whole, log_share, _, _ = merge_over(stats, None, logits.shape[-1], group)
-        value = whole.neg_entropy.contiguous()
-        if inference_only:
-            ctx.mark_non_differentiable(value)
-        elif ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, log_share, value.clone(), stats.m == -float("inf"))
+            packed[:, *index] = part_stats(tile, *(one(tile) for one in memory)).pack()
+        whole, log_share, _, _ = merge_over(Stats(*packed.unbind()), logits.shape[-1], group)
+        value = whole.pack()[2]
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, log_share, value.clone(), packed[0] == -float("inf"))
             ctx.rows = rows
         return value
 
@@ -105,21 +101,15 @@ class _NegEntropy(torch.autograd.Function):
         logits, log_share, neg_entropy, dead = ctx.saved_tensors
         dtype = log_share.dtype
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        buffer = tile_buffer(logits, ctx.rows)
+        memory = tile_memory(logits, ctx.rows)
         scale = upstream.to(dtype).unsqueeze(-1)
-        for index in tiles(logits.shape[:-1], ctx.rows):
-            tile = logits[index]
-            if not tile.numel():
-                continue
-            logp = torch.log_softmax(tile, -1, dtype=dtype, out=buffer[: tile.numel()].view(tile.shape))
+        for index, out in tiles_to_fill(grad, ctx.rows):
+            logp = torch.log_softmax(logits[index], -1, dtype=dtype, out=memory(out))
             logp.add_(log_share[index].unsqueeze(-1)).clamp_(min=torch.finfo(dtype).min)
             # d(Σ p·log p)/dz = p·(log p − Σ p·log p); the clamp keeps 0·log 0 at 0.
-            out = torch.exp(logp, out=grad[index]) if grad.dtype == dtype else logp.exp()
-            out.mul_(logp.sub_(neg_entropy[index].unsqueeze(-1))).mul_(scale[index])
+            torch.exp(logp, out=out).mul_(logp.sub_(neg_entropy[index].unsqueeze(-1))).mul_(scale[index])
             fill_rows_(out, dead[index])
-            if grad.dtype != dtype:
-                grad[index] = out
-        return grad, None, None, None
+        return grad, None, None
 
 
 class ChunkedDistributedEntropy:
@@ -135,30 +125,25 @@ class ChunkedDistributedEntropy:
         memory O(chunk_size · V/tp). The value on every rank, the gradient the shard's own. One all-gather forward, none
         backward.
         """
-        return _NegEntropy.apply(vocab_parallel_logits, tp_group, chunk_size, inference_only)
+        logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
+        return _NegEntropy.apply(logits, tp_group, chunk_size)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, student, target, group, inference_only):
-        rows = max(1, rows_within(student, None) // 2)
-        first, second = tile_buffer(student, rows), tile_buffer(target, rows)
+    def forward(ctx, student, target, group):
+        rows = max(1, rows_within(student) // 2)
+        memory = tile_memory(student, rows), tile_memory(target, rows)
         leading = student.shape[:-1]
-        students, targets = (Stats(*first.new_empty(2, *leading).unbind()) for _ in range(2))
-        crossed = first.new_zeros(leading)  # Σ p·log q over the shard's own softmaxes
+        parts = torch.empty(5, *leading, dtype=compute_dtype(student.dtype), device=student.device)
         for index in tiles(leading, rows):
-            tile = student[index]
-            logq, p = (buffer[: tile.numel()].view(tile.shape) for buffer in (first, second))
-            for logits, buffer, stats in ((tile, logq, students), (target[index], p, targets)):
-                part = part_stats(logits, buffer)
-                stats.m[index], stats.l[index] = part.m, part.l
-            fill_rows_(logq, students.m[index] == -float("inf"), -float("inf"))
-            if tile.numel():
-                crossed[index] = weighted_sum_(logq, p.exp_())
-        value, student_share, target_share = _merge_cross(students, targets, crossed, group)
-        if inference_only:
-            ctx.mark_non_differentiable(value)
-        elif ctx.needs_input_grad[0]:
+            logq, p = (one(student[index]) for one in memory)
+            students, targets = part_stats(student[index], logq), part_stats(target[index], p)
+            fill_rows_(logq, students.m == -float("inf"), -float("inf"))
+            crossed = weighted_sum_(logq, p.exp_())  # Σ p·log q over the shard's own softmaxes
+            parts[:, *index] = torch.stack([students.m, students.l, targets.m, targets.l, crossed])
+        value, student_share, target_share = _merge_cross(parts, group)
+        if ctx.needs_input_grad[0]:
             ctx.save_for_backward(student, target, student_share, target_share)
             ctx.rows = rows
         return value
@@ -168,36 +153,29 @@ class _CrossEntropy(torch.autograd.Function):
         student, target, student_share, target_share = ctx.saved_tensors
         dtype = student_share.dtype
         grad = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-        buffer = tile_buffer(target, ctx.rows)
+        memory = tile_memory(target, ctx.rows)
         upstream = upstream.to(dtype)
         student_scale, target_scale = ((upstream * share).unsqueeze(-1) for share in (student_share, target_share))
-        for index in tiles(student.shape[:-1], ctx.rows):
-            tile = student[index]
-            if not tile.numel():
-                continue
-            p = torch.softmax(target[index], -1, dtype=dtype, out=buffer[: tile.numel()].view(tile.shape))
-            p.mul_(target_scale[index])
+        for index, out in tiles_to_fill(grad, ctx.rows):
+            p = torch.softmax(target[index], -1, dtype=dtype, out=memory(out)).mul_(target_scale[index])
             fill_rows_(p, target_share[index] == 0)
-            out = grad[index] if grad.dtype == dtype else torch.empty(tile.shape, dtype=dtype, device=tile.device)
-            torch.softmax(tile, -1, dtype=dtype, out=out).mul_(student_scale[index])
+            torch.softmax(student[index], -1, dtype=dtype, out=out).mul_(student_scale[index])
             fill_rows_(out, student_share[index] == 0)
             out.sub_(p)  # dH(p, q)/dz = q − p
-            if grad.dtype != dtype:
-                grad[index] = out
-        return grad, None, None, None
+        return grad, None, None
 
 
-def _merge_cross(students: Stats, targets: Stats, crossed: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """H(p, q) over the whole vocabulary, and this rank's shares of q and of p, all [..]. One all-gather."""
+def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """From m and l of student and target and Σ p·log q over the shard's own softmaxes [5, ...]: H(p, q) over the whole
+    vocabulary, and this rank's shares of q and of p, all [...]. One all-gather."""
     if group_size(group) == 1:
-        return -crossed, torch.ones_like(crossed), torch.ones_like(crossed)
-    size, rank = group_size(group), group_rank(group)
-    message = torch.stack([students.m, students.l, targets.m, targets.l, crossed])
-    gathered = all_gather(message[None], 0, group).view(size, *message.shape).transpose(0, 1)  # [5, n, ..]
+        return -parts[4], torch.ones_like(parts[4]), torch.ones_like(parts[4])
+    gathered = all_gather(parts[None], 0, group).transpose(0, 1)  # [5, n, ...]
     (_, log_students), (_, log_targets) = (merge(Stats(*gathered[i : i + 2].unbind())) for i in (0, 2))
     share = log_targets.exp()
     # log q of the whole is log q of the shard plus the shard's log share of q.
     value = -torch.where(share == 0, 0, share * (gathered[4] + log_students)).sum(0)
+    rank = group_rank(group)
     return value, log_students[rank].exp(), share[rank]
 
 
@@ -223,4 +201,5 @@ class DistributedCrossEntropy:
                 f"student_logits are {student_logits.dtype} and target_logits {target_logits.dtype}: both or neither "
                 "must be float64"
             )
-        return _CrossEntropy.apply(student_logits, target_logits, group, inference_only)
+        student_logits = student_logits.detach() if inference_only else student_logits
+        return _CrossEntropy.apply(student_logits, target_logits, group)

@@ -34,8 +34,8 @@ def make_cp_batch_for_te(
     `seq_lens_padding_value`; and whatever else the model reads.
 
     Out: input_ids, labels, position_ids, padding_mask (bool, True behind a sequence's own tokens, whatever fills them)
-    and every other tensor [B, S, ..] as [T, ..], or [num_chunks, T, ..] with the rows dealt out in order, T divided by
-    cp; positions with coordinates as [R, 1, T]; cu_seqlens and cu_seqlens_padded int32 [N + 1], both the cumulative
+    and every other tensor [B, S, ...] as [T, ...], or [num_chunks, T, ...] with the rows dealt out in order, T divided
+    by cp; positions with coordinates as [R, 1, T]; cu_seqlens and cu_seqlens_padded int32 [N + 1], both the cumulative
     padded lengths of the whole sequences (chunks with fewer are filled up with the sentinel); max_seqlen, the longest
     padded length, int32 [] or [num_chunks]; qkv_format. What else there is, tensors of other shapes too, passes as it
     is; attention_mask is dropped. return_local_indices: also which of the B · S tokens this rank holds [T] int64, None
@@ -66,7 +66,7 @@ def make_cp_batch_for_te(
     for index in range(num_chunks):
         rows = slice(index * shape[0] // num_chunks, (index + 1) * shape[0] // num_chunks)
         part = {name: stream[rows] for name, stream in streams.items()}
-        flat = _flatten(part, *(one[rows] for one in lengths), seq_lens_padding_value)
+        flat = _flatten(part, lengths[0][rows], lengths[1][rows], seq_lens_padding_value)
         chunks.append(_shard_thd_chunk_for_te(flat, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id))
     made = chunks[0] if num_chunks == 1 else _stack(chunks, seq_lens_padding_value)
     indices = made.pop("local_indices", None)
@@ -84,9 +84,9 @@ def _shard_thd_chunk_for_te(
     """This cp rank's head and tail chunk of every sequence of a flat batch of T tokens, in the sequences' order: a new
     dict.
 
-    The sequences end at cu_seqlens_padded (or cu_seqlens). position_ids [.., T] and every other tensor [T, ..] are cut;
-    the rest stays as it is. A padding_mask that is missing is where the ids are `padding_token_id`; embeddings have to
-    bring one.
+    The sequences end at cu_seqlens_padded (or cu_seqlens). position_ids [..., T] and every other tensor [T, ...] are
+    cut; the rest stays as it is. A padding_mask that is missing is where the ids are `padding_token_id`; embeddings
+    have to bring one.
     """
     ends = batch.get("cu_seqlens_padded", batch.get("cu_seqlens"))
     if ends is None:
@@ -150,8 +150,8 @@ def _places(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
-    """Some rows, one after the other: streams [T, ..] and cu_seqlens of the padded lengths. position_ids [B, .., S] as
-    [.., T]."""
+    """Some rows, one after the other: streams [T, ...] and cu_seqlens of the padded lengths. position_ids [B, .., S] as
+    [..., T]."""
     rows, width = streams["input_ids"].shape[:2]
     used = padded != sentinel
     filled = torch.where(used, padded, 0).sum(1)
@@ -174,7 +174,7 @@ def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentine
 
 
 def _stack(chunks: list[dict[str, Any]], sentinel: int) -> dict[str, Any]:
-    """Chunks as one batch: [num_chunks, ..], the ends of the shorter ones filled up with the sentinel."""
+    """Chunks as one batch: [num_chunks, ...], the ends of the shorter ones filled up with the sentinel."""
     stacked = dict(chunks[0])
     for name in chunks[0].keys() - {"qkv_format"}:
         parts = [chunk[name] for chunk in chunks]

@@ -8,9 +8,10 @@ from dtrain.faces.groups import (
     allgather_cp_sharded_tensor,
     check_bounds,
     group_all_reduce_sum_with_grad,
+    shard_bounds,
     shard_like,
-    shard_start,
 )
+from dtrain.faces.logprob import rows_within, tiles_to_fill
 from dtrain.losses.head_topk import topk_over
 from dtrain.losses.vocabulary import (
     Group,
@@ -20,8 +21,6 @@ from dtrain.losses.vocabulary import (
     on_shard,
     pick,
     shard_sizes,
-    tile_rows,
-    tiles,
 )
 
 
@@ -47,20 +46,16 @@ def distributed_vocab_topk(
     if k < 1:
         raise ValueError(f"k={k}: at least one token is asked for")
     k = min(k, sum(sizes))
-    length = vocab_parallel_logits.shape[-2] if vocab_parallel_logits.dim() > 1 else 1
-    step = max(chunk_size or length, 1)
-    parts = []
-    for start in range(0, max(length, 1), step):
-        chunk = vocab_parallel_logits
-        if vocab_parallel_logits.dim() > 1:
-            chunk = vocab_parallel_logits[..., start : start + step, :]
-        parts.append(topk_over(chunk, k, tp_group, vocab_start_index, sizes))
-    values, ids = (torch.cat(tensors, -2) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True))
+    logits = vocab_parallel_logits if vocab_parallel_logits.dim() > 1 else vocab_parallel_logits[None]
+    chunks = logits.split(max(chunk_size or logits.shape[-2], 1), -2)
+    parts = [topk_over(chunk, k, tp_group, vocab_start_index, sizes) for chunk in chunks]
+    shape = (*vocab_parallel_logits.shape[:-1], k)
+    values, ids = (torch.cat(tensors, -2).view(shape) for tensors in zip(*parts, strict=True))
     return values, ids
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
-    """logits [.., V/tp] (a DTensor's local shard) -> the global id of the largest logit [..], the lower of equal ones.
+    """logits [..., V/tp] (a DTensor's local shard) -> the global id of the largest [...], the lower of equal ones.
 
     Shards are cut as torch.chunk cuts. One all-gather of 2 numbers per row, two small exchanges. No gradient.
     """
@@ -68,11 +63,8 @@ def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
         logits = logits.to_local()
     if group_size(tp_group) == 1:
         return logits.argmax(-1)
-    start = shard_start(logits.shape[-1], group_rank(tp_group), tp_group, logits.device)
-    _, ids = distributed_vocab_topk(
-        logits, 1, tp_group, vocab_start_index=start, vocab_end_index=start + logits.shape[-1]
-    )
-    return ids.squeeze(-1)
+    start, end = shard_bounds(logits, group_rank(tp_group), tp_group)
+    return distributed_vocab_topk(logits, 1, tp_group, vocab_start_index=start, vocab_end_index=end)[1].squeeze(-1)
 
 
 def gather_logits_at_global_indices(
@@ -101,7 +93,7 @@ def gather_logits_at_global_indices(
 
 
 class _LogitsAt(torch.autograd.Function):
-    """logits [.., v] at columns [.., k], 0 where not mine; gradients of equal columns are summed before they are
+    """logits [..., v] at columns [..., k], 0 where not mine; gradients of equal columns are summed before they are
     rounded.
     """
 
@@ -115,16 +107,9 @@ class _LogitsAt(torch.autograd.Function):
     def backward(ctx, upstream):
         columns, is_mine = ctx.saved_tensors
         upstream = torch.where(is_mine, upstream, 0)
-        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=upstream.device)
-        if not grad.shape[-1]:
-            return grad, None, None
-        for index in tiles(ctx.shape[:-1], tile_rows(ctx.shape[-1], grad.device.type)):
-            tile = grad[index]
-            if grad.dtype != upstream.dtype:
-                tile = torch.zeros(tile.shape, dtype=upstream.dtype, device=grad.device)
-            tile.scatter_add_(-1, columns[index], upstream[index])
-            if grad.dtype != upstream.dtype:
-                grad[index] = tile
+        grad = torch.empty(ctx.shape, dtype=ctx.dtype, device=upstream.device)
+        for index, out in tiles_to_fill(grad, rows_within(grad)):
+            out.zero_().scatter_add_(-1, columns[index], upstream[index])
         return grad, None, None
 
 
@@ -136,11 +121,6 @@ def vocab_parallel_gather_columns(logits: Tensor, column_indices: Tensor, *, tp_
     """
     if isinstance(logits, DTensor):
         logits = logits.to_local()
-    start = shard_start(logits.shape[-1], group_rank(tp_group), tp_group, logits.device)
-    return gather_logits_at_global_indices(
-        logits,
-        column_indices.expand(*logits.shape[:-1], -1),
-        tp_group,
-        vocab_start_index=start,
-        vocab_end_index=start + logits.shape[-1],
-    )
+    start, end = shard_bounds(logits, group_rank(tp_group), tp_group)
+    ids = column_indices.expand(*logits.shape[:-1], -1)
+    return gather_logits_at_global_indices(logits, ids, tp_group, vocab_start_index=start, vocab_end_index=end)

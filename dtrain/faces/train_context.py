@@ -51,8 +51,9 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: Collection[Tensor],
     cp_rotate_method: str | None = None,
 ) -> AbstractContextManager[None]:
-    """A context inside which every buffer is this cp rank's part of itself, in place and head-tail along its dimension
-    of `cp_seq_dims`; on exit all but `cp_no_restore_buffers` are whole again, exceptions included. No collective.
+    """A context inside which every buffer [..., S, ...] is this cp rank's part [..., S/cp, ...] of itself, in place and
+    head-tail along its dimension of `cp_seq_dims`; on exit all but `cp_no_restore_buffers` are whole again, exceptions
+    included. No collective.
 
     It can be entered once. A buffer's tensor object changes its storage, so views made before keep the whole.
     cp_rotate_method: how keys travel, None | allgather | alltoall (or ring); the model's kernel decides that when it is
@@ -72,9 +73,7 @@ def create_context_parallel_ctx(
     wholes = [buffer.detach() for buffer in cp_buffers]
     parts = [shard_sequence(whole, rank, size, dim) for whole, dim in zip(wholes, cp_seq_dims, strict=True)]
     kept = {id(buffer) for buffer in cp_no_restore_buffers}
-    return _exchanged(
-        [(buffer, part, whole) for buffer, part, whole in zip(cp_buffers, parts, wholes, strict=True)], kept
-    )
+    return _exchanged([*zip(cp_buffers, parts, wholes, strict=True)], kept)
 
 
 @contextlib.contextmanager
@@ -82,14 +81,14 @@ def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int]) -> 
     """Each (buffer, part, whole) holds its part inside, and its whole again after, unless its id is in `kept`."""
     with torch.no_grad():
         for buffer, part, _ in buffers:
-            buffer.set_(part)
+            buffer.set_(part)  # type: ignore[call-overload]  # torch's stubs know storages alone
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, _, whole in buffers:
                 if id(buffer) not in kept:
-                    buffer.set_(whole)
+                    buffer.set_(whole)  # type: ignore[call-overload]
 
 
 def make_cp_batch_and_ctx(
@@ -109,7 +108,7 @@ def make_cp_batch_and_ctx(
     dropped, `position_ids` made where missing, every stream padded on the right to a multiple of 2·cp and cut on entry;
     `position_ids` alone are whole again on exit. The streams are input_ids (or inputs_embeds [B, S, H]) padded with
     `padding_token_id` (embeddings with 0), labels and loss_mask, which join the batch where they are given here, every
-    other tensor [B, S, ..] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
+    other tensor [B, S, ...] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
     the dimension that is cut. Anything else stays as it is. A tensor that needs no padding is cut itself, the caller's
     own; one that requires grad is cut at once, as a new tensor with its gradient. Raises KeyError where ids or labels
     or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids.
@@ -120,7 +119,7 @@ def make_cp_batch_and_ctx(
     if use_te:
         if extra_seq_buffers:
             raise ValueError("extra_seq_buffers: the flat form of use_te cuts every stream by its shape")
-        return contextlib.nullcontext, make_cp_batch_for_te(
+        return contextlib.nullcontext, make_cp_batch_for_te(  # type: ignore[return-value]  # a dict: no indices asked
             cp_mesh,
             batch,
             padding_token_id=padding_token_id,

@@ -18,7 +18,7 @@ from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import Train, run_in_place, told_to_all
 from dtrain.preflight import named_code, not_here, preflight, with_local_model
-from dtrain.rollout.child import search_path
+from dtrain.rollout.worker import search_path
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:

@@ -6,8 +6,8 @@ to a loss. Knows no recipe. README.md has every loss with its formula.
     head_filtered, head_kl, head_topk    the same under a filter, between two models, over a teacher's top-k
     preference_options, policy_options   the losses by name: options, defaults and ranges; no torch
     pair_losses, preference              of pairs: the formulas; losses by name, weights of tokens
-    policy_losses, policy_core           the formulas; a policy loss over a micro-batch
-    advantage, sequences                 rewards to advantages; sums over sequences
+    policy_losses, policy_core           sums over sequences, the formulas; a policy loss over a micro-batch
+    advantage                            rewards to advantages
 
 Names are imported when they are used: the tables of options are read where no torch is. Those for callers from outside,
 from logits by layout, are in `dtrain.faces`.
@@ -66,17 +66,18 @@ if TYPE_CHECKING:
         without_truncated,
         zero_variance_groups,
     )
-    from dtrain.losses.head import HeadLogprobs, logprobs_from_hidden_states
-    from dtrain.losses.head_filtered import (
+    from dtrain.losses.head import (
+        HeadLogprobs,
         TrainingSamplingParams,
-        apply_top_k_top_p,
-        filtered_logprobs_from_hidden_states,
+        logprobs_from_hidden_states,
         need_top_k_or_top_p_filtering,
     )
+    from dtrain.losses.head_filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
     from dtrain.losses.head_kl import HeadInput, KlSums, forward_kl, kl_sum_from_hidden_states, mixed_kl, reverse_kl
     from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
     from dtrain.losses.hidden import weighted_logprob_sum
     from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+    from dtrain.losses.policy_losses import Documents, Rows
     from dtrain.losses.preference import (
         combined_preference_loss,
         length_desensitised_weights,
@@ -85,21 +86,19 @@ if TYPE_CHECKING:
         preference_weights,
         running_mean,
     )
-    from dtrain.losses.sequences import Documents, Rows
     from dtrain.losses.vocabulary import VocabShard
 
 _MODULES = {
     "losses.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
-    "losses.head": "HeadLogprobs logprobs_from_hidden_states",
-    "losses.head_filtered": "TrainingSamplingParams apply_top_k_top_p filtered_logprobs_from_hidden_states "
-    "need_top_k_or_top_p_filtering",
+    "losses.head": "HeadLogprobs TrainingSamplingParams logprobs_from_hidden_states need_top_k_or_top_p_filtering",
+    "losses.head_filtered": "apply_top_k_top_p filtered_logprobs_from_hidden_states",
     "losses.head_kl": "HeadInput KlSums forward_kl kl_sum_from_hidden_states mixed_kl reverse_kl",
     "losses.head_topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
     "losses.hidden": "weighted_logprob_sum",
     "losses.policy_core": "Counts PolicySpec means policy_terms top_entropy_threshold",
     "losses.preference": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
     "preference_weights running_mean",
-    "losses.sequences": "Documents Rows",
+    "losses.policy_losses": "Documents Rows",
     "losses.vocabulary": "VocabShard",
     "faces.distillation": "get_distillation_topk_logprobs_from_logits",
     "faces.groups": "AllGatherCPTensor _get_tokens_on_this_cp_rank allgather_cp_sharded_tensor cp_shift_next "

@@ -38,9 +38,9 @@ def advantages(
     Where the rewards that the baseline is the mean of, or whose deviation divides, are all the same, the advantage is
     exactly 0. Raises ValueError for an unknown word, a size that does not divide N, and infinite rewards.
     """
-    for key, value, known in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
-        if value not in known:
-            raise ValueError(f"{key}={value!r}; there are {', '.join(known)}")
+    for key, word, known in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
+        if word not in known:
+            raise ValueError(f"{key}={word!r}; there are {', '.join(known)}")
     values = _values(rewards)
     ids = _ids(groups, len(values))
     everyone = _Known(values)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.hidden import add_product_, product
 from dtrain.losses.vocabulary import (
+    WHOLE,
     Stats,
     VocabShard,
+    add_product_,
     block,
     compute_dtype,
     merge,
@@ -22,6 +23,7 @@ from dtrain.losses.vocabulary import (
     on_shard,
     part_stats,
     pick,
+    product,
 )
 
 
@@ -41,17 +43,37 @@ class Scaling:
             raise ValueError(f"temperature={self.temperature} and softcap={self.softcap} must be positive")
 
     def logits_(self, product: Tensor) -> Tensor:
-        """In place."""
+        """product [t, V] to logits [t, V], in place."""
         if self.softcap is not None:
             product.div_(self.softcap).tanh_().mul_(self.softcap)
         return product if self.temperature == 1.0 else product.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """d logits / d product, a new tensor or a number; None for 1."""
+        """d logits / d product at logits [t, V]: a new tensor [t, V] or a number; None for 1."""
         if self.softcap is None:
             return None if self.temperature == 1.0 else 1.0 / self.temperature
         ratio = logits * (self.temperature / self.softcap)
         return ratio.square_().sub_(1).mul_(-1.0 / self.temperature)
+
+
+@dataclass
+class TrainingSamplingParams:
+    """How completions were sampled. top_k None or −1, top_p 1.0, temperature 1.0: off.
+
+    The functions here read top_k and top_p; who calls them has divided the logits by the temperature.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float = 1.0
+
+
+def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
+    """Whether `sampling_params` leave any token out."""
+    if sampling_params is None:
+        return False
+    top_k, top_p = sampling_params.top_k, sampling_params.top_p
+    return (top_k is not None and top_k > 0) or (top_p is not None and top_p != 1.0)
 
 
 class HeadLogprobs(NamedTuple):
@@ -71,21 +93,15 @@ class HeadLogprobs(NamedTuple):
 class _Head(Scaling):
     """What turns a product of hidden states and weight into logits, what is asked of them, and in which tiles."""
 
-    shard: VocabShard | None
+    shard: VocabShard
     entropy: bool
     squares: bool
     tile: tuple[int, int] | None
-    inference_only: bool
 
     @property
-    def start(self) -> int:
-        return 0 if self.shard is None else self.shard.start
-
-    def stats(self, packed: Tensor) -> Stats:
-        """Statistics [2..4, T] by name."""
-        fields = iter(packed.unbind())
-        present = (True, True, self.entropy or self.squares, self.squares)
-        return Stats(*(next(fields) if is_there else None for is_there in present))
+    def fields(self) -> int:
+        """How many of `Stats` are computed: p² comes with p·log p."""
+        return 4 if self.squares else 2 + self.entropy
 
 
 def logprobs_from_hidden_states(
@@ -106,7 +122,7 @@ def logprobs_from_hidden_states(
     """log softmax(softcap · tanh(hidden · weightᵀ / softcap) / temperature) at targets, and what else is asked of the
     same softmax, in one pass.
 
-    hidden [.., D], any float dtype; weight [V, D]; targets [..] int64 global ids. A target outside [0, V), −100
+    hidden [..., D], any float dtype; weight [V, D]; targets [...] int64 global ids. A target outside [0, V), −100
     included, gives 0 everywhere, no gradient, and costs nothing, whatever its hidden state holds.
     Values in max(float32, the dtype), as are all products and sums; gradients in the inputs' dtypes, the weight's
     summed in max(float32, the dtype). log p and the entropy are differentiable, any number of times.
@@ -126,15 +142,9 @@ def logprobs_from_hidden_states(
             has_target &= flat_targets < weight.shape[0]
         if not has_target.all():
             index = has_target.nonzero().squeeze(1)
-    head = _Head(
-        temperature,
-        softcap,
-        shard,
-        entropy,
-        log_p2,
-        tile,
-        inference_only or not torch.is_grad_enabled(),
-    )
+    if inference_only:
+        flat, weight = flat.detach(), weight.detach()
+    head = _Head(temperature, softcap, shard or WHOLE, entropy, log_p2, tile)
     chosen = flat_targets if index is None else flat_targets.index_select(0, index)
     values = _HiddenLogprobs.apply(flat, weight, chosen, index, head)
 
@@ -143,17 +153,17 @@ def logprobs_from_hidden_states(
             value = value.new_zeros(flat_targets.shape).index_copy(0, index, value)
         return value.view(targets.shape)
 
-    asked = (True, entropy, top1, log_p2)
-    return HeadLogprobs(*(placed(value) if is_asked else None for value, is_asked in zip(values, asked, strict=True)))
+    logprobs, *others = values
+    asked = zip(others, (entropy, top1, log_p2), strict=True)
+    return HeadLogprobs(placed(logprobs), *(placed(value) if is_asked else None for value, is_asked in asked))
 
 
 class _HiddenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, index, head):
         tiles = _Tiles(head, len(targets), hidden, weight)
-        local, is_mine = on_shard(targets, head.start, len(weight))
-        fields = 2 + (head.entropy or head.squares) + head.squares
-        packed = torch.empty(fields, len(targets), dtype=tiles.dtype, device=hidden.device)
+        local, is_mine = on_shard(targets, head.shard.start, len(weight))
+        packed = torch.empty(head.fields, len(targets), dtype=tiles.dtype, device=hidden.device)
         target_logit = torch.zeros(len(targets), dtype=tiles.dtype, device=hidden.device)
         for some in tiles.of_tokens():
             rows = _rows(hidden, index, some).to(tiles.operand)
@@ -162,27 +172,24 @@ class _HiddenLogprobs(torch.autograd.Function):
                 logits = head.logits_(product(rows, weight[ids].t(), out=tiles.memory(some, ids, 0)))
                 column, here = _in_tile(local[some], is_mine[some], ids)
                 target_logit[some] += pick(logits, column, here, tiles.dtype).squeeze(1)
-                second = logits if head.entropy or head.squares else None
+                second = logits if head.fields > 2 else None
                 parts.append(part_stats(logits, tiles.memory(some, ids, 1), second, squares=head.squares))
-            packed[:, some] = _merged(parts).pack()
-        group = None if head.shard is None else head.shard.group
-        stats, _, summed, vocabulary = merge_over(head.stats(packed), target_logit[None], len(weight), group)
-        target_logit = summed.squeeze(0)
+            packed[:, some] = _merged(parts)
+        found = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
+        stats, _, (target_logit,), vocabulary = found
         valid = (targets >= 0) & (targets < vocabulary)
         logprobs = torch.where(valid, (target_logit - stats.m) - stats.l, 0)
-        entropy = torch.where(valid, -stats.neg_entropy, 0) if head.entropy else None
+        entropy = None if stats.neg_entropy is None or not head.entropy else torch.where(valid, -stats.neg_entropy, 0)
         top1 = valid & (target_logit >= stats.m)
-        log_p2 = torch.where(valid, stats.squares.log(), 0) if head.squares else None
-        differentiable = () if head.inference_only else (logprobs, entropy)
-        outputs = (logprobs, entropy, top1, log_p2)
-        ctx.mark_non_differentiable(*(v for v in outputs if v is not None and not any(v is d for d in differentiable)))
-        if not head.inference_only:
-            ctx.set_materialize_grads(False)
+        log_p2 = None if stats.squares is None else torch.where(valid, stats.squares.log(), 0)
+        ctx.mark_non_differentiable(top1, *([] if log_p2 is None else [log_p2]))
+        ctx.set_materialize_grads(False)
+        if any(ctx.needs_input_grad):
             lse = torch.where(valid, stats.m + stats.l, 0)
             kept_entropy = None if entropy is None else entropy.clone()
             ctx.save_for_backward(hidden, weight, local, is_mine & valid, valid, index, lse, kept_entropy)
             ctx.head = head
-        return outputs
+        return logprobs, entropy, top1, log_p2
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _top1, _log_p2):
@@ -191,8 +198,9 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden, weight, local, is_mine, valid, index, lse, entropy = ctx.saved_tensors
         head = ctx.head
         tiles = _Tiles(head, len(lse), hidden, weight)
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         upstream = _Upstream(
-            None if grad_logprobs is None else torch.where(valid, grad_logprobs, 0).to(tiles.dtype),
+            torch.where(valid, grad_logprobs, 0).to(tiles.dtype),
             None if grad_entropy is None else torch.where(valid, grad_entropy, 0).to(tiles.dtype),
             lse,
             entropy,
@@ -204,10 +212,7 @@ class _HiddenLogprobs(torch.autograd.Function):
             rows = _rows(hidden, index, some).to(tiles.operand)
             if rows.is_cuda or not valid[some].all():
                 rows = torch.where(valid[some, None], rows, 0)
-            rows_grad = None
-            if wants_hidden:
-                in_place = index is None and hidden.dtype == tiles.dtype
-                rows_grad = hidden_grad[some] if in_place else torch.zeros_like(rows, dtype=tiles.dtype)
+            rows_grad = torch.zeros_like(rows, dtype=tiles.dtype)
             for ids in tiles.of_ids():
                 part = weight[ids].to(tiles.operand)
                 logits = head.logits_(product(rows, part.t(), out=tiles.memory(some, ids, 0)))
@@ -217,22 +222,20 @@ class _HiddenLogprobs(torch.autograd.Function):
                 if slope is not None:
                     grad.mul_(slope)
                 grad = grad.to(tiles.operand)
-                if wants_hidden:
+                if hidden_grad is not None:
                     add_product_(rows_grad, grad, part)
-                if wants_weight:
+                if weight_grad is not None:
                     add_product_(weight_grad[ids], grad.t(), rows)
-            if wants_hidden and index is not None:
-                hidden_grad.index_copy_(0, index[some], rows_grad.to(hidden.dtype))
-            elif wants_hidden and not in_place:
-                hidden_grad[some] = rows_grad
+            if hidden_grad is not None:
+                hidden_grad[some if index is None else index[some]] = rows_grad.to(hidden.dtype)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
 
 
 @dataclass
 class _Upstream:
-    """The incoming gradients [T] (None for none) and the softmax's log Σ exp and entropy [T]."""
+    """The incoming gradients [T] (None: none of the entropies) and the softmax's log Σ exp and entropy [T]."""
 
-    logprobs: Tensor | None
+    logprobs: Tensor
     entropies: Tensor | None
     lse: Tensor
     entropy: Tensor | None
@@ -243,15 +246,13 @@ class _Upstream:
         d log p_t / dz_v = [v = t] − p_v;  dH / dz_v = −p_v · (log p_v + H).
         """
         logp = logits.sub_(self.lse[some, None])
-        if self.entropies is None:
+        if self.entropies is None or self.entropy is None:
             grad = logp.exp_().mul_(-self.logprobs[some, None])
         else:
             p = torch.exp(logp, out=scratch)
             factor = logp.add_(self.entropy[some, None]).mul_(-self.entropies[some, None])
-            if self.logprobs is not None:
-                factor.sub_(self.logprobs[some, None])
-            grad = p.mul_(factor)
-        if self.logprobs is not None and grad.shape[1]:
+            grad = p.mul_(factor.sub_(self.logprobs[some, None]))
+        if grad.shape[1]:
             grad.scatter_add_(1, column, self.logprobs[some, None] * here)
         return grad
 
@@ -299,7 +300,8 @@ def _in_tile(local: Tensor, is_mine: Tensor, ids: slice) -> tuple[Tensor, Tensor
     return torch.where(here, local - ids.start, 0)[:, None], here[:, None]
 
 
-def _merged(parts: list[Stats]) -> Stats:
+def _merged(parts: list[Stats]) -> Tensor:
+    """The statistics of tiles side by side as those of all of them, [2..4, t]."""
     if len(parts) == 1:
-        return parts[0]
-    return merge(parts[0].unpack(torch.stack([part.pack() for part in parts], 1)))[0]
+        return parts[0].pack()
+    return merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))[0].pack()

@@ -7,15 +7,16 @@ every rank into [rows/tp, V], each rank filters its rows, the log-probabilities 
 need not divide by tp, nor shards be even.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dtrain.losses.head import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.vocabulary import (
+    WHOLE,
     Group,
     VocabShard,
     compute_dtype,
@@ -33,31 +34,6 @@ _CHUNK = {"cpu": 256, "cuda": 2048}
 ROWS_PER_SORT = 256
 
 
-@dataclass
-class TrainingSamplingParams:
-    """How completions were sampled. top_k None or −1, top_p 1.0, temperature 1.0: off.
-
-    The functions here read top_k and top_p; who calls them has divided the logits by the temperature.
-    """
-
-    top_k: int | None = None
-    top_p: float = 1.0
-    temperature: float = 1.0
-
-
-def _has_top_k(top_k: int | None) -> bool:
-    return top_k is not None and top_k > 0
-
-
-def _has_top_p(top_p: float | None) -> bool:
-    return top_p is not None and top_p != 1.0
-
-
-def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
-    """Whether `sampling_params` leave any token out."""
-    return sampling_params is not None and (_has_top_k(sampling_params.top_k) or _has_top_p(sampling_params.top_p))
-
-
 def filtered_logprobs_from_hidden_states(
     hidden: Tensor,
     weight: Tensor,
@@ -68,15 +44,15 @@ def filtered_logprobs_from_hidden_states(
     shard: VocabShard | None = None,
     index: Tensor,
 ) -> Tensor:
-    """log p(target) of the distribution that is left after temperature, top-k and top-p, shaped as targets [..]; 0
+    """log p(target) of the distribution that is left after temperature, top-k and top-p, shaped as targets [...]; 0
     where there is no target, −inf (and no gradient) where the filter leaves it out.
 
-    hidden [.., D], weight [V, D] or with `shard` this rank's rows of it, targets [..] int64 global ids, index [T] int64
-    the flat positions of targets. Computed in max(float32, the dtypes). With `shard` the values come back on every
-    rank, and hidden's gradient has still to be summed over the group; per chunk one all-to-all and one all-reduce
+    hidden [..., D], weight [V, D] or with `shard` this rank's rows of it, targets [...] int64 global ids, index [T]
+    int64 the flat positions of targets. Computed in max(float32, the dtypes). With `shard` the values come back on
+    every rank, and hidden's gradient has still to be summed over the group; per chunk one all-to-all and one all-reduce
     forward, two and one in the backward.
     """
-    group = None if shard is None else shard.group
+    group = (shard or WHOLE).group
     step = _CHUNK.get(hidden.device.type, _CHUNK["cuda"])
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)  # [T, D]
     chosen = targets.flatten().index_select(0, index)
@@ -87,9 +63,7 @@ def filtered_logprobs_from_hidden_states(
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         logits = logits / sampling.temperature
-        return SampledLogprob.apply(
-            logits[None], chosen[None], group, sampling.top_k, sampling.top_p, None, not torch.is_grad_enabled()
-        )[0]
+        return SampledLogprob.apply(logits[None], chosen[None], group, sampling.top_k, sampling.top_p)[0]
 
     parts = [
         checkpoint(of_chunk, rows[start : start + step], weight, chosen[start : start + step], use_reentrant=False)
@@ -103,13 +77,13 @@ def filtered_logprobs_from_hidden_states(
 def apply_top_k_top_p(
     logits: Tensor, top_k: int | None, top_p: float, chunk_size: int | None = ROWS_PER_SORT
 ) -> tuple[Tensor, Tensor | None]:
-    """logits [.., V] -> (logits with −inf where filtered, the mask of what is kept [.., V]); differentiable.
+    """logits [..., V] -> (logits with −inf where filtered, the mask of what is kept [..., V]); differentiable.
 
     Top-k first (tokens that tie with the k-th stay; top_k > V means V), then top-p over what is left, renormalised: the
     most likely tokens up to and with the one that makes the sum reach top_p, at least one, equal ones by lower id.
     With neither on: the logits themselves, and None. chunk_size: rows sorted at once, None for all.
     """
-    if not _has_top_k(top_k) and not _has_top_p(top_p):
+    if not need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k, top_p)):
         return logits, None
     with torch.no_grad():
         rows = logits.reshape(-1, logits.shape[-1])
@@ -124,9 +98,9 @@ def apply_top_k_top_p(
 def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """The mask of the tokens of logits [n, V] that pass the filter, [n, V]."""
     mask = None
-    if _has_top_k(top_k):
+    if top_k is not None and top_k > 0:
         mask = logits >= logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
-        if not _has_top_p(top_p):
+        if top_p is None or top_p == 1.0:
             return mask
         logits = logits.masked_fill(~mask, -float("inf"))
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -145,8 +119,12 @@ class Exchange:
         self.group, self.size, self.rank = group, group_size(group), group_rank(group)
         self.columns = shard_sizes(columns, group, device)
 
-    def my_rows(self, rows: int) -> slice:
-        return slice(*chunk_bounds(rows, self.size, self.rank))
+    def chunks(self, rows: int, step: int) -> Iterator[tuple[slice, slice]]:
+        """Runs of `step` of so many rows, and which of each this rank has whole."""
+        for start in range(0, rows, max(step, 1)):
+            end = min(start + step, rows)
+            mine = chunk_bounds(end - start, self.size, self.rank)
+            yield slice(start, end), slice(start + mine[0], start + mine[1])
 
     def _rows_of(self, rows: int) -> list[int]:
         bounds = [chunk_bounds(rows, self.size, rank) for rank in range(self.size)]
@@ -186,35 +164,29 @@ class SampledLogprob(torch.autograd.Function):
     sequence at once) the logits are, and filtered again."""
 
     @staticmethod
-    def forward(ctx, logits, target, group, top_k, top_p, chunk_size, inference_only):
+    def forward(ctx, logits, target, group, top_k, top_p, chunk_size=None):
         exchange = Exchange(logits.shape[-1], group, logits.device)
         rule = _Rule(top_k, top_p, sum(exchange.columns))
         target = target.flatten()
         rows = logits.reshape(len(target), logits.shape[-1])
         step = len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1)
         logprobs = torch.zeros(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        saves = not inference_only and ctx.needs_input_grad[0]
+        saves = ctx.needs_input_grad[0]
         softmax = None
-        for start in range(0, len(rows), max(step, 1)):
-            shard = rows[start : start + step]
-            mine = exchange.my_rows(len(shard))
-            mine = slice(start + mine.start, start + mine.stop)
-            logp = rule.log_softmax(exchange.whole_rows(shard))
+        for chunk, mine in exchange.chunks(len(rows), step):
+            logp = rule.log_softmax(exchange.whole_rows(rows[chunk]))
             logprobs[mine] = rule.at_target(logp, target[mine])
             if saves and chunk_size is None:
                 softmax = logp.exp_()
         if exchange.size > 1:
             dist.all_reduce(logprobs, group=group)
-        value = logprobs.view(logits.shape[:-1])
-        if inference_only:
-            ctx.mark_non_differentiable(value)
-        elif saves:
+        if saves:
             # One local softmax, or with chunks the logits, which are filtered again.
             live = rule.valid(target) & (logprobs > -float("inf"))
             ctx.save_for_backward(logits if softmax is None else softmax, target, live)
             ctx.from_softmax, ctx.shape, ctx.dtype = softmax is not None, logits.shape, logits.dtype
             ctx.exchange, ctx.rule, ctx.step = exchange, rule, step
-        return value
+        return logprobs.view(logits.shape[:-1])
 
     @staticmethod
     def backward(ctx, upstream):
@@ -224,20 +196,14 @@ class SampledLogprob(torch.autograd.Function):
         count = len(target)
         rows = saved.reshape(-1 if ctx.from_softmax else count, saved.shape[-1])
         grad = torch.empty(count, ctx.shape[-1], dtype=ctx.dtype, device=saved.device)
-        for start in range(0, count, max(ctx.step, 1)):
-            end = min(start + ctx.step, count)
-            mine = exchange.my_rows(end - start)
-            mine = slice(start + mine.start, start + mine.stop)
-            if ctx.from_softmax:
-                p = rows
-            else:
-                p = rule.log_softmax(exchange.whole_rows(rows[start:end])).exp_()
+        for chunk, mine in exchange.chunks(count, ctx.step):
+            p = rows if ctx.from_softmax else rule.log_softmax(exchange.whole_rows(rows[chunk])).exp_()
             g = upstream[mine, None]
             full = p * -g
             fill_rows_(full, g.squeeze(1) == 0)
             full.scatter_add_(-1, torch.where(g == 0, 0, target[mine, None]), g)
-            grad[start:end] = exchange.shards(full.to(ctx.dtype), end - start)
-        return grad.view(ctx.shape), *[None] * 6
+            grad[chunk] = exchange.shards(full.to(ctx.dtype), chunk.stop - chunk.start)
+        return grad.view(ctx.shape), *[None] * 5
 
 
 class _Rule:

@@ -14,8 +14,19 @@ import torch
 from torch import Tensor
 
 from dtrain.losses.head import Scaling
-from dtrain.losses.hidden import GradientInForward, as_operand, product, tile_rows_of
-from dtrain.losses.vocabulary import Group, Stats, VocabShard, compute_dtype, group_rank, group_size, merge, part_stats
+from dtrain.losses.hidden import TiledSum, tile_rows_of
+from dtrain.losses.vocabulary import (
+    WHOLE,
+    Group,
+    Stats,
+    VocabShard,
+    compute_dtype,
+    group_rank,
+    group_size,
+    merge,
+    part_stats,
+    product,
+)
 from dtrain.parallel.collectives import all_gather
 
 
@@ -64,12 +75,13 @@ def kl_sum_from_hidden_states(
     if len(student.weight) != len(teacher.weight):
         held = len(student.weight), len(teacher.weight)
         raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
-    with_grad = torch.is_grad_enabled() and (student.hidden.requires_grad or student.weight.requires_grad)
-    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    shard = shard or WHOLE
     rows = rows_per_tile or tile_rows_of(student.weight, shard)
-    teachers = teacher.hidden.detach(), teacher.weight.detach()
-    arguments = (*teachers, index, scalings, forward_share, shard, rows, with_grad)
-    return KlSums(*_KlSum.apply(student.hidden, student.weight, *arguments))
+    dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
+    tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
+    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    forward, reverse = _kl_sums(tokens, teacher, scalings, forward_share, shard.group).unbind()
+    return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
 
 
 def check_share(forward_share: float) -> None:
@@ -77,49 +89,36 @@ def check_share(forward_share: float) -> None:
         raise ValueError(f"forward_share={forward_share}: the forward KL's share lies between 0 and 1")
 
 
-class _KlSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, hidden, weight, teacher_hidden, teacher_weight, index, scalings, forward_share, shard, rows, with_grad
-    ):
-        dtype = torch.promote_types(compute_dtype(hidden.dtype), teacher_hidden.dtype)
-        operand, teacher_operand = (as_operand(tensor, dtype) for tensor in (weight, teacher_weight))
-        scaling, teacher_scaling = scalings
-        group = None if shard is None else shard.group
-        sums = torch.zeros(2, dtype=dtype, device=hidden.device)
-        ctx.gradient = GradientInForward(hidden, weight, dtype) if with_grad else None
-        memory = [torch.empty(min(rows, len(index)), len(weight), dtype=dtype, device=hidden.device) for _ in range(3)]
-        for start in range(0, len(index), rows):
-            some = index[start : start + rows]
-            scratch, gap, p = (tensor[: len(some)] for tensor in memory)  # [t, V/tp]
-            mine = hidden.index_select(0, some).to(operand.dtype)  # [t, D]
-            logits = scaling.logits_(product(mine, operand.t(), out=scratch))
-            slope = scaling.slope(logits) if with_grad else None
-            students = part_stats(logits, gap)  # gap: log q of the part alone
-            theirs = teacher_hidden.index_select(0, some).to(teacher_operand.dtype)
-            logits = teacher_scaling.logits_(product(theirs, teacher_operand.t(), out=scratch))
-            teachers = part_stats(logits, p)  # p: log p of the part alone
-            q = torch.exp(gap, out=scratch)
-            gap.sub_(p)  # log q − log p
-            p.exp_()
-            merged = _merge(students, teachers, -_dot(p, gap), _dot(q, gap), group)
-            sums += torch.stack([merged.forward.sum(), merged.reverse.sum()])
-            if not with_grad:
-                continue
-            # dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
-            offset = (merged.log_ratio - merged.reverse) * (1 - forward_share) + forward_share
-            grad = gap.mul_(1 - forward_share).add_(offset[:, None]).mul_(q).mul_(merged.student_share[:, None])
-            grad.addcmul_(p, merged.teacher_share[:, None], value=-forward_share)
-            if slope is not None:
-                grad.mul_(slope)
-            ctx.gradient.add_tile(grad, some, mine, operand)
-        forward, reverse = sums.unbind()
-        ctx.mark_non_differentiable(forward, reverse)
-        return forward_share * forward + (1 - forward_share) * reverse, forward, reverse
-
-    @staticmethod
-    def backward(ctx, grad_total, _forward, _reverse):
-        return *ctx.gradient.scaled(grad_total), *[None] * 8
+@torch.no_grad()
+def _kl_sums(
+    tokens: TiledSum, teacher: HeadInput, scalings: tuple[Scaling, Scaling], forward_share: float, group: Group
+) -> Tensor:
+    """The two divergences [2]; leaves the gradient of their mix with `tokens`."""
+    sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
+    others = TiledSum(teacher.hidden, teacher.weight, tokens.index, tokens.rows, tokens.dtype)
+    memory = tokens.memory(3)
+    for (tile, mine), (_, theirs) in zip(tokens.tiles(), others.tiles(), strict=True):
+        scratch, gap, p = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
+        logits = scalings[0].logits_(product(mine, tokens.operand.t(), out=scratch))
+        slope = scalings[0].slope(logits) if tokens.wants_gradient else None
+        students = part_stats(logits, gap)  # gap: log q of the part alone
+        logits = scalings[1].logits_(product(theirs, others.operand.t(), out=scratch))
+        teachers = part_stats(logits, p)  # p: log p of the part alone
+        q = torch.exp(gap, out=scratch)
+        gap.sub_(p)  # log q − log p
+        p.exp_()
+        merged = _merge(students, teachers, -_dot(p, gap), _dot(q, gap), group)
+        sums += torch.stack([merged.forward.sum(), merged.reverse.sum()])
+        if not tokens.wants_gradient:
+            continue
+        # dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
+        offset = (merged.log_ratio - merged.reverse) * (1 - forward_share) + forward_share
+        grad = gap.mul_(1 - forward_share).add_(offset[:, None]).mul_(q).mul_(merged.student_share[:, None])
+        grad.addcmul_(p, merged.teacher_share[:, None], value=-forward_share)
+        if slope is not None:
+            grad.mul_(slope)
+        tokens.add_gradient(grad, tile, mine)
+    return sums
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ def _merge(students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, g
 
 
 def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """Σ p_teacher · (log p_teacher − log p_student) over the last dimension, [.., K] -> [..]; 0 where p_teacher is 0
+    """Σ p_teacher · (log p_teacher − log p_student) over the last dimension, [..., K] -> [...]; 0 where p_teacher is 0
     (Hinton et al., arXiv:1503.02531)."""
     return _expected(teacher_logprobs, teacher_logprobs, student_logprobs)
 
@@ -171,11 +170,12 @@ def reverse_kl(
     student_neg_entropy: Tensor | None = None,
     log_outside: float = -100.0,
 ) -> Tensor:
-    """Σ p_student · (log p_student − log p_teacher) over the last dimension, [.., K] -> [..] (Gu et al.,
+    """Σ p_student · (log p_student − log p_teacher) over the last dimension, [..., K] -> [...] (Gu et al.,
     arXiv:2306.08543).
 
-    With student_neg_entropy [..], Σ p·log p over the whole vocabulary, the log-probabilities are those at the teacher's
-    top-k, and the rest of the student counts against a teacher whose log-probability there is `log_outside`.
+    With student_neg_entropy [...], Σ p·log p over the whole vocabulary, the log-probabilities are those at the
+    teacher's top-k, and the rest of the student counts against a teacher whose log-probability there is
+    `log_outside`.
     """
     inside = _expected(student_logprobs, student_logprobs, teacher_logprobs)
     if student_neg_entropy is None:
@@ -192,7 +192,7 @@ def mixed_kl(
     student_neg_entropy: Tensor | None = None,
     log_outside: float = -100.0,
 ) -> Tensor:
-    """weight · forward_kl + (1 − weight) · reverse_kl, [.., K] -> [..]; weight in [0, 1], else ValueError."""
+    """weight · forward_kl + (1 − weight) · reverse_kl, [..., K] -> [...]; weight in [0, 1], else ValueError."""
     if not 0 <= weight <= 1:
         raise ValueError(f"weight={weight}: the forward KL's share lies between 0 and 1")
     reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dtrain.losses.head import Scaling
 from dtrain.losses.head_kl import HeadInput, check_share, forward_kl, reverse_kl
-from dtrain.losses.hidden import GradientInForward, as_operand, head_tile_rows, product, tile_rows_of
+from dtrain.losses.hidden import TiledSum, head_tile_rows, tile_rows_of
 from dtrain.losses.vocabulary import (
+    WHOLE,
     Group,
     VocabShard,
     compute_dtype,
@@ -21,6 +22,7 @@ from dtrain.losses.vocabulary import (
     on_shard,
     part_stats,
     pick,
+    product,
     shard_sizes,
     tiles,
 )
@@ -38,18 +40,16 @@ def topk_logits_from_hidden_states(
     """
     if k < 1:
         raise ValueError(f"k={k}: at least one token is asked for")
-    hidden, weight, softcap = model
-    scaling, dtype = Scaling(1.0, softcap), compute_dtype(hidden.dtype)
-    start, group = (0, None) if shard is None else (shard.start, shard.group)
-    sizes = shard_sizes(len(weight), group, weight.device)
-    k, rows = min(k, sum(sizes)), rows_per_tile or head_tile_rows(max(sizes), weight.device.type)
-    values = torch.empty(len(index), k, dtype=dtype, device=hidden.device)
-    ids = torch.empty(len(index), k, dtype=torch.int64, device=hidden.device)
-    operand = as_operand(weight, dtype)
-    for first in range(0, len(index), rows):
-        tile = slice(first, first + rows)
-        logits = product(hidden.index_select(0, index[tile]).to(operand.dtype), operand.t())  # [t, V/tp]
-        values[tile], ids[tile] = topk_over(scaling.logits_(logits), k, group, start, sizes)
+    shard = shard or WHOLE
+    sizes = shard_sizes(len(model.weight), shard.group, model.weight.device)
+    k, rows = min(k, sum(sizes)), rows_per_tile or head_tile_rows(max(sizes), model.weight.device.type)
+    tokens = TiledSum(model.hidden, model.weight, index, rows, compute_dtype(model.hidden.dtype))
+    scaling = Scaling(1.0, model.softcap)
+    values = torch.empty(len(index), k, dtype=tokens.dtype, device=index.device)
+    ids = torch.empty(len(index), k, dtype=torch.int64, device=index.device)
+    for tile, mine in tokens.tiles():
+        logits = scaling.logits_(product(mine, tokens.operand.t()))  # [t, V/tp]
+        values[tile], ids[tile] = topk_over(logits, k, shard.group, shard.start, sizes)
     return values, ids
 
 
@@ -84,12 +84,13 @@ def topk_kl_sum_from_hidden_states(
     Values, gradients, `shard` and errors as there; one all-gather of K + 3 numbers per token and tile.
     """
     check_share(forward_share)
-    with_grad = torch.is_grad_enabled() and (student.hidden.requires_grad or student.weight.requires_grad)
+    shard = shard or WHOLE
+    rows = rows_per_tile or tile_rows_of(student.weight, shard)
+    tokens = TiledSum(student.hidden, student.weight, index, rows, compute_dtype(student.hidden.dtype))
     loss = _Loss(forward_share, temperature, zero_outside)
     scaling = Scaling(temperature, student.softcap)
-    rows = rows_per_tile or tile_rows_of(student.weight, shard)
-    arguments = (teacher_logits, teacher_ids, index, scaling, loss, shard, rows, with_grad)
-    return TopkKlSums(*_TopkKlSum.apply(student.hidden, student.weight, *arguments))
+    total, inside = _topk_kl_sums(tokens, teacher_logits, teacher_ids, scaling, loss, shard).unbind()
+    return TopkKlSums(tokens.with_gradient(total), inside)
 
 
 class _Loss(NamedTuple):
@@ -112,67 +113,56 @@ class _Loss(NamedTuple):
             value = value + (1 - self.forward_share) * reverse_kl(student, teacher, neg_entropy)
         return value
 
-    def slopes(self, *arguments: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss [t], and its derivatives by logits at the ids, log Σ exp and negative entropy (None without)."""
-        leaves = [one.detach().requires_grad_() for one in arguments[:3] if one is not None]
+    def slopes(
+        self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss [t], and its derivatives by logits at the ids, log Σ exp and (where given) negative entropy."""
+        leaves = [one.detach().requires_grad_() for one in (at_ids, lse, neg_entropy) if one is not None]
         with torch.enable_grad():
-            value = self(*leaves, *[None] * (3 - len(leaves)), arguments[3])
+            value = self(leaves[0], leaves[1], None if neg_entropy is None else leaves[2], teacher_logits)
             found = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
-        return value.detach(), [*found, *[None] * (3 - len(found))]
+        return value.detach(), list(found)
 
 
-class _TopkKlSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, teacher_logits, ids, index, scaling, loss, shard, rows, with_grad):
-        dtype = compute_dtype(hidden.dtype)
-        operand = as_operand(weight, dtype)
-        first_id, group = (0, None) if shard is None else (shard.start, shard.group)
-        sums = torch.zeros(2, dtype=dtype, device=hidden.device)
-        ctx.gradient = GradientInForward(hidden, weight, dtype) if with_grad else None
-        shape = (min(rows, len(index)), len(weight))
-        memory = [torch.empty(shape, dtype=dtype, device=hidden.device) for _ in range(2 + loss.needs_entropy)]
-        for start in range(0, len(index), rows):
-            some = index[start : start + rows]
-            logits, scratch, *third = (tensor[: len(some)] for tensor in memory)  # [t, V/tp]
-            mine = hidden.index_select(0, some).to(operand.dtype)  # [t, D]
-            scaling.logits_(product(mine, operand.t(), out=logits))
-            slope = scaling.slope(logits) if with_grad else None
-            columns, is_mine = on_shard(ids[start : start + rows], first_id, len(weight))  # [t, K]
-            at_ids = pick(logits, columns, is_mine, dtype)
-            stats = part_stats(logits, scratch, *third)  # scratch: log p, or third: p, of the part alone
-            whole, log_share, at_ids, _ = merge_over(stats, at_ids.t(), len(weight), group)
-            at_ids, share = at_ids.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
-            values, (by_ids, by_lse, by_entropy) = loss.slopes(
-                at_ids, whole.l, whole.neg_entropy, teacher_logits[start : start + rows]
-            )
-            inside = (at_ids - whole.l[:, None]).exp().sum()
-            sums += torch.stack([values.sum(), inside])
-            if not with_grad:
-                continue
-            # d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
-            if third:
-                factor = logits.sub_((whole.m + whole.l + whole.neg_entropy)[:, None]).mul_(by_entropy[:, None])
-                grad = factor.add_(by_lse[:, None]).mul_(third[0]).mul_(share[:, None])
-            else:
-                grad = scratch.exp_().mul_((by_lse * share)[:, None])
-            if grad.shape[1]:
-                grad.scatter_add_(1, columns, torch.where(is_mine, by_ids, 0))
-            if slope is not None:
-                grad.mul_(slope)
-            ctx.gradient.add_tile(grad, some, mine, operand)
-        total, inside = sums.unbind()
-        ctx.mark_non_differentiable(inside)
-        return total, inside
-
-    @staticmethod
-    def backward(ctx, grad_total, _inside):
-        return *ctx.gradient.scaled(grad_total), *[None] * 8
+@torch.no_grad()
+def _topk_kl_sums(
+    tokens: TiledSum, teacher_logits: Tensor, ids: Tensor, scaling: Scaling, loss: _Loss, shard: VocabShard
+) -> Tensor:
+    """The loss and the probability inside [2]; leaves the loss's gradient with `tokens`."""
+    sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
+    memory = tokens.memory(2 + loss.needs_entropy)
+    for tile, mine in tokens.tiles():
+        scratch, held, *third = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
+        logits = scaling.logits_(product(mine, tokens.operand.t(), out=held))
+        slope = scaling.slope(logits) if tokens.wants_gradient else None
+        columns, is_mine = on_shard(ids[tile], shard.start, logits.shape[1])  # [t, K]
+        at_ids = pick(logits, columns, is_mine, tokens.dtype)
+        stats = part_stats(logits, scratch, *third)  # scratch: log p, or third: p, of the part alone
+        whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
+        at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
+        values, (by_ids, by_lse, *by_entropy) = loss.slopes(at_ids, whole.l, whole.neg_entropy, teacher_logits[tile])
+        inside = (at_ids - whole.l[:, None]).exp().sum()
+        sums += torch.stack([values.sum(), inside])
+        if not tokens.wants_gradient:
+            continue
+        # d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
+        if whole.neg_entropy is not None:
+            factor = logits.sub_((whole.m + whole.l + whole.neg_entropy)[:, None]).mul_(by_entropy[0][:, None])
+            grad = factor.add_(by_lse[:, None]).mul_(third[0]).mul_(share[:, None])
+        else:
+            grad = scratch.exp_().mul_((by_lse * share)[:, None])
+        if grad.shape[1]:
+            grad.scatter_add_(1, columns, torch.where(is_mine, by_ids, 0))
+        if slope is not None:
+            grad.mul_(slope)
+        tokens.add_gradient(grad, tile, mine)
+    return sums
 
 
 def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The k largest of logits [.., V/tp] over all shards, descending, in the compute dtype, and their global ids int64,
-    both [.., k] on every rank, the lower of equal ones first. start: this rank's first id; sizes: of every rank's
-    shard, of which k is at most the sum. One all-gather."""
+    """The k largest of logits [..., V/tp] over all shards, descending, in the compute dtype, and their global ids
+    int64, both [..., k] on every rank, the lower of equal ones first. start: this rank's first id; sizes: of every
+    rank's shard, of which k is at most the sum. One all-gather."""
     values, ids = local_topk(logits, min(k, logits.shape[-1]))
     values, ids = values.to(compute_dtype(logits.dtype)), ids + start
     if group_size(group) == 1:
@@ -197,14 +187,14 @@ def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: 
 
 
 def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [.., n], by descending value, equal values by ascending id."""
+    """Both [..., n], by descending value, equal values by ascending id."""
     ids, order = ids.sort(-1)
     values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, by_value)
 
 
 def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of logits [.., v] and their columns, equal ones by lower column, which torch.topk leaves open."""
+    """The k largest of logits [..., v] and their columns [..., k], equal ones by lower column (torch.topk: by any)."""
     if logits.is_cuda or k == logits.shape[-1]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]

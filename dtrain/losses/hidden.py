@@ -5,36 +5,24 @@ forward, tile by tile: three matrix products of the head instead of the four tha
 and no more memory than one tile of logits beside the two gradients.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from dtrain.losses.vocabulary import (
+    WHOLE,
     Stats,
     VocabShard,
+    add_product_,
     compute_dtype,
     merge_over,
     on_shard,
     pick,
+    product,
     shard_sizes,
     tile_rows,
 )
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less; into `out` where given."""
-    dtype = torch.promote_types(compute_dtype(a.dtype), b.dtype)
-    if a.is_cuda and a.dtype == b.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
-    a, b = a.to(dtype), b.to(dtype)
-    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, total in the compute dtype."""
-    if a.dtype == b.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(product(a, b))
 
 
 def head_tile_rows(columns: int, device_type: str) -> int:
@@ -42,15 +30,74 @@ def head_tile_rows(columns: int, device_type: str) -> int:
     return tile_rows(columns, device_type, blocks=4, least=64)
 
 
-def tile_rows_of(weight: Tensor, shard: VocabShard | None) -> int:
+def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
     """Tokens per tile for this rank's weight [V/tp, D]: by the largest shard, so that all ranks send the same tiles.
 
     Where `shard` does not say how large that is, one exchange of shard sizes on the host.
     """
-    largest = len(weight) if shard is None else shard.largest
-    if largest is None:
-        largest = max(shard_sizes(len(weight), shard.group, weight.device))
-    return head_tile_rows(largest, weight.device.type)
+    sizes = shard_sizes(len(weight), shard.group, weight.device) if shard.largest is None else [shard.largest]
+    return head_tile_rows(max(sizes), weight.device.type)
+
+
+def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A head's weight [V, D] as it goes into products that give `dtype`: a CPU would round those of bfloat16, a GPU
+    not."""
+    return weight if weight.is_cuda and compute_dtype(weight.dtype) == dtype else weight.to(dtype)
+
+
+class TiledSum:
+    """A sum over tokens index [T] of what hidden states [N, D] and a head's weight [V/tp, D] give, whose gradient is
+    formed tile by tile with the sum itself. Made outside torch.no_grad: `wants_gradient` is the caller's."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, index: Tensor, rows: int, dtype: torch.dtype):
+        self.hidden, self.weight, self.index, self.rows = hidden.detach(), weight.detach(), index, rows
+        self.dtype, self.operand = dtype, as_operand(self.weight, dtype)
+        self._inputs = hidden, weight
+        self.wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        if self.wants_gradient:
+            # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
+            self._hidden_grad = torch.zeros_like(self.hidden)
+            self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Of each tile which of the tokens [t] it has, and their hidden states [t, D] in the operand's dtype."""
+        for start in range(0, len(self.index), self.rows):
+            tile = slice(start, start + self.rows)
+            yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
+
+    def memory(self, count: int) -> list[Tensor]:
+        """For `count` tiles of logits, [at most rows, V/tp] each, uninitialised."""
+        shape = min(self.rows, len(self.index)), len(self.weight)
+        return [torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(count)]
+
+    def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
+        """grad [t, V/tp]: by the product of `hidden` [t, D], the tile's hidden states, and the operand."""
+        grad = grad.to(self.operand.dtype)
+        rows_grad = product(grad, self.operand).to(self._hidden_grad.dtype)
+        self._hidden_grad.index_copy_(0, self.index[tile], rows_grad)
+        add_product_(self._weight_grad, grad.t(), hidden)
+
+    def with_gradient(self, total: Tensor) -> Tensor:
+        """`total`, a scalar, as what has this gradient."""
+        if not self.wants_gradient:
+            return total
+        return _WithGradient.apply(*self._inputs, total, self._hidden_grad, self._weight_grad)
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, total, hidden_grad, weight_grad):
+        ctx.gradient, ctx.weight_dtype = (hidden_grad, weight_grad), weight.dtype
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        """In place and once: a copy of [V, D] would be the step's peak."""
+        if ctx.gradient is None:
+            raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
+        (hidden, weight), ctx.gradient = ctx.gradient, None
+        hidden.mul_(upstream.to(hidden.dtype))
+        return hidden, weight.mul_(upstream).to(ctx.weight_dtype), None, None, None
 
 
 def weighted_logprob_sum(
@@ -79,81 +126,42 @@ def weighted_logprob_sum(
     the group. One all-gather of three numbers per row and tile; `tile_rows_of`'s where rows_per_tile is None. Without a
     shard no collective.
     """
-    rows_per_tile = rows_per_tile or tile_rows_of(weight, shard)
-    with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    arguments = (hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad)
-    return _WeightedLogprobSum.apply(*arguments)
+    shard = shard or WHOLE
+    tokens = TiledSum(hidden, weight, index, rows_per_tile or tile_rows_of(weight, shard), compute_dtype(hidden.dtype))
+    return tokens.with_gradient(_weighted_logprob_sum(tokens, targets, token_weights.to(tokens.dtype), softcap, shard))
 
 
-def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A head's weight as it goes into products that give `dtype`: a CPU would round those of bfloat16, a GPU not."""
-    return weight if weight.is_cuda and compute_dtype(weight.dtype) == dtype else weight.to(dtype)
-
-
-class GradientInForward:
-    """The gradients of a sum by hidden states and weight, formed tile by tile in the sum's own forward."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype):
-        # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
-        self.hidden: Tensor | None = torch.zeros_like(hidden)  # [N, D]
-        self.weight: Tensor | None = torch.zeros(weight.shape, dtype=dtype, device=weight.device)  # [V, D]
-        self._weight_dtype = weight.dtype
-
-    def add_tile(self, grad: Tensor, some: Tensor, rows: Tensor, operand: Tensor) -> None:
-        """grad [t, V] by the product of rows [t, D], which stand at positions `some` [t], and operand [V, D]."""
-        grad = grad.to(operand.dtype)
-        self.hidden.index_copy_(0, some, product(grad, operand).to(self.hidden.dtype))
-        add_product_(self.weight, grad.t(), rows)
-
-    def scaled(self, grad_total: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, times the incoming gradient. In place and once: a copy of [V, D] would be the step's peak."""
-        if self.hidden is None or self.weight is None:
-            raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
-        hidden, weight = self.hidden, self.weight
-        self.hidden = self.weight = None
-        return hidden.mul_(grad_total.to(hidden.dtype)), weight.mul_(grad_total).to(self._weight_dtype)
-
-
-class _WeightedLogprobSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, token_weights, index, softcap, shard, rows_per_tile, with_grad):
-        dtype = compute_dtype(hidden.dtype)
-        start_id, group = (0, None) if shard is None else (shard.start, shard.group)
-        token_weights = token_weights.to(dtype)
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        operand = as_operand(weight, dtype)
-        ctx.gradient = GradientInForward(hidden, weight, dtype) if with_grad else None
-        for start in range(0, index.numel(), rows_per_tile):
-            tile = slice(start, start + rows_per_tile)
-            rows = hidden.index_select(0, index[tile]).to(operand.dtype)  # [t, D]
-            scale = token_weights[tile, None]  # [t, 1]
-            logits = product(rows, operand.t())  # [t, V]
-            if softcap is not None:
-                logits = logits.div_(softcap).tanh_()
-                cap_slope = 1 - logits.square() if with_grad else None
-                logits = logits.mul_(softcap)
-            local_target, is_mine = on_shard(targets[tile, None], start_id, weight.shape[0])  # [t, 1]
-            target_logit = pick(logits, local_target, is_mine, dtype).squeeze(1)
-            largest = _row_max(logits)
-            exponentials = logits.sub_(largest[:, None]).exp_()  # the logits' memory from here on
-            part = exponentials.sum(-1)
-            stats = Stats(largest, part.log())
-            whole, log_share, target_logit, _ = merge_over(stats, target_logit[None], weight.shape[0], group)
-            total += (scale.squeeze(1) * (target_logit.squeeze(0) - whole.m - whole.l)).sum()
-            if not with_grad:
-                continue
-            # d(Σ w·logp)/dlogits = w·(onehot − softmax)
-            grad = exponentials.mul_(-scale * (log_share.exp() / part)[:, None])  # [t, V]
-            if grad.shape[1]:
-                grad.scatter_add_(-1, local_target, scale * is_mine)
-            if softcap is not None:
-                grad.mul_(cap_slope)
-            ctx.gradient.add_tile(grad, index[tile], rows, operand)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_total):
-        return *ctx.gradient.scaled(grad_total), *[None] * 7
+@torch.no_grad()
+def _weighted_logprob_sum(
+    tokens: TiledSum, targets: Tensor, token_weights: Tensor, softcap: float | None, shard: VocabShard
+) -> Tensor:
+    total = torch.zeros((), dtype=tokens.dtype, device=targets.device)
+    for tile, rows in tokens.tiles():
+        scale = token_weights[tile, None]  # [t, 1]
+        logits = product(rows, tokens.operand.t())  # [t, V/tp]
+        cap_slope = None
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_()
+            cap_slope = 1 - logits.square() if tokens.wants_gradient else None
+            logits = logits.mul_(softcap)
+        local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
+        target_logit = pick(logits, local_target, is_mine, tokens.dtype)
+        largest = _row_max(logits)
+        exponentials = logits.sub_(largest[:, None]).exp_()  # the logits' memory from here on
+        part = exponentials.sum(-1)
+        stats = Stats(largest, part.log())
+        whole, log_share, at_target, _ = merge_over(stats, logits.shape[1], shard.group, target_logit.t())
+        total += (scale.squeeze(1) * (at_target.squeeze(0) - whole.m - whole.l)).sum()
+        if not tokens.wants_gradient:
+            continue
+        # d(Σ w·logp)/dlogits = w·(onehot − softmax)
+        grad = exponentials.mul_(-scale * (log_share.exp() / part)[:, None])
+        if grad.shape[1]:
+            grad.scatter_add_(-1, local_target, scale * is_mine)
+        if cap_slope is not None:
+            grad.mul_(cap_slope)
+        tokens.add_gradient(grad, tile, rows)
+    return total
 
 
 def _row_max(logits: Tensor) -> Tensor:

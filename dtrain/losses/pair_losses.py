@@ -16,33 +16,36 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a loss may read of B pairs, [B] each. The reference's log-probabilities are zeros where there is none."""
+    """What a loss may read of B pairs, [B] each. The reference's log-probabilities are zeros where there is none,
+    lengths ones where none are given."""
 
     chosen: Tensor
     rejected: Tensor
     ref_chosen: Tensor
     ref_rejected: Tensor
-    chosen_lengths: Tensor | None
-    rejected_lengths: Tensor | None
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
     f_divergence: str
     f_alpha_divergence_coef: float
 
     @property
     def chosen_ratio(self) -> Tensor:
-        """log(π/π_ref) of the chosen completions."""
+        """log(π/π_ref) of the chosen completions, [B]."""
         return self.chosen - self.ref_chosen
 
     @property
     def rejected_ratio(self) -> Tensor:
+        """[B]"""
         return self.rejected - self.ref_rejected
 
     @property
     def margin(self) -> Tensor:
+        """[B]"""
         return self._score(self.chosen_ratio) - self._score(self.rejected_ratio)
 
     @property
     def margin_per_token(self) -> Tensor:
-        """As `margin`, each score divided by its completion's length."""
+        """As `margin` [B], each score divided by its completion's length."""
         chosen, rejected = self._score(self.chosen_ratio), self._score(self.rejected_ratio)
         return _per_token(chosen, self.chosen_lengths) - _per_token(rejected, self.rejected_lengths)
 
@@ -51,7 +54,7 @@ class Pairs:
 
 
 def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """−log σ(β·m) (DPO: Rafailov et al., arXiv:2305.18290, equation 7).
+    """[B]: −log σ(β·m) (DPO: Rafailov et al., arXiv:2305.18290, equation 7).
 
     With label smoothing ε, −(1 − ε)·log σ(β·m) − ε·log σ(−β·m) (cDPO: Mitchell, "A note on DPO with noisy preferences",
     2023). TRL 0.24 has it so; TRL 1.16's sigmoid reads no label smoothing.
@@ -60,30 +63,30 @@ def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def hinge(pairs: Pairs, *, beta: float) -> Tensor:
-    """max(0, 1 − β·m): SLiC's hinge (Zhao et al., arXiv:2305.10425) on likelihoods relative to the reference, as in
-    RSO (Liu et al., arXiv:2309.06657)."""
+    """[B]: max(0, 1 − β·m): SLiC's hinge (Zhao et al., arXiv:2305.10425) on likelihoods relative to the reference, as
+    in RSO (Liu et al., arXiv:2309.06657)."""
     return torch.relu(1 - beta * pairs.margin)
 
 
 def ipo(pairs: Pairs, *, beta: float) -> Tensor:
-    """`ipo_sum` on margins per token: what TRL calls ipo, and what the paper's authors told TRL they ran."""
+    """[B]: `ipo_sum` on margins per token: what TRL calls ipo, and what the paper's authors told TRL they ran."""
     return (pairs.margin_per_token - 1 / (2 * beta)).square()
 
 
 def ipo_sum(pairs: Pairs, *, beta: float) -> Tensor:
-    """(m − 1/(2β))² (IPO: Azar et al., arXiv:2310.12036, equation 17; β is its τ)."""
+    """[B]: (m − 1/(2β))² (IPO: Azar et al., arXiv:2310.12036, equation 17; β is its τ)."""
     return (pairs.margin - 1 / (2 * beta)).square()
 
 
 def robust(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """(−(1 − ε)·log σ(β·m) + ε·log σ(−β·m)) / (1 − 2ε): the sigmoid loss without bias when a share ε of the labels is
-    flipped (Robust DPO: Chowdhury et al., arXiv:2403.00409)."""
+    """[B]: (−(1 − ε)·log σ(β·m) + ε·log σ(−β·m)) / (1 − 2ε): the sigmoid loss without bias when a share ε of the labels
+    is flipped (Robust DPO: Chowdhury et al., arXiv:2403.00409)."""
     z = beta * pairs.margin
     return (label_smoothing * F.logsigmoid(-z) - (1 - label_smoothing) * F.logsigmoid(z)) / (1 - 2 * label_smoothing)
 
 
 def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """KL(p ‖ q), p = (σ(β·m), σ(−β·m)) and q = (1 − ε, ε) (EXO: Ji et al., arXiv:2402.00856, equation 16).
+    """[B]: KL(p ‖ q), p = (σ(β·m), σ(−β·m)) and q = (1 − ε, ε) (EXO: Ji et al., arXiv:2402.00856, equation 16).
 
     ε is infinite loss at 0, so it has to be given; the paper uses 1e-3. (TRL 0.24 takes 1e-3 for 0, 1.16 refuses 0.)
     """
@@ -93,13 +96,14 @@ def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
-    """−log σ(c) − ½·log σ(−c) − ½·log σ(−r), c and r the rewards (NCA: Chen et al., arXiv:2402.05369)."""
+    """[B]: −log σ(c) − ½·log σ(−c) − ½·log σ(−r), c and r the rewards (NCA: Chen et al., arXiv:2402.05369)."""
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
 def bco_pair(pairs: Pairs, *, beta: float, bco_shift: float | Tensor | str) -> Tensor:
-    """−log σ(c − δ) − log σ(δ − r), c and r the rewards (BCO: Jung et al., arXiv:2404.04656, with its reward shift δ).
+    """[B]: −log σ(c − δ) − log σ(δ − r), c and r the rewards (BCO: Jung et al., arXiv:2404.04656, with its reward shift
+    δ).
 
     bco_shift is δ: a number (0, TRL 1.16's loss, by default), or "batch": the mean of all rewards of this call, chosen
     and rejected, without gradient. The paper and TRL 0.24 move δ from batch to batch, TRL as the plain mean of the
@@ -112,14 +116,14 @@ def bco_pair(pairs: Pairs, *, beta: float, bco_shift: float | Tensor | str) -> T
 
 
 def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
-    """(c − 1/(2β))² + (r + 1/(2β))², c and r the log ratios (SPPO: Wu et al., arXiv:2405.00675, equation 4.7, with the
-    preference taken as certain)."""
+    """[B]: (c − 1/(2β))² + (r + 1/(2β))², c and r the log ratios (SPPO: Wu et al., arXiv:2405.00675, equation 4.7, with
+    the preference taken as certain)."""
     return (pairs.chosen_ratio - 0.5 / beta).square() + (pairs.rejected_ratio + 0.5 / beta).square()
 
 
 def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """The sigmoid loss between the policy's margins log π(chosen)/π(rejected) and the reference's, k-th smallest of the
-    batch with k-th smallest (AOT paired: Melnyk et al., arXiv:2406.05882).
+    """[B]: The sigmoid loss between the policy's margins log π(chosen)/π(rejected) and the reference's, k-th smallest
+    of the batch with k-th smallest (AOT paired: Melnyk et al., arXiv:2406.05882).
 
     A pair's loss stands in its own place: that of its policy margin (TRL's are in the order of size; the mean is one).
     """
@@ -128,8 +132,9 @@ def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """The sigmoid loss between the log ratios of the chosen completions and those of the rejected ones, k-th smallest
-    of the batch with k-th smallest (AOT unpaired: Melnyk et al., arXiv:2406.05882). TRL 0.24 calls it aot_pair.
+    """[B]: The sigmoid loss between the log ratios of the chosen completions and those of the rejected ones, k-th
+    smallest of the batch with k-th smallest (AOT unpaired: Melnyk et al., arXiv:2406.05882). TRL 0.24 calls it
+    aot_pair.
 
     A loss stands in the place of its chosen completion.
     """
@@ -138,20 +143,20 @@ def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor
 
 
 def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
-    """1 − σ(c) + σ(r), c and r the rewards: chosen up, rejected down (APO-zero: D'Oosterlinck et al., arXiv:2408.06266,
-    equation 7)."""
+    """[B]: 1 − σ(c) + σ(r), c and r the rewards: chosen up, rejected down (APO-zero: D'Oosterlinck et al.,
+    arXiv:2408.06266, equation 7)."""
     return torch.sigmoid(-beta * pairs.chosen_ratio) + torch.sigmoid(beta * pairs.rejected_ratio)
 
 
 def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
-    """σ(c) + 1 − σ(c − r), c and r the rewards: both down, rejected further (APO-down: D'Oosterlinck et al.,
+    """[B]: σ(c) + 1 − σ(c − r), c and r the rewards: both down, rejected further (APO-down: D'Oosterlinck et al.,
     arXiv:2408.06266, equation 8)."""
     margin = pairs.chosen_ratio - pairs.rejected_ratio
     return torch.sigmoid(beta * pairs.chosen_ratio) + torch.sigmoid(-beta * margin)
 
 
 def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
-    """(1 − w)·(−log σ(z)) + w·exp(−z), z = β·m and w = σ(z/τ): the log-ratio modulated loss (DiscoPOP: Lu et al.,
+    """[B]: (1 − w)·(−log σ(z)) + w·exp(−z), z = β·m and w = σ(z/τ): the log-ratio modulated loss (DiscoPOP: Lu et al.,
     arXiv:2406.08414, equation 5)."""
     z = _finite(beta * pairs.margin)
     modulation = z / discopop_tau
@@ -160,13 +165,13 @@ def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
-    """−log σ(β·m), m per token: DPO with SimPO's length normalisation (Meng et al., arXiv:2405.14734; Lambert et al.,
-    arXiv:2411.15124)."""
+    """[B]: −log σ(β·m), m per token: DPO with SimPO's length normalisation (Meng et al., arXiv:2405.14734; Lambert et
+    al., arXiv:2411.15124)."""
     return -F.logsigmoid(beta * pairs.margin_per_token)
 
 
 def simpo(pairs: Pairs, *, beta: float, label_smoothing: float, simpo_gamma: float) -> Tensor:
-    """−log σ(β·(c − r) − γ), c and r the log-probabilities per token, no reference (SimPO: Meng et al.,
+    """[B]: −log σ(β·(c − r) − γ), c and r the log-probabilities per token, no reference (SimPO: Meng et al.,
     arXiv:2405.14734, equation 6). The paper's β is 2 to 2.5, its γ about half of it. Label smoothing as in `sigmoid`,
     as TRL's CPO trainer has it."""
     margin = _per_token(pairs.chosen, pairs.chosen_lengths) - _per_token(pairs.rejected, pairs.rejected_lengths)
@@ -174,7 +179,7 @@ def simpo(pairs: Pairs, *, beta: float, label_smoothing: float, simpo_gamma: flo
 
 
 def orpo(pairs: Pairs, *, beta: float) -> Tensor:
-    """β · (−log σ(log odds(chosen) − log odds(rejected))), odds(y) = p/(1 − p) of the probability per token p, no
+    """[B]: β · (−log σ(log odds(chosen) − log odds(rejected))), odds(y) = p/(1 − p) of the probability per token p, no
     reference (ORPO: Hong et al., arXiv:2403.07691, equation 7; β is its λ).
 
     Equation 6 adds the chosen completions' negative log-likelihood: that is the SFT term, dpo.sft_weight = 1, over the
@@ -220,7 +225,7 @@ _LARGEST_EXPONENT = {torch.float32: 80.0, torch.float64: 700.0}
 
 
 def score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(t) for t = π/π_ref from log t, any shape, float32 or float64; a constant may be missing.
+    """f'(t) [...] for t = π/π_ref from log t [...], float32 or float64; a constant may be missing.
 
     The score of an f-divergence that holds a policy to its reference: f-DPO (Wang et al., arXiv:2309.16240) puts
     f'(π/π_ref) where DPO has log(π/π_ref); only differences of scores of one prompt mean anything, for a constant of

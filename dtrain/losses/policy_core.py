@@ -6,7 +6,7 @@ divided by counts of the global batch, so that the sum over micro-batches and ov
 whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtrain.losses import policy_losses
 from dtrain.losses.policy_losses import (
+    Sequences,
     Surrogate,
     Tokens,
     bounded_exp,
@@ -27,7 +28,6 @@ from dtrain.losses.policy_losses import (
     off_policy_mask,
 )
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
-from dtrain.losses.sequences import Sequences
 from dtrain.ranges import NUMBER, hint, is_number
 
 
@@ -40,7 +40,7 @@ class PolicySpec:
     """
 
     name: str = "dapo"
-    clip: tuple[float, float] = (0.2, 0.2)
+    clip: Sequence[float] = (0.2, 0.2)
     beta: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -76,12 +76,8 @@ class PolicySpec:
     def loss(self) -> PolicyLoss:
         return LOSSES[self.name]
 
-    @property
-    def needs_entropies(self) -> bool:
-        return self.options["entropy_coef"] != 0 or self.options["top_entropy_quantile"] < 1
-
     def divisor(self, counts: "Counts") -> Tensor | float:
-        """What the sum over the global batch is divided by."""
+        """What the sum over the global batch is divided by, a scalar."""
         if self.loss.normalisation == "tokens":
             return _or_one(counts.tokens)
         if self.loss.normalisation != "longest":
@@ -163,34 +159,31 @@ def policy_terms(
     (the sampler does not know) the weight is 1. Any other NaN reaches the loss. The gradient of a mask without a token
     is zero. Raises ValueError for what `spec` needs and is not given.
     """
-    _check_given(spec, ref_logps, entropies, entropy_threshold)
     options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
     mask = mask.bool()
 
-    def at(where: Tensor, values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.where(where, values.to(dtype), 0.0)
-
-    def constant(where: Tensor, values: Tensor | None) -> Tensor | None:
-        return None if values is None else at(where, values.detach())
+    def at(where: Tensor, values: Tensor) -> Tensor:
+        return torch.where(where, values.to(dtype), 0.0)
 
     old_logps = logps if old_logps is None else old_logps
     possible = is_known(old_logps, is_known(logps, mask))
-    has_reference = is_known(ref_logps, possible)
-    is_sampled = is_known(sampling_logps, possible)
+    has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
+    reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
+    sampler = None
     if sampling_logps is not None:
         is_sampled = is_sampled & ~sampling_logps.isnan()
-    old_logps, advantages = constant(possible, old_logps), constant(mask, advantages)
-    ref_logps, sampling_logps = constant(has_reference, ref_logps), constant(is_sampled, sampling_logps)
-    logps, entropies = at(possible, logps), at(possible, entropies)
+        sampler = at(is_sampled, sampling_logps.detach())
+    old_logps, advantages = at(possible, old_logps.detach()), at(mask, advantages.detach())
+    logps, entropies = at(possible, logps), None if entropies is None else at(possible, entropies)
 
     log_ratio = logps - old_logps
     level = options["importance_sampling_level"] or spec.loss.level
     ratio = _ratio(level, logps, log_ratio, possible, sequences)
     weights = None
-    if sampling_logps is not None:
+    if sampler is not None:
         weights = correction(
             old_logps,
-            sampling_logps,
+            sampler,
             is_sampled,
             sequences,
             mode=options["sampling_correction"],
@@ -201,17 +194,19 @@ def policy_terms(
     own = {name: options[name] for name in spec.loss.options}
     surrogate = getattr(policy_losses, spec.loss.function)(tokens, **own)
 
-    loss, kept = surrogate.loss, mask
+    loss, kept, is_near = surrogate.loss, mask, None
     if options["off_policy_mask_threshold"] is not None:
-        drawn, by = (old_logps, possible) if sampling_logps is None else (sampling_logps, is_sampled)
+        drawn, by = (old_logps, possible) if sampler is None else (sampler, is_sampled)
         is_near = off_policy_mask(logps, drawn, advantages, by, sequences, options["off_policy_mask_threshold"])
         loss = torch.where(is_near, loss, 0.0)
     if options["top_entropy_quantile"] < 1:
-        kept = mask & (entropies >= entropy_threshold)
+        needs = "top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch"
+        kept = mask & (_given(entropies, _NEEDS_ENTROPIES) >= _given(entropy_threshold, needs))
         loss = torch.where(kept, loss, 0.0)
     if weights is not None and not spec.loss.corrects_itself:
         loss = loss * weights.weights
     if spec.beta:
+        ref_logps = _given(reference, f"beta={spec.beta} needs ref_logps")
         kl = kl_term(logps, ref_logps, ratio, options["kl_estimator"], options["kl_gradient"])
         loss = loss + spec.beta * torch.where(has_reference, kl, 0.0)
     if options["old_kl_coef"]:
@@ -221,22 +216,21 @@ def policy_terms(
     total = torch.where(mask, loss, 0.0).sum() / spec.divisor(counts)
     if options["entropy_coef"]:
         among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
-        bonus = torch.where(kept, entropies, 0.0).sum() / _or_one(among)
+        bonus = torch.where(kept, _given(entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
         total = total - options["entropy_coef"] * bonus
 
     with torch.no_grad():
         sums = _measure(tokens, surrogate, mask)
-        if ref_logps is not None:
-            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, ref_logps))
+        if reference is not None:
+            sums |= _sums(has_reference, "kl_tokens", kl=k3_of(logps, reference))
         if entropies is not None:
             sums |= _sums(possible, "entropy_tokens", entropy=entropies)
-        if sampling_logps is not None:
-            gap = (sampling_logps - old_logps).abs()
-            drift = k3_of(sampling_logps, old_logps)
+        if sampler is not None:
+            gap, drift = (sampler - old_logps).abs(), k3_of(sampler, old_logps)
             sums |= _sums(is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
         if weights is not None:
             sums |= _sums(mask, "corrected_tokens", correction=weights.weights)
-        if options["off_policy_mask_threshold"] is not None:
+        if is_near is not None:
             sums |= _sums(mask, "tokens", off_policy_frac=(~is_near).to(dtype))
     return total, sums
 
@@ -277,15 +271,13 @@ def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:
     return sums | {count: where.sum().to(next(iter(values.values())))}
 
 
-def _check_given(
-    spec: PolicySpec, ref_logps: Tensor | None, entropies: Tensor | None, threshold: Tensor | float | None
-) -> None:
-    if spec.beta and ref_logps is None:
-        raise ValueError(f"beta={spec.beta} needs ref_logps")
-    if spec.needs_entropies and entropies is None:
-        raise ValueError("entropy_coef and top_entropy_quantile need entropies")
-    if spec.options["top_entropy_quantile"] < 1 and threshold is None:
-        raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
+_NEEDS_ENTROPIES = "entropy_coef and top_entropy_quantile need entropies"
+
+
+def _given(value: Any, needs: str) -> Any:
+    if value is None:
+        raise ValueError(needs)
+    return value
 
 
 def _or_one(count: Any) -> Any:

@@ -44,7 +44,7 @@ def preference_loss(
     given = {"label_smoothing": label_smoothing, **options}
     _check_options(name, loss, beta, given)
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
-    divergence = {key: given[key] for key in ("f_divergence", "f_alpha_divergence_coef") if key in given}
+    divergence = {key: given[key] for key in DIVERGENCE if key in given}
     pairs = _pairs(loss, name, logps, (chosen_lengths, rejected_lengths), divergence)
     own = {key: given.get(key, default) for key, default in loss.options.items() if key not in DIVERGENCE}
     return getattr(pair_losses, loss.function)(pairs, beta=beta, **own)
@@ -82,11 +82,19 @@ def combined_preference_loss(
     if "f_divergence" in in_use and without:
         raise ValueError(_unread("f_divergence", without[0], LOSSES[without[0]].options))
     total = torch.zeros((), dtype=_dtype(chosen_logps), device=chosen_logps.device)
-    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
-    lengths = {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
     for name, loss, weight in zip(names, known, weights, strict=True):
         own = {key: value for key, value in in_use.items() if key in loss.options}
-        total = total + weight * preference_loss(name, *logps, beta=beta, **lengths, **own)
+        total = total + weight * preference_loss(
+            name,
+            chosen_logps,
+            rejected_logps,
+            ref_chosen_logps,
+            ref_rejected_logps,
+            beta=beta,
+            chosen_lengths=chosen_lengths,
+            rejected_lengths=rejected_lengths,
+            **own,
+        )
     return total
 
 
@@ -106,7 +114,7 @@ def preference_weights(
     ref_rejected_logps: Tensor | None,
     **options: Any,
 ) -> PreferenceWeights:
-    """Of N pairs, the whole global batch: the losses, and the derivatives of their mean by each log-probability.
+    """Of N pairs, the whole global batch: the losses, and the derivatives of their mean by each log-probability, [N].
 
     Arguments as in `combined_preference_loss`, which has the errors; no gradient flows in or out. The gradient of the
     mean loss by the parameters is that of Σ chosen · log p(chosen) + rejected · log p(rejected), which may be summed in
@@ -120,8 +128,8 @@ def preference_weights(
 
 
 def running_mean(mean: float | Tensor, count: int, batch_mean: Tensor) -> tuple[Tensor, int]:
-    """The mean of `count` values so far and of one more, and how many they are: bco_pair's moving shift as TRL 0.24 has
-    it, batch_mean being the mean of a global batch's rewards, chosen and rejected. Start from (0.0, 0)."""
+    """The mean, a scalar, of `count` values so far and of one more, and how many they are: bco_pair's moving shift as
+    TRL 0.24 has it, batch_mean being the mean of a global batch's rewards, chosen and rejected. Start from (0.0, 0)."""
     return mean + (batch_mean - mean) / (count + 1), count + 1
 
 
@@ -142,7 +150,7 @@ def preference_rewards(
     *,
     beta: float,
 ) -> PreferenceRewards:
-    """The implicit rewards β · log(π/π_ref) of B pairs (arXiv:2305.18290, section 4), for metrics. Arguments as in
+    """The implicit rewards β · log(π/π_ref) of B pairs, [B] (arXiv:2305.18290, section 4), for metrics. Arguments as in
     `preference_loss`; a divergence or a normalisation by length does not enter."""
     with torch.no_grad():
         chosen = beta * (chosen_logps if ref_chosen_logps is None else chosen_logps - ref_chosen_logps)
@@ -229,11 +237,17 @@ def _pairs(
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise ValueError(f"log-probabilities and lengths are one number per pair, [B] each; their shapes are {shapes}")
     dtype = _dtype(chosen)
-    if ref_chosen is None or ref_rejected is None:
-        ref_chosen = ref_rejected = torch.zeros_like(chosen)
-    policy = (chosen.to(dtype), rejected.to(dtype))
-    reference = (ref_chosen.to(chosen.device, dtype), ref_rejected.to(chosen.device, dtype))
-    return Pairs(*policy, *reference, *lengths, **{**DIVERGENCE, **divergence})
+    ref_chosen, ref_rejected = (torch.zeros_like(chosen) if one is None else one.to(chosen.device) for one in logps[2:])
+    chosen_lengths, rejected_lengths = (torch.ones_like(chosen) if one is None else one for one in lengths)
+    return Pairs(
+        chosen.to(dtype),
+        rejected.to(dtype),
+        ref_chosen.to(dtype),
+        ref_rejected.to(dtype),
+        chosen_lengths,
+        rejected_lengths,
+        **{**DIVERGENCE, **divergence},
+    )
 
 
 def _dtype(logps: Tensor) -> torch.dtype:

@@ -1,5 +1,6 @@
-"""A softmax over a vocabulary that may be cut over ranks and into tiles: which ids a rank holds, and what must be known
-of each row of a part so that parts can be merged, tiles on one rank or shards on several.
+"""A softmax over a vocabulary that may be cut over ranks and into tiles: which ids a rank holds, the products that are
+its logits, and what must be known of each row of a part so that parts can be merged, tiles on one rank or shards on
+several.
 
 A group of None, or of one rank, means that the whole vocabulary is here: no collective then.
 
@@ -63,6 +64,22 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less; into `out` [m, n] where given."""
+    dtype = torch.promote_types(compute_dtype(a.dtype), b.dtype)
+    if a.is_cuda and a.dtype == b.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
+    return torch.mm(a.to(dtype), b.to(dtype), out=out)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [m, n] += a [m, k] @ b [k, n], total in the compute dtype."""
+    if a.dtype == b.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(product(a, b))
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """This rank's rows [start, start + rows of its weight) of a vocabulary cut over `group`; shards may be uneven or
@@ -71,6 +88,9 @@ class VocabShard:
     start: int
     group: Group
     largest: int | None = None
+
+
+WHOLE = VocabShard(0, None)
 
 
 def group_size(group: Group) -> int:
@@ -94,14 +114,15 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
 
 
 def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Global ids as columns of a shard that begins at `start`, and whether they are there; column 0 where not."""
+    """Global ids [...] as columns [...] of a shard that begins at `start`, and whether they are there (bool [...]);
+    column 0 where not."""
     local = ids - start
     is_mine = (local >= 0) & (local < columns)
     return torch.where(is_mine, local, 0), is_mine
 
 
 def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -> Tensor:
-    """logits [.., v] at columns [.., k] in `dtype`, 0 where they are not mine; v may be 0."""
+    """logits [..., v] at columns [..., k] in `dtype`, 0 where they are not mine; v may be 0."""
     if not logits.shape[-1]:
         return torch.zeros(columns.shape, dtype=dtype, device=logits.device)
     return torch.where(is_mine, logits.gather(-1, columns).to(dtype), 0)
@@ -109,8 +130,8 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
 
 @dataclass
 class Stats:
-    """Of every row [..]: maximum m and l = log Σ exp(z − m) over a part of the vocabulary; E = Σ p·log p and Q = Σ p²
-    over the part's own softmax, or None. An empty part has m = −inf and l = 0."""
+    """Of every row [...]: maximum m and l = log Σ exp(z − m) over a part of the vocabulary; E = Σ p·log p and Q = Σ p²
+    over the part's own softmax, or None, Q without E too. An empty part has m = −inf and l = 0."""
 
     m: Tensor
     l: Tensor  # noqa: E741
@@ -118,18 +139,12 @@ class Stats:
     squares: Tensor | None = None
 
     def pack(self) -> Tensor:
-        """[2..4, ..]"""
+        """[2..4, ...]: `Stats(*packed)` has them by name again."""
         return torch.stack([part for part in (self.m, self.l, self.neg_entropy, self.squares) if part is not None])
-
-    def unpack(self, packed: Tensor) -> "Stats":
-        """`packed` [2..4, ..] in the form of this one."""
-        parts = iter(packed.unbind())
-        fields = (self.m, self.l, self.neg_entropy, self.squares)
-        return Stats(*(None if field is None else next(parts) for field in fields))
 
 
 def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
-    """Sets the rows of tile [.., v] to `value` where dead [..], whatever they hold."""
+    """Sets the rows of tile [..., v] to `value` where dead [...], whatever they hold."""
     if tile.is_cuda:
         tile.masked_fill_(dead.unsqueeze(-1), value)
     elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
@@ -137,7 +152,7 @@ def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
 
 
 def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
-    """Σ p·values over the last dimension, a value of −inf at p = 0 counting as 0. Overwrites `values`."""
+    """Σ p·values [..., v] -> [...], a value of −inf at p = 0 counting as 0. Overwrites `values`."""
     products = values.mul_(p)
     total = products.sum(-1)
     if total.is_cuda or total.isnan().any():  # where a look costs no synchronisation, the common case skips a pass
@@ -146,9 +161,9 @@ def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
 
 
 def part_stats(logits: Tensor, scratch: Tensor, second: Tensor | None = None, *, squares: bool = False) -> Stats:
-    """Of logits [.., v], any float dtype. `scratch` [.., v] in the compute dtype is overwritten.
+    """Of logits [..., v], any float dtype. `scratch` [..., v] in the compute dtype is overwritten.
 
-    second: another [.., v], which may be the logits' own memory: then Σ p·log p is computed too, with `squares` Σ p².
+    second: another [..., v], which may be the logits' own memory: then Σ p·log p is computed too, with `squares` Σ p².
     """
     dtype = scratch.dtype
     rows = logits.shape[:-1]
@@ -167,8 +182,8 @@ def part_stats(logits: Tensor, scratch: Tensor, second: Tensor | None = None, *,
 
 
 def merge(parts: Stats) -> tuple[Stats, Tensor]:
-    """The parts' statistics, [n, ..] each, as those of the whole vocabulary [..], and log of each part's share of the
-    probability [n, ..]."""
+    """The parts' statistics, [n, ...] each, as those of the whole vocabulary [...], and log of each part's share of the
+    probability [n, ...]."""
     m = parts.m.amax(0)
     delta = torch.where(parts.m == -float("inf"), -float("inf"), parts.m - m) + parts.l
     l = delta.logsumexp(0)  # noqa: E741
@@ -184,25 +199,21 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
 
 
 def merge_over(
-    stats: Stats, extra: Tensor | None, columns: int, group: Group
-) -> tuple[Stats, Tensor, Tensor | None, int | Tensor]:
-    """One all-gather of every rank's statistics [..], of `extra` [k, ..] and of its number of columns.
+    stats: Stats, columns: int, group: Group, extra: Tensor | None = None
+) -> tuple[Stats, Tensor, Tensor, int | Tensor]:
+    """One all-gather of every rank's statistics [...], of `extra` [k, ...] (None: k = 0) and of its number of columns.
 
-    Returns the whole vocabulary's statistics; this rank's log share of the probability [..]; `extra` summed over ranks;
-    the size of the vocabulary, a scalar on the device. Bit for bit the same on every rank. Without a group what it got.
+    Returns the whole vocabulary's statistics; this rank's log share of the probability [...]; `extra` summed over
+    ranks; the size of the vocabulary, a scalar on the device. Bit for bit the same on every rank. Without a group what
+    it got.
     """
-    if group_size(group) == 1:
-        return stats, torch.zeros_like(stats.m), extra, columns
-    packed = stats.pack()
-    fields = len(packed)
-    if extra is not None:
-        packed = torch.cat([packed, extra])
+    extra = stats.m.new_empty(0, *stats.m.shape) if extra is None else extra
     size = group_size(group)
-    message = torch.cat([packed.flatten(), packed.new_full((1,), columns)])
+    if size == 1:
+        return stats, torch.zeros_like(stats.m), extra, columns
+    own = stats.pack()
+    message = torch.cat([own.flatten(), extra.flatten(), own.new_full((1,), columns)])
     gathered = all_gather(message, 0, group).view(size, -1)
-    vocabulary = gathered[:, -1].sum()
-    parts = gathered[:, :-1].view(size, *packed.shape)
-    whole, log_share = merge(stats.unpack(parts[:, :fields].transpose(0, 1)))
-    if extra is not None:
-        extra = parts[:, fields:].sum(0)
-    return whole, log_share[group_rank(group)], extra, vocabulary
+    parts = gathered[:, :-1].view(size, len(own) + len(extra), *stats.m.shape)
+    whole, log_share = merge(Stats(*parts[:, : len(own)].unbind(1)))
+    return whole, log_share[group_rank(group)], parts[:, len(own) :].sum(0), gathered[:, -1].sum()

@@ -9,7 +9,7 @@ Names are imported when they are used: the facts are read where no torch is.
     sft, dpo, grpo, distill      how each differs
     objective, precompute        dpo: what is minimised; the reference's sums, once
     collect, engines             grpo: a rollout; what draws and judges it
-    rollout_buffer, table        grpo: a rollout as tensors; on the terminal
+    rollout_buffer               grpo: a rollout as tensors
 """
 
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank."""
+"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. And what the
+terminal shows of it: a line of measures, and some completions.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +17,13 @@ from dtrain.data.rows import Placement
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.engines import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.metrics import Metrics
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
+
+SECONDS_BETWEEN_TABLES = 20.0
+WIDTH = 72
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class PromptGroups:
         self.parts = torch.zeros(0, len(names), dtype=torch.float64)  # [N, rewards]
 
     def add(self, asked: Sequence[PromptRow], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
+        """More groups: their rewards [n] and the parts [n, rewards]."""
         self.asked += asked
         self.samples += samples
         self.rewards = torch.cat([self.rewards, rewards])
@@ -299,3 +306,34 @@ def _mean(values: Tensor) -> float:
 
 def _known(value: float) -> float | None:
     return None if value != value else value
+
+
+class SampleTable:
+    """Shows a rollout now and then: the first, and one when 20 seconds have passed since the last."""
+
+    def __init__(self, metrics: Metrics, rows: int):
+        self.metrics, self.rows = metrics, rows
+        self._last = float("-inf")
+
+    def show(self, step: int, rollout: Rollout) -> None:
+        """`step`: the first that trains on it. Ranks without rows say nothing."""
+        if not rollout.rows or not self.rows or time.monotonic() - self._last < SECONDS_BETWEEN_TABLES:
+            return
+        self._last = time.monotonic()
+        for line in _table(step, rollout.measured, rollout.rows[: self.rows]):
+            self.metrics.say(line)
+
+
+def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"rollout before step {step}: reward {measured['reward_mean']:.3f} ± {measured['reward_std']:.3f}, "
+        f"{measured['completion_len']:.1f} tokens, {100 * measured['truncated_frac']:.0f}% cut off, "
+        f"{100 * measured['frac_zero_std']:.0f}% of the groups alike",
+        "  reward  advantage  tokens  completion",
+    ]
+    for row in rows:
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
+        text = " ".join(row["completion"].split())
+        text = text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
+        lines.append(f"  {reward:>6}  {row['advantage']:>9.3f}  {row['tokens']:>6}  {text}")
+    return lines

@@ -36,15 +36,17 @@ class Distill(Method):
         super().__init__(recipe)
         section = recipe.distill
         shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight}
-        self._options = {"forward_share": shares[section.kl], "temperature": section.temperature}
+        self._share, self._temperature = shares[section.kl], section.temperature
         self._factor = section.temperature**2
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
-        self.teacher = Teacher(policy, self.recipe.distill.teacher)
+        if self.recipe.distill.teacher is not None:  # without one the recipe is refused
+            self.teacher = Teacher(policy, self.recipe.distill.teacher)
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalars: the share of the loss, and the sums of the KL and of the trained tokens."""
         index = batch["label_index"]
         if self.recipe.distill.top_k is None:
             total, measured = self._whole(source, index)
@@ -58,7 +60,14 @@ class Distill(Method):
         student = source.head_input
 
         def divergence(teacher: HeadInput) -> KlSums:
-            return kl_sum_from_hidden_states(student, teacher, index, shard=source.shard, **self._options)
+            return kl_sum_from_hidden_states(
+                student,
+                teacher,
+                index,
+                forward_share=self._share,
+                temperature=self._temperature,
+                shard=source.shard,
+            )
 
         total, forward, reverse = self.teacher.at_head(source.inputs, divergence)
         return total, {"forward_kl": forward, "reverse_kl": reverse}
@@ -73,9 +82,10 @@ class Distill(Method):
             logits,
             ids,
             index,
+            forward_share=self._share,
+            temperature=self._temperature,
             zero_outside=self.recipe.distill.zero_outside_topk,
             shard=source.shard,
-            **self._options,
         )
         return total, {"topk_mass": inside}
 

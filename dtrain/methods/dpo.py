@@ -48,7 +48,7 @@ class Dpo(Method):
         keep = partial(policy.init_reference_model, None if path == "start" else path)
         if not self.recipe.dpo.precompute:
             keep()
-            if self.recipe.dpo.sync_every is not None:
+            if self.recipe.dpo.sync_every is not None and policy.reference is not None:
                 self._reference = policy.reference.tensors
             return
         name = table_name(run.identities, policy.precision.compute, self.recipe.dpo.ld_alpha)
@@ -97,8 +97,9 @@ class Dpo(Method):
         global_seqs: Tensor,
         global_tokens: Tensor,
         *,
-        chosen_tokens: Tensor,
+        chosen_tokens: Tensor | int = 1,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalars: the share of the loss, and the sums of `Objective.measure`."""
         logprobs = source.logprobs().logprobs  # [B, S/cp]
         sums = PairSums.of(source.by_document(PairSums.streams(batch, logprobs)))
         losses = self.objective.losses(sums)  # [pairs]
@@ -147,7 +148,7 @@ class Dpo(Method):
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The reference, where it moves; one that stands still is read again where it came from."""
+        """The reference by name [...], where it moves; one that stands still is read again where it came from."""
         return {f"reference.{name}": tensor for name, tensor in self._reference.items()}
 
 

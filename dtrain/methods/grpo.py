@@ -22,15 +22,19 @@ from dtrain.data.order import permute
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.methods.collect import Collector, Rollout, lengths_of
+from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards
 from dtrain.methods.method import Method, Run
 from dtrain.methods.rollout_buffer import Buffer
-from dtrain.methods.table import SampleTable
-from dtrain.policy import Batching, DynamicShapes, Packed, Policy
+from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
 from dtrain.rollout.sharing import deal
+
+FIELDS = (
+    *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
+    *("clip_frac", "clip_low", "clip_high", "correction", "off_policy_frac"),
+)
 
 
 @dataclass
@@ -56,12 +60,12 @@ class Grpo(Method):
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         section, drawn = recipe.grpo, recipe.grpo.sampling
-        self.spec = PolicySpec(section.loss, tuple(section.clip), section.beta, dict(section.kwargs))
+        self.spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
         stays = section.sync_every is None  # one that moves comes with the checkpoint
         self.needs_start = self.facts.needs_reference(recipe) and section.reference == "start" and stays
         self._reference: Mapping[str, Tensor] = {}
-        self._buffer: Buffer | None = None
+        self._buffer = Buffer.empty(0, 0, ())
         self._position = Position()
         self._is_over = False  # the data's epochs
         self._measured: dict[str, float] = {}
@@ -76,7 +80,7 @@ class Grpo(Method):
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
-    def micro_rows(self) -> int | Batching:
+    def micro_rows(self) -> int | DynamicShapes | Packed:
         """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
         size = self.recipe.train.micro_batch
         tokens = size * self.recipe.data.max_length
@@ -100,7 +104,7 @@ class Grpo(Method):
         section = self.recipe.grpo
         if self.facts.needs_reference(self.recipe):
             policy.init_reference_model(None if section.reference == "start" else section.reference)
-            if section.sync_every is not None:
+            if section.sync_every is not None and policy.reference is not None:
                 self._reference = policy.reference.tensors
         tokenizer = Tokenizer.from_directory(self.recipe.model.path)
         self._policy, self._run = policy, run
@@ -164,6 +168,7 @@ class Grpo(Method):
         entropy_threshold: Tensor | None = None,
         high_entropy_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalars: the share of the loss, and the sums of `policy_terms`."""
         found = source.sampled_logprobs(self.sampling, entropy=True)
         mask = batch["labels"] != IGNORE  # [B, S/cp]
         return policy_terms(
@@ -190,11 +195,8 @@ class Grpo(Method):
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
         found = means(sums)
-        named = {name: found[name] for name in ("kl", "entropy", "mismatch_kl", "approx_kl", "ratio") if name in found}
-        named["clip_frac"] = found["clip_low"] + found["clip_high"]
-        named |= {
-            name: found[name] for name in ("clip_low", "clip_high", "correction", "off_policy_frac") if name in found
-        }
+        found["clip_frac"] = found["clip_low"] + found["clip_high"]
+        named = {name: found[name] for name in FIELDS if name in found}
         measured = dict(self._measured)
         if self._position.done > 1:
             measured.pop("rollout_time", None)
@@ -226,7 +228,8 @@ class Grpo(Method):
         return place | sizes | {"measured": self._measured, "settings": self._settings()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffer, and the reference where it moves; one that stands still is read again where it came from."""
+        """The buffer's, and the reference's [...] where it moves; one that stands still is read again where it came
+        from."""
         kept = {f"buffer.{name}": one for name, one in self._buffer.tensors().items()} if self._is_begun() else {}
         return kept | {f"reference.{name}": tensor for name, tensor in self._reference.items()}
 
@@ -276,7 +279,7 @@ class Grpo(Method):
             )
 
     def _is_begun(self) -> bool:
-        return self._buffer is not None and self._position.done < self._steps(len(self._buffer))
+        return self._position.done < self._steps(len(self._buffer))
 
     def _steps(self, sequences: int) -> int:
         """Optimizer steps that a rollout of so many completions makes."""
@@ -308,11 +311,11 @@ class Grpo(Method):
         position.rollout, position.done = position.rollout + 1, 0
         position.cursor, position.epochs = rollout.cursor, rollout.epochs
         is_one_step = self._steps(len(self._buffer)) == 1
-        checks = not position.checked and self.recipe.grpo.max_mismatch is not None
-        if checks or not is_one_step:
+        most = None if position.checked else self.recipe.grpo.max_mismatch
+        if most is not None or not is_one_step:
             self._score("old_logprobs")
-        if checks:
-            self._check_mismatch()
+        if most is not None:
+            self._check_mismatch(most)
             position.checked = True
         if is_one_step:  # the update begins at the weights that it is measured by: the ratio is 1
             self._buffer.per_token.pop("old_logprobs", None)
@@ -342,18 +345,17 @@ class Grpo(Method):
         gathered, _ = self._policy.gather_over_dp(self._buffer.flat(values, mine))
         self._buffer.place(name, gathered, [index for share in shares for index in share])
 
-    def _check_mismatch(self) -> None:
+    def _check_mismatch(self, most: float) -> None:
         """Raises UserError, on every rank alike, where engine and trainer disagree on the sampled tokens."""
         per_token, trained = self._buffer.per_token, self._buffer.trained
         gap = (per_token["old_logprobs"] - per_token["sampling_logprobs"])[trained].abs()
         gap = gap[gap.isfinite()]
-        mean, most = gap.mean().item() if len(gap) else 0.0, self.recipe.grpo.max_mismatch
+        mean = gap.mean().item() if len(gap) else 0.0
         if mean > most:
-            server = self.recipe.grpo.engine == "http"
             fix = (
                 "see that the servers serve this very model, in a like dtype, and give the log-probabilities that they "
                 "sample by (vLLM: --logprobs-mode processed_logprobs)"
-                if server
+                if self.recipe.grpo.engine == "http"
                 else "that is an error in dtrain unless the model computes in float16: please report it"
             )
             raise UserError(

@@ -197,7 +197,7 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
             found.append(f"{key}.{option} is not read by {name}{slip}")
         elif not rewards.RANGES[option][0](value):
             found.append(f"{key}.{option}={value} must be {rewards.RANGES[option][1]}")
-    target, most = options.get("target_tokens"), options.get("max_tokens")
-    if not found and name == "length_penalty" and target >= most:
-        found.append(f"{key}.target_tokens={target} must be below {key}.max_tokens={most}")
+    if not found and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
+        bounds = options["target_tokens"], options["max_tokens"]
+        found.append(f"{key}.target_tokens={bounds[0]} must be below {key}.max_tokens={bounds[1]}")
     return found

@@ -118,7 +118,8 @@ class Method:
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the global batch's loss, and of the sums that `fields` and `val_fields` read."""
+        """This micro-batch's share of the global batch's loss, a scalar, and of the sums that `fields` and `val_fields`
+        read, scalars by name."""
         raise NotImplementedError(f"{type(self).__name__} names no loss")
 
     def after_step(self, policy: Policy, step: int) -> None:
@@ -150,6 +151,7 @@ class Method:
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
+        """By name, [...] each; see the class."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:

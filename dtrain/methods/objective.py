@@ -86,7 +86,7 @@ class Objective:
         return lengths | self._options
 
     def measure(self, sums: PairSums, losses: Tensor) -> dict[str, Tensor]:
-        """Sums over the pairs, from which the metrics are made."""
+        """Sums over the pairs, scalars, from which the metrics are made; losses [pairs]."""
         rewards = preference_rewards(*sums[:4], beta=self.beta)
         return {
             "pairs": torch.full((), len(losses), device=losses.device),

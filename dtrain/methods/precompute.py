@@ -19,7 +19,7 @@ from dtrain.checkpoint.identity import digest
 from dtrain.data import Rows
 from dtrain.data.packing import pack
 from dtrain.losses.preference import length_desensitised_weights
-from dtrain.policy import Policy
+from dtrain.policy import Batching, Policy
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make
 
@@ -31,10 +31,16 @@ def table_name(identities: Mapping[str, str], dtype: torch.dtype, ld_alpha: floa
 
 
 def reference_table(
-    policy: Policy, rows: Rows, file: Path, *, ld_alpha: float | None, micro_rows: int, reference: Callable[[], None]
+    policy: Policy,
+    rows: Rows,
+    file: Path,
+    *,
+    ld_alpha: float | None,
+    micro_rows: int | Batching,
+    reference: Callable[[], None],
 ) -> Tensor:
-    """The table of `rows`' pairs, from `file` or made now and written there; `reference()` gives the policy its
-    reference where that is needed. Collective."""
+    """The table [pairs, 2] of `rows`' pairs, from `file` or made now and written there; `reference()` gives the policy
+    its reference where that is needed. Collective."""
     shape = (len(rows.samples), 2)
     kept = _kept(file, 16 * shape[0])
     if _everywhere(kept is not None):
@@ -78,7 +84,9 @@ def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:
     return stream.view(batch["labels"].shape)
 
 
-def _score(policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None, micro_rows: int) -> None:
+def _score(
+    policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None, micro_rows: int | Batching
+) -> None:
     """Fill this dp rank's share of the samples' places in `table`."""
     if rows.packing:
         lengths = rows.samples.lengths(torch.arange(samples.start, samples.stop)).tolist()

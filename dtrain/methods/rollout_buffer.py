@@ -80,7 +80,7 @@ class Buffer:
         return len(self.lengths)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name."""
+        """Every tensor by name, [N] and [T]."""
         names = ("lengths", "tokens", "trained", "advantages", "counted")
         return {name: getattr(self, name) for name in names} | self.per_token
 

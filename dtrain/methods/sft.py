@@ -16,6 +16,7 @@ class Sft(Method):
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalars: the share of the loss, and the sums of negative log-probabilities and of trained tokens."""
         total = -source.weighted_sum()
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
         return total / global_tokens, {"nll": total.detach(), "trained": trained}

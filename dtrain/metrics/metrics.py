@@ -46,7 +46,7 @@ class Metrics:
     ):
         self._sinks = list(sinks)
         self._samples = samples
-        self._total_steps = None
+        self._total_steps: int | None = None
         self._progress = progress
         self._every = every
         self.choices = choices

@@ -8,9 +8,12 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from dtrain.json_files import loads
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Sink(Protocol):
@@ -30,7 +33,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """One JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity. Text stays
     as it is, in UTF-8."""
 
@@ -40,7 +43,7 @@ class JsonlSink:
     def __init__(self, path: Path):
         self.name = str(path)
         self._path = path
-        self._file = None
+        self._file: TextIO | None = None
 
     def resume_at(self, step: int) -> None:
         cut_jsonl(self._path, step)
@@ -90,7 +93,7 @@ def _step_of(line: bytes) -> float:
     return step if isinstance(step, int | float) else float("inf")
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Scalars `train/<field>` and `val/<field>` by step."""
 
     name = "TensorBoard"
@@ -99,8 +102,8 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._purge_step = None
-        self._writer = None
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
 
     def resume_at(self, step: int) -> None:
         # Events of a run that was cut stay in their file; TensorBoard leaves out those from purge_step on.
@@ -124,7 +127,7 @@ class TensorBoardSink:
             self._writer = None
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A run of a W&B project; a resumed run goes on in the same one, whose id lies in the run directory."""
 
     name = "Weights & Biases"
@@ -138,7 +141,7 @@ class WandbSink:
         self._project = project
         self._run_dir = run_dir
         self._config_yaml = config_yaml
-        self._run = None
+        self._run: Any = None
 
     def resume_at(self, step: int) -> None:
         if step == 0:
@@ -159,7 +162,7 @@ class WandbSink:
     def _id_file(self) -> Path:
         return self._run_dir / "wandb-id.txt"
 
-    def _open(self):
+    def _open(self) -> Any:
         from omegaconf import OmegaConf
 
         self._run_dir.mkdir(parents=True, exist_ok=True)

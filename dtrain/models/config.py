@@ -196,7 +196,7 @@ def _layer_types(fields: Fields, count: int, default: list[str], fixed: bool = F
 
 def _written_window(fields: Fields) -> int | None:
     """null is no window; transformers takes an absent key for 4096, in every family that has the field."""
-    return fields.integer("sliding_window", None if "sliding_window" in fields else 4096, optional=True)
+    return fields.optional_integer("sliding_window", None if "sliding_window" in fields else 4096)
 
 
 def _used_window(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> int | None:
@@ -277,7 +277,7 @@ def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: 
     common["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     spellings = ("sliding_window_pattern", "_sliding_window_pattern")
-    pattern = next(filter(None, [fields.integer(key, None, optional=True) for key in spellings]), 6)
+    pattern = next(filter(None, [fields.optional_integer(key) for key in spellings]), 6)
     types = _layer_types(fields, count, [SLIDING if (index + 1) % pattern else FULL for index in range(count)])
     values = {
         **common,
@@ -286,7 +286,7 @@ def _gemma3(architecture: str, fields: Fields, tie: bool = True, is_text_tower: 
         "ropes": read_gemma_ropes(fields, common["max_position_embeddings"], FULL, SLIDING),
         "qkv_bias": bias,
         "o_bias": bias,
-        "final_logit_softcapping": fields.number("final_logit_softcapping", None, optional=True),
+        "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
     }
     fields.refuse_the_rest()
     return ModelConfig(**values, is_text_tower=is_text_tower)

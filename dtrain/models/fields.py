@@ -72,30 +72,27 @@ class Fields:
         self._asked.add(key)
         return self._values.get(key)
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, optional: bool = False) -> int | None:
-        value = self._or_default(key, default, optional)
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self._or_default(key, default)
         if value is None:
-            return None if optional else minimum
+            return minimum
         most = SIZES.get(key, LARGEST)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most:
             self.problem(f"{key} {shown(value)}: must be a whole number of at least {minimum} and at most {most}")
             return minimum
         return value
 
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """As `integer`; None where there is neither a field nor a default."""
+        return None if self.get(key) is None and default is None else self.integer(key, default)
+
     def number(
-        self,
-        key: str,
-        default: float | None = None,
-        *,
-        optional: bool = False,
-        least: float = 0.0,
-        most: float = 1e6,
-        zero: bool = False,
-    ) -> float | None:
+        self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e6, zero: bool = False
+    ) -> float:
         """A number above `least` and up to `most`; zero: or 0."""
-        value = self._or_default(key, default, optional)
+        value = self._or_default(key, default)
         if value is None:
-            return None if optional else most
+            return most
         wrong_kind = isinstance(value, bool) or not isinstance(value, int | float)
         if wrong_kind or not (least < value <= most or (zero and value == 0)):  # NaN is neither
             or_zero = ", or 0" if zero else ""
@@ -103,15 +100,19 @@ class Fields:
             return most
         return float(value)
 
+    def optional_number(self, key: str, *, zero: bool = False) -> float | None:
+        """As `number`; None where there is no field."""
+        return None if self.get(key) is None else self.number(key, zero=zero)
+
     def flag(self, key: str, default: bool) -> bool:
-        value = self._or_default(key, default, False)
+        value = self._or_default(key, default)
         if not isinstance(value, bool):
             self.problem(f"{key} {shown(value)}: must be true or false")
             return default
         return value
 
     def choice(self, key: str, choices: tuple[str, ...], default: str | None) -> str:
-        value = self._or_default(key, default, False)
+        value = self._or_default(key, default)
         if value in choices:
             return value
         if value is not None:
@@ -120,15 +121,13 @@ class Fields:
 
     def token(self, key: str, default: int | None = None) -> int | None:
         """A token id, of a list the first; null is none, and only a missing field takes the default."""
-        value = self.get(key) if key in self else default
-        if isinstance(value, list) and value:
-            value = value[0]
-        if value is None or value == []:
-            return None
-        if not _is_token(value):
-            self.problem(f"{key} {shown(value)}: must be a token id")
-            return None
-        return value
+        value: Any = self.get(key) if key in self else default
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if value is None or _is_token(value):
+            return value
+        self.problem(f"{key} {shown(value)}: must be a token id")
+        return None
 
     def tokens(self, key: str) -> tuple[int, ...]:
         value = self.get(key)
@@ -157,13 +156,11 @@ class Fields:
                 name = shown(key)[1:-1]
                 self.problem(f"{name} {shown(value)}: not a field that dtrain knows; it may change the numbers")
 
-    def _or_default(self, key: str, default: Any, optional: bool) -> Any:
+    def _or_default(self, key: str, default: Any) -> Any:
         value = self.get(key)
-        if value is not None:
-            return value
-        if default is None and not optional:
+        if value is None and default is None:
             self.problem(f"{key} is missing")
-        return default
+        return default if value is None else value
 
 
 def _is_token(value: Any) -> bool:

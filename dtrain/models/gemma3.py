@@ -12,24 +12,16 @@ from torch import Tensor, nn
 from dtrain.attention.decode import Cached
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import rms_norm
-from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Rotary
-from dtrain.parallel.placement import LocalParameters
+from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, RMSNorm, Rotary
 
 
-class Gemma3RMSNorm(LocalParameters):
+class Gemma3RMSNorm(RMSNorm):
     """(1 + weight) · norm(x), all in max(float32, x's dtype), rounded once at the end."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
     def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(wide), 1.0 + self.local("weight").to(wide), self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class Gemma3Layer(nn.Module):
@@ -46,6 +38,7 @@ class Gemma3Layer(nn.Module):
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]"""
         attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         hidden = hidden + self.post_attention_layernorm(attended)
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

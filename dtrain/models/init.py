@@ -53,5 +53,5 @@ def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key:
 
 
 def _normal(index: Tensor, key: int) -> Tensor:
-    """Standard normals [..] float64 of flat indices [..] int64: the inverse distribution function of a uniform."""
+    """Standard normals [...] float64 of flat indices [...] int64: the inverse distribution function of a uniform."""
     return torch.erfinv(uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))

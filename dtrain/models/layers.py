@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
-from dtrain.models.config import SLIDING, ModelConfig
+from dtrain.models.config import SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import Block, ParallelModel, Stack, VocabEmbedding, VocabHead, gather_vocabulary
@@ -44,6 +44,7 @@ DECODER_PLAN = {
 
 class Linear(LocalParameters, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
         return F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
 
 
@@ -56,6 +57,7 @@ class RMSNorm(LocalParameters):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.local("weight")
         if wide == x.dtype == weight.dtype:
@@ -86,11 +88,12 @@ class Attention(Block):
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]; mask: the kernel's form of it."""
         hidden, heads = self.enter(hidden), (-1, self.head_dim)
         q = self.q_proj(hidden).unflatten(-1, heads)  # [B, S, H, hd]
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
@@ -110,6 +113,7 @@ class GatedMLP(Block):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]"""
         x = self.enter(x)
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
 
@@ -125,12 +129,15 @@ class PreNormLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]"""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Decoder(Stack):
     """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings."""
+
+    kernel: Kernel
 
     def __init__(
         self,
@@ -153,16 +160,17 @@ class Decoder(Stack):
         seq_ids: Tensor | None = None,
         cache: Cached | None = None,
     ) -> Tensor:
-        config, device = self.config, input_ids.device
+        """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]."""
+        config, device, kernel = self.config, input_ids.device, self.kernel
         hidden = self._embed(input_ids)  # [B, S, D]
         length = input_ids.shape[1]
         if cache is not None:
             position_ids = cache.positions
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
-        kernel = self.layers[0].self_attn.kernel
         by_position = seq_ids is not None or kernel.abilities.context_parallel
         keys = kernel.keys(positions, seq_ids) if by_position and cache is None else None
-        rotary, masks = {}, {}
+        rotary: dict[Rope, Rotary] = {}
+        masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
             if rope not in rotary:
@@ -214,9 +222,10 @@ class CausalLM(ParallelModel):
 
     def use_kernel(self, kernel: Kernel) -> None:
         """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
-        self.kernel = kernel
-        for layer in self.model.layers:
-            layer.self_attn.kernel = kernel
+        self.kernel = self.model.kernel = kernel
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.kernel = kernel
 
     def forward(
         self,
@@ -286,14 +295,17 @@ class CausalLM(ParallelModel):
         return (r".*\.rotary_emb\.inv_freq",)  # a buffer that transformers once saved
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach).
+        """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
+        parameter, whose gradient is not computed.
 
         PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
         keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
         """
         config = self.config
-        count = sum(parameter.numel() for parameter in self.parameters())
+        products = [*self.parameters()]
         if not config.tie_word_embeddings:
-            count -= self.model.embed_tokens.weight.numel()
-        reach = [min(seq_len, config.sliding_window) if t == SLIDING else seq_len for t in config.layer_types]
-        return 6.0 * count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)
+            products = [one for one in products if one is not self.model.embed_tokens.weight]
+        count = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in products)
+        window = config.sliding_window or seq_len
+        reach = [min(seq_len, window) if kind == SLIDING else seq_len for kind in config.layer_types]
+        return count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)

@@ -1,5 +1,6 @@
 """From a ModelConfig to a model: which class an architecture has, and how it is built and loaded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
-FAMILIES: dict[str, type[CausalLM]] = {
+FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,

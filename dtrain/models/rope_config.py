@@ -26,10 +26,8 @@ class Rope:
     table_scale: float = 1.0
 
 
-# A base of 1 would turn all pairs alike, and YaRN divides by its logarithm.
-_BASE = {"least": 1.0, "most": 1e15}
 # The parameters that each kind reads, beside rope_theta.
-_PARAMETERS = {
+_PARAMETERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -41,8 +39,8 @@ def read_rope(fields: Fields, max_positions: int) -> Rope:
     """The rope of a model whose layers all share it."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
-    theta = fields.number("rope_theta", 10_000.0, **_BASE)
-    original = fields.integer("original_max_position_embeddings", None, optional=True)
+    theta = _base(fields, "rope_theta", 10_000.0)
+    original = fields.optional_integer("original_max_position_embeddings")
     partial = fields.number("partial_rotary_factor", 1.0)
     if partial != 1.0:
         fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated")
@@ -56,8 +54,8 @@ def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str
         fields.problem(f"rope_parameters {shown(nested)}: must be nested under {full} and {sliding}")
         nested = {}
     scaling = fields.get("rope_scaling") or {}
-    theta = fields.number("rope_theta", 1_000_000.0, **_BASE)
-    local_theta = fields.number("rope_local_base_freq", 10_000.0, **_BASE)
+    theta = _base(fields, "rope_theta", 1_000_000.0)
+    local_theta = _base(fields, "rope_local_base_freq", 10_000.0)
     kinds = ("default", "linear", "llama3")
     full_written = nested.get(full) or {}
     if isinstance(full_written, dict) and isinstance(scaling, dict):
@@ -68,6 +66,11 @@ def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str
             fields, f"rope_parameters.{sliding}", nested.get(sliding) or {}, local_theta, max_positions, kinds
         ),
     }
+
+
+def _base(fields: Fields, key: str, default: float) -> float:
+    """A base of 1 would turn all pairs alike, and YaRN divides by its logarithm."""
+    return fields.number(key, default, least=1.0, most=1e15)
 
 
 def _rope(
@@ -88,16 +91,17 @@ def _rope(
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
-    theta = inner.number("rope_theta", theta, **_BASE)
+    theta = _base(inner, "rope_theta", theta)
     if inner.number("partial_rotary_factor", 1.0) != 1.0:
         inner.problem("partial_rotary_factor: only whole heads are rotated")
+    length = 0
     if kind in ("llama3", "yarn"):
-        original = original or inner.integer("original_max_position_embeddings", max_positions)
+        length = original or inner.integer("original_max_position_embeddings", max_positions)
     reads = _PARAMETERS[kind]
     values: dict[str, Any] = {}
     if "factor" in reads:
         # YaRN may leave the factor to the two lengths (DeepSeek's files do).
-        values["factor"] = inner.number("factor", max_positions / original if kind == "yarn" else None, least=1e-3)
+        values["factor"] = inner.number("factor", max_positions / length if kind == "yarn" else None, least=1e-3)
     if kind == "llama3":
         values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
         if values["high_freq_factor"] <= values["low_freq_factor"]:
@@ -108,14 +112,14 @@ def _rope(
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _yarn_scale(inner, values["factor"])
     inner.refuse_the_rest()
-    return Rope(kind=kind, theta=theta, original_max_positions=original if kind in ("llama3", "yarn") else 0, **values)
+    return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
 
 
 def _yarn_scale(fields: Fields, factor: float) -> float:
     """YaRN's attention factor as transformers infers it: 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
-    given = fields.number("attention_factor", None, optional=True)
-    mscale = fields.number("mscale", None, optional=True, zero=True)
-    mscale_all_dim = fields.number("mscale_all_dim", None, optional=True, zero=True)
+    given = fields.optional_number("attention_factor")
+    mscale = fields.optional_number("mscale", zero=True)
+    mscale_all_dim = fields.optional_number("mscale_all_dim", zero=True)
     if given is not None:
         return given
 

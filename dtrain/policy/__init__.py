@@ -2,6 +2,7 @@
 
 policy                the one object through which trainer and methods train
 build, precision      from a recipe to a model on its mesh; its dtypes
+trained               which of its parameters are trained
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model

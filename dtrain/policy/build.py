@@ -1,6 +1,6 @@
 """From a recipe to a model that lies on its mesh, by the fixed order in which the parts can be applied.
 
-1. the modules on meta, so that no rank ever holds the whole model;
+1. the modules on meta, so that no rank ever holds the whole model, and which of their parameters are trained;
 2. tensor parallel, which replaces parameters by their shards;
 3. context parallel, which only sets the attention kernel;
 4. activation checkpointing, around what the layer computes, its collectives included;
@@ -26,6 +26,7 @@ from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.precision import Precision
+from dtrain.policy.trained import freeze
 
 
 def build_model(
@@ -60,6 +61,7 @@ def lay_out(
     """
     parallel = recipe.parallel
     model = models.build(config, dtype=precision.master, device="meta")
+    freeze(model, recipe.train, precision.compute)
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)

@@ -189,7 +189,7 @@ class Policy(Memory, WeightsOut):
     def init_reference_model(self, path: str | None = None) -> None:
         """Keep a frozen copy of the weights as they are now, or of the model at `path`, which must be of the same
         shapes. Collective with a path. Raises UserError where that model does not fit."""
-        self.reference = Reference(self.model)
+        self.reference = Reference(self.model, whole=path is not None)
         if path is not None:
             with self.reference.in_place():
                 read_weights(self.model, path)
@@ -249,7 +249,9 @@ class Policy(Memory, WeightsOut):
 
     def load_weights(self, store: CheckpointStore, step: int) -> None:
         """Fill the model alone from a checkpoint of whatever mesh. Collective. UserError where it does not fit."""
-        store.load(step, training_tensors(self.model), only=True)
+        tensors = training_tensors(self.model)
+        frozen = {name for name, tensor in tensors.items() if not tensor.requires_grad}
+        store.load(step, tensors, only=True, cast=frozen)
 
     def save_checkpoint(
         self,

@@ -15,15 +15,15 @@ from dtrain.parallel.placement import local_tensor
 class Reference:
     """A copy of `model`'s weights as they are now, sharded as they are, on their device. No collective, ever.
 
-    `tensors` are plain tensors, or DTensors like the parameters', by the parameters' names; tied ones once.
+    whole: of the frozen ones too, which are the model's own otherwise. `tensors` are plain tensors, or DTensors like
+    the parameters', by the parameters' names; tied ones once.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, whole: bool = True):
         self._model = model
         give_weights_back(model)
-        self.tensors: dict[str, Tensor] = {
-            name: tensor.detach().clone() for name, tensor in model_tensors(model).items()
-        }
+        tensors = {name: one for name, one in model_tensors(model).items() if whole or one.requires_grad}
+        self.tensors: dict[str, Tensor] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._is_in = False
 
     @contextmanager
@@ -44,14 +44,18 @@ class Reference:
     def follow(self, mix: float) -> None:
         """reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
         give_weights_back(self._model)
-        for name, tensor in model_tensors(self._model).items():
-            local_tensor(self.tensors[name]).lerp_(local_tensor(tensor.detach()), mix)
+        for own, tensor in self._pairs():
+            own.lerp_(tensor, mix)
 
     @torch.no_grad()
     def _trade(self) -> None:
         give_weights_back(self._model)  # what is gathered is of the other weights
-        for name, tensor in model_tensors(self._model).items():
-            ours, theirs = local_tensor(tensor.detach()), local_tensor(self.tensors[name])
-            kept = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(kept)
+        for own, tensor in self._pairs():
+            kept = tensor.clone()
+            tensor.copy_(own)
+            own.copy_(kept)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The reference's tensors and the model's, as this rank holds them."""
+        tensors = model_tensors(self._model)
+        return [(local_tensor(own), local_tensor(tensors[name].detach())) for name, own in self.tensors.items()]

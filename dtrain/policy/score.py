@@ -21,7 +21,7 @@ from dtrain.losses import (
     topk_logits_from_hidden_states,
     weighted_logprob_sum,
 )
-from dtrain.losses.sequences import Documents
+from dtrain.losses.policy_losses import Documents
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context import cut_streams, gather_tokens

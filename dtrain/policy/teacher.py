@@ -36,7 +36,7 @@ class Teacher:
         own = replace(
             recipe,
             model=Model(path=path),
-            train=replace(recipe.train, activation_checkpointing="none"),
+            train=replace(recipe.train, activation_checkpointing="none", train_only=[], freeze=[]),
             parallel=replace(recipe.parallel, reshard_after_forward=True),
         )
         config = read_config(path)

@@ -33,7 +33,7 @@ class Ahead:
         self.staleness: list[int] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ahead")
         self._drawing: Future[list[Completion]] | None = None
-        self._requests: list[Request] = []
+        self.requests: list[Request] = []
 
     @property
     def is_under_way(self) -> bool:
@@ -44,8 +44,8 @@ class Ahead:
         """Draw `requests` in a thread. version: the trainer's, which completions get whose engine tells none."""
         if self.is_under_way:
             raise ValueError("a rollout is under way: take it first")
-        self._requests = list(requests)
-        self._drawing = self._thread.submit(self._draw, self._requests, version)
+        self.requests = list(requests)
+        self._drawing = self._thread.submit(self._draw, self.requests, version)
 
     def take(self, version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         """Wait for the rollout that was begun; its completions, in order, each at most `max_off_policy_steps` older
@@ -59,20 +59,20 @@ class Ahead:
         drawing, self._drawing = self._drawing, None
         wait_for([drawing], ask_stop)
         found = drawing.result()
-        old = [index for index, one in enumerate(found) if version - one.version > self.most]
+        old = [index for index, age in enumerate(_ages(found, version)) if age > self.most]
         self.dropped = len(old)
         if old:
             self.say(f"{len(old)} of {len(found)} completions are more than {self.most} steps old: drawn again")
-            again = self._draw([self._requests[index] for index in old], version, ask_stop)
+            again = self._draw([self.requests[index] for index in old], version, ask_stop)
             for index, completion in zip(old, again, strict=True):
                 found[index] = completion
-            still = min(completion.version for completion in again)
-            if version - still > self.most:
+            oldest = max(_ages(again, version))
+            if oldest > self.most:
                 raise UserError(
-                    f"the engine draws with version {still} of the weights and the trainer has {version}: give it the "
-                    f"weights before a rollout, or raise max_off_policy_steps={self.most}"
+                    f"the engine draws with version {version - oldest} of the weights and the trainer has {version}: "
+                    f"give it the weights before a rollout, or raise max_off_policy_steps={self.most}"
                 )
-        self.staleness = [version - completion.version for completion in found]
+        self.staleness = _ages(found, version)
         return found
 
     def close(self) -> None:
@@ -83,3 +83,8 @@ class Ahead:
     def _draw(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
         completions = self.engine.generate(requests, ask_stop)
         return [one if one.version is not None else replace(one, version=version) for one in completions]
+
+
+def _ages(completions: Sequence[Completion], version: int) -> list[int]:
+    """How much older than `version` each is; all have a version here."""
+    return [version - one.version for one in completions if one.version is not None]

@@ -10,62 +10,42 @@ sglang  /generate with `input_ids` and `return_logprob`; ids and logprobs are me
 dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the draws are the native engine's; each
         choice says the `weight_version` that it came from. New weights: SGLang's words.
 
-A dialect's `read` raises Unanswered for an answer that may be better next time, and UserError, with the fix, for one
+A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
+`streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: what it is told around an update
+there. `read` raises Unanswered for an answer that may be better next time, and UserError, with the fix, for one
 that a setting of the server explains.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.randomness import key
 from dtrain.remote.wire import Refused, Unanswered, Wire
-from dtrain.rollout.request import Completion, Request
+from dtrain.rollout.request import Completion, Request, SamplingParams
 
-Call = Callable[[str, dict[str, Any]], Any]  # path and body -> the answer
+Post = tuple[str, dict[str, Any]]  # path and body
+Call = Callable[[str, dict[str, Any]], Any]  # of these; the answer
 TOKEN = "token_id:"
-
-
-class Dialect(Protocol):
-    """`body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1."""
-
-    name: str
-    streams: bool  # whether it can join a process group that dtrain makes
-
-    def body(self, requests: Sequence[Request], model: str) -> tuple[str, dict[str, Any]]: ...
-
-    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]: ...
-
-    def load(self, call: Call, directory: Path, version: int) -> None: ...
-
-    def pause(self, call: Call) -> None: ...
-
-    def resume(self, call: Call) -> None: ...
 
 
 class Vllm:
     name = "vllm"
     streams = False
+    pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
+    resume: Sequence[Post] = [("/resume", {})]
 
-    def body(self, requests: Sequence[Request], model: str) -> tuple[str, dict[str, Any]]:
-        first = requests[0]
-        sampling = first.sampling
+    def body(self, requests: Sequence[Request], model: str) -> Post:
         body = {
             "model": model,
-            "prompt": list(first.prompt),
+            "prompt": list(requests[0].prompt),
             "n": len(requests),
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "repetition_penalty": 1.0,  # a model's generation_config.json may say otherwise
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_ids),
+            "max_tokens": requests[0].sampling.max_new_tokens,
+            **_sampling(requests[0].sampling),
             "ignore_eos": True,  # the stop tokens are those of the request
-            "seed": derived_seed(first),  # vLLM adds a sample's index
+            "seed": derived_seed(requests[0]),  # vLLM adds a sample's index
             "logprobs": 0,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
@@ -83,9 +63,9 @@ class Vllm:
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
-        tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
-        ids = choice.get("token_ids")
-        if values is None or (ids is None and tokens is None):
+        values, ids = logprobs.get("token_logprobs"), choice.get("token_ids")
+        tokens: Sequence[str] | None = ids if ids is not None else logprobs.get("tokens")
+        if values is None or tokens is None:
             raise UserError(
                 "its completions carry no logprobs (or no token ids): use vLLM 0.10.2 or later, with "
                 "--max-logprobs at its default or above, or another kind of server"
@@ -97,27 +77,21 @@ class Vllm:
         return _completion(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
-        paused = self._try(call, "/pause?mode=keep&clear_cache=false")
+        was_paused = all(self._try(call, *post) for post in self.pause)
         try:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             if not self._try(call, "/collective_rpc", arguments):
                 raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
-            self._try(call, "/reset_prefix_cache")
+            self._try(call, "/reset_prefix_cache", {})
         finally:
-            if paused:
-                self.resume(call)
-
-    def pause(self, call: Call) -> None:
-        call("/pause?mode=keep&clear_cache=false", {})
-
-    def resume(self, call: Call) -> None:
-        call("/resume", {})
+            for post in self.resume if was_paused else []:
+                call(*post)
 
     @staticmethod
-    def _try(call: Call, path: str, body: dict[str, Any] | None = None) -> bool:
+    def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
         """Whether the server has `path`: releases differ in the routes beside the one that loads."""
         try:
-            call(path, body or {})
+            call(path, body)
         except Refused as error:
             if error.status not in (404, 405):
                 raise
@@ -128,57 +102,42 @@ class Vllm:
 class Dtrain(Vllm):
     name = "dtrain"
     streams = True
+    pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
 
-    def body(self, requests: Sequence[Request], model: str) -> tuple[str, dict[str, Any]]:
+    def body(self, requests: Sequence[Request], model: str) -> Post:
         first = requests[0]
         path, body = super().body(requests, model)
         del body["repetition_penalty"]
-        return path, {
-            **body,
-            "seed": first.seed,
-            "prompt_index": first.prompt_index,
-            "sample_index": first.sample_index,
-        }
+        indices = {"prompt_index": first.prompt_index, "sample_index": first.sample_index}
+        return path, {**body, "seed": first.seed, **indices}
 
     def load(self, call: Call, directory: Path, version: int) -> None:
         call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": version})
-
-    def pause(self, call: Call) -> None:
-        """Not needed: it decodes nothing from the first bucket of an update to the last."""
-
-    def resume(self, call: Call) -> None:
-        """See `pause`."""
 
 
 class Sglang:
     name = "sglang"
     streams = True
+    pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
+    resume: Sequence[Post] = [("/continue_generation", {})]
 
-    def body(self, requests: Sequence[Request], model: str) -> tuple[str, dict[str, Any]]:
+    def body(self, requests: Sequence[Request], model: str) -> Post:
         # One prompt many times, each with a seed of its own, rather than `n`: the server shares the prompt's keys.
-        prompt = list(requests[0].prompt)
         body = {
-            "input_ids": [prompt] * len(requests),
-            "sampling_params": [self._sampling(request) for request in requests],
+            "input_ids": [list(requests[0].prompt)] * len(requests),
+            "sampling_params": [
+                {
+                    "max_new_tokens": request.sampling.max_new_tokens,
+                    **_sampling(request.sampling),
+                    "ignore_eos": not request.sampling.stop_ids,  # with it SGLang heeds no stop token
+                    "sampling_seed": derived_seed(request) % 2**31,  # heeded with --enable-deterministic-inference
+                }
+                for request in requests
+            ],
             "return_logprob": True,
             "logprob_start_len": -1,
         }
         return "/generate", body
-
-    def _sampling(self, request: Request) -> dict[str, Any]:
-        sampling = request.sampling
-        return {
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "repetition_penalty": 1.0,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_ids),
-            "ignore_eos": not sampling.stop_ids,  # with it SGLang heeds no stop token
-            "sampling_seed": derived_seed(request) % 2**31,  # heeded with --enable-deterministic-inference
-        }
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         answers = answer if isinstance(answer, list) else [answer]
@@ -201,39 +160,53 @@ class Sglang:
         return _completion(ids, values, finish, _version(meta.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
-        self.pause(call)
+        for post in self.pause:
+            call(*post)
         try:
             answer = call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": str(version)})
             if not answer.get("success"):
                 raise UserError(f"it could not load {directory}: {answer.get('message')}")
         finally:
-            self.resume(call)
-
-    def pause(self, call: Call) -> None:
-        call("/pause_generation", {"mode": "retract"})  # what is under way is read anew with the new weights
-
-    def resume(self, call: Call) -> None:
-        call("/continue_generation", {})
+            for post in self.resume:
+                call(*post)
 
 
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (Vllm(), Sglang(), Dtrain())}
+Dialect = Vllm | Sglang
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dtrain()}
 
 
-def recognise(wire: Wire, seconds: float) -> tuple[Dialect, list[str]]:
-    """Which server it is, by the owner of its models, and their names. Raises Unanswered, Refused and UserError."""
-    answer = wire.get("/v1/models", seconds)
+def recognise(wire: Wire, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
+    """A server of `kind`, auto: that of its models' owner; and its models' names. Raises Unanswered, Refused and
+    UserError."""
+    answer = wire.ask("/v1/models", None, seconds)
     models = answer.get("data") if isinstance(answer, dict) else None
+    names = [str(model.get("id")) for model in models or []]
+    if kind != "auto":
+        return DIALECTS[kind], names or ["default"]
     if not models:
         raise Unanswered("no model at /v1/models")
     owner = str(models[0].get("owned_by"))
     if owner not in DIALECTS:
         raise UserError(f"{wire.url}: its models are {owner}'s, neither of {', '.join(DIALECTS)}; say which it is like")
-    return DIALECTS[owner], [str(model.get("id")) for model in models]
+    return DIALECTS[owner], names
 
 
 def derived_seed(request: Request) -> int:
     """A seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
     return key(request.seed, request.prompt_index) % 2**62 + request.sample_index
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """What vLLM and SGLang call alike."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,  # a model's generation_config.json may say otherwise
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_ids),
+    }
 
 
 def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:

@@ -19,6 +19,7 @@ from dtrain.remote.wire import Refused, Unanswered, Wire
 from dtrain.rollout.request import AskStop, Completion, Request
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
 
@@ -37,6 +38,12 @@ class ServerClient:
     version: int | None = None
     behind: str | None = None
 
+    def given(self, version: int, problem: str | None) -> None:
+        """Remember that it has this version of the weights, or why it did not take it."""
+        self.behind = problem
+        if problem is None:
+            self.version, self.failures, self.rest_until = version, 0, 0.0
+
 
 @dataclass
 class _Tries:
@@ -50,10 +57,15 @@ class _Tries:
     def seconds(self) -> float:
         return max(0.1, self.until - time.monotonic())
 
-    def note(self, url: str, seen: str) -> int:
-        """Remember a failure; how many there were at `url`."""
-        self.seen.setdefault(url, []).append(seen)
-        return len(self.seen[url])
+    def count(self, url: str) -> int:
+        return len(self.seen.get(url, []))
+
+    def note(self, url: str, seen: object) -> None:
+        self.seen.setdefault(url, []).append(str(seen))
+
+    def has_time(self, url: str) -> bool:
+        """Whether there is time for the pause before the next try at `url`, and for that."""
+        return not self.stop.is_set() and time.monotonic() + _pause(self.count(url)) <= self.until
 
     def told(self) -> str:
         lines = [f"{url}: {len(seen)} tries, the last: {seen[-1]}" for url, seen in self.seen.items()]
@@ -97,108 +109,98 @@ class HttpEngine:
         self._changed = threading.Condition()
         self._closed = False
         key = read_key(api_key_file)
-        self.servers: list[ServerClient] = []
         until = time.monotonic() + start_timeout
         self._wires = [Wire(url, key) for url in urls]
-
-        def meet(wire: Wire, stop: threading.Event) -> ServerClient:
-            return self._meet(wire, kind, model, _Tries(until, stop))
-
-        self.servers = self._all(self._wires, meet, ask_stop)
+        self.servers: list[ServerClient] = self._all(
+            self._wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)), ask_stop
+        )
 
     def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
         """The completions of `requests`, in order. `Completion.version` is what the server says, else the version that
         it was last given when it was asked. Raises UserError where no server answers, naming each with its last error,
         or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
-        calls = group(requests, self.samples_per_call)
-
-        def complete(call: list[int], stop: threading.Event) -> list[Completion]:
-            return self._complete([requests[index] for index in call], stop)
-
-        found = self._all(calls, complete, ask_stop)
-        completions: dict[int, Completion] = {}
-        for call, several in zip(calls, found, strict=True):
-            completions.update(zip(call, several, strict=True))
-        return [completions[index] for index in range(len(requests))]
+        calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
+        return [one for several in self._all(calls, self._complete, ask_stop) for one in several]
 
     def update_from_directory(self, directory: Path, version: int) -> None:
         """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
         next update reaches it; UserError where none took it."""
         directory = directory.absolute()
-        self.on_each(lambda server, call: server.dialect.load(call, directory, version), version, f"{directory}")
-
-    def on_each(self, act: Callable[[ServerClient, Callable], Any], version: int, what: str) -> None:
-        """`act(server, call)` on all servers at once, which gives them `version` of the weights."""
-        problems = self._all(self.servers, lambda server, stop: self._attempt(server, act, stop))
+        problems = self._all(self.servers, lambda server, stop: self._load(server, directory, version, stop))
         for server, problem in zip(self.servers, problems, strict=True):
             with self._changed:
-                server.behind = problem
-                if problem is None:
-                    server.version, server.failures, server.rest_until = version, 0, 0.0
+                server.given(version, problem)
             if problem is not None:
                 self.say(f"{server.wire.url} did not take version {version} of the weights: {problem}")
-        if all(problem is not None for problem in problems):
+        if None not in problems:
             told = "; ".join(f"{server.wire.url}: {server.behind}" for server in self.servers)
-            raise UserError(f"no server took version {version} of the weights ({what}): {told}")
-
-    def call(self, server: ServerClient, path: str, body: dict[str, Any], stop: threading.Event | None = None) -> Any:
-        """One call with tries, for what is no completion. Raises UserError and Refused."""
-        tries = _Tries(time.monotonic() + self.timeout, stop or threading.Event())
-        while True:
-            try:
-                return server.wire.post(path, body, tries.seconds)
-            except Unanswered as error:
-                count = tries.note(server.wire.url, str(error))
-                if count > self.retries or self._closed or time.monotonic() + _pause(count) > tries.until:
-                    raise UserError(f"{path}: {tries.told()}") from error
-                tries.stop.wait(_pause(count))
+            raise UserError(f"no server took version {version} of the weights ({directory}): {told}")
 
     def close(self) -> None:
         """End the calls under way: `generate` raises UserError in its thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for wire in self._wires:
             wire.hang_up()
+        with self._changed:
+            self._changed.notify_all()
 
     def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> ServerClient:
         while True:
             try:
-                known = recognise(wire, tries.seconds) if kind == "auto" else self._known(wire, kind, tries.seconds)
+                dialect, models = recognise(wire, kind, tries.seconds)
                 break
             except Refused as error:
                 raise UserError(f"{wire.url}: {error}") from error
             except Unanswered as error:
-                count = tries.note(wire.url, str(error))
-                if tries.stop.is_set() or time.monotonic() + _pause(count) > tries.until:
+                tries.note(wire.url, error)
+                if not tries.has_time(wire.url):
                     raise UserError(
                         f"{tries.told()}: the server did not come up; start it, or take it out of the servers"
                     ) from error
-                if count == 1:
+                if tries.count(wire.url) == 1:
                     self.say(f"{wire.url}: {error}; waiting for it to come up")
-                tries.stop.wait(_pause(count))
-        dialect, models = known
+                tries.stop.wait(_pause(tries.count(wire.url)))
         if model is not None and model not in models:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
         return ServerClient(wire, dialect, model or models[0])
 
-    @staticmethod
-    def _known(wire: Wire, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
-        models = wire.get("/v1/models", seconds).get("data") or []
-        return DIALECTS[kind], [str(model.get("id")) for model in models] or ["default"]
+    def _load(self, server: ServerClient, directory: Path, version: int, stop: threading.Event) -> str | None:
+        """Give it weights; why it did not take them, None where it did."""
+
+        def call(path: str, body: dict[str, Any]) -> Any:
+            tries, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
+            while True:
+                try:
+                    return server.wire.ask(path, body, tries.seconds)
+                except Unanswered as error:
+                    tries.note(url, error)
+                    if self._closed or tries.count(url) > self.retries or not tries.has_time(url):
+                        raise UserError(f"{path}: {tries.told()}") from error
+                    stop.wait(_pause(tries.count(url)))
+
+        try:
+            server.dialect.load(call, directory, version)
+        except (UserError, Refused) as error:
+            return str(error)
+        return None
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
         tries = _Tries(time.monotonic() + self.timeout, stop)
         while True:
-            server = self._choose(tries)
+            server, others = self._choose(tries)
             told = server.version
+            # Half of the time that is left for this try, while another server could be asked after it.
+            seconds = tries.seconds / 2 if others else tries.seconds
             try:
                 path, body = server.dialect.body(requests, server.model)
-                answer = server.wire.post(path, body, self._share(server, tries))
-                completions = server.dialect.read(answer, requests)
-                self._check(completions, requests, told)
+                completions = server.dialect.read(server.wire.ask(path, body, seconds), requests)
+                for completion, request in zip(completions, requests, strict=True):
+                    _check(completion, request.sampling.max_new_tokens, told)
             except Unanswered as error:
-                self._failed(server, tries, str(error))
+                self._failed(server, tries, error)
                 continue
             except (Refused, UserError) as error:
                 raise UserError(f"{server.wire.url}: {error}") from error
@@ -210,59 +212,30 @@ class HttpEngine:
                 server.failures = 0
             return [one if one.version is not None else replace(one, version=told) for one in completions]
 
-    @staticmethod
-    def _check(completions: Sequence[Completion], requests: Sequence[Request], told: int | None) -> None:
-        for completion, request in zip(completions, requests, strict=True):
-            most = request.sampling.max_new_tokens
-            if (
-                len(completion.ids) > most
-                or (not completion.ids and most)
-                or (completion.finish == "length" and len(completion.ids) != most)
-            ):
-                raise UserError(
-                    f"a completion has {len(completion.ids)} tokens and ended by {completion.finish}, where "
-                    f"{most} were asked for at most: does the server's context hold prompt and completion "
-                    "(--max-model-len, --context-length, --max-length)?"
-                )
-            if told is not None and completion.version is not None and completion.version < told:
-                raise Unanswered(f"it has version {completion.version} of the weights, not {told}: was it restarted?")
-
-    def _choose(self, tries: _Tries) -> ServerClient:
-        """Wait for a server that may be asked, the one with the fewest calls; takes a place there."""
+    def _choose(self, tries: _Tries) -> tuple[ServerClient, bool]:
+        """Wait for a server that may be asked, the one with the fewest calls, and take a place there; whether there are
+        others."""
         with self._changed:
             while True:
                 now = time.monotonic()
                 if self._closed or tries.stop.is_set():
                     raise UserError("the client was closed while completions were under way")
-                able = [server for server in self.servers if self._may_be_tried(server, tries)]
+                able = [one for one in self.servers if one.behind is None and tries.count(one.wire.url) <= self.retries]
                 if not able or now > tries.until:
                     raise UserError(self._given_up(tries))
                 ready = [server for server in able if server.rest_until <= now]
                 if ready:
                     server = min(ready, key=lambda one: one.busy)
                     server.busy += 1
-                    return server
-                resting = [server.rest_until for server in able if server.rest_until > now]
-                self._changed.wait(max(0.01, min([tries.until, *resting]) - now))
-
-    def _may_be_tried(self, server: ServerClient, tries: _Tries) -> bool:
-        return server.behind is None and len(tries.seen.get(server.wire.url, [])) <= self.retries
-
-    def _share(self, server: ServerClient, tries: _Tries) -> float:
-        """Seconds for one try: half of what is left while another server could be asked after it."""
-        others = [one for one in self.servers if one is not server and self._may_be_tried(one, tries)]
-        return tries.seconds / 2 if others else tries.seconds
+                    return server, len(able) > 1
+                self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in able)]) - now))
 
     def _given_up(self, tries: _Tries) -> str:
-        behind = [
-            f"{server.wire.url} did not take the last weights: {server.behind}"
-            for server in self.servers
-            if server.behind
-        ]
+        behind = [f"{one.wire.url} did not take the last weights: {one.behind}" for one in self.servers if one.behind]
         told = "; ".join([tries.told(), *behind])
         return f"no server gave completions within {self.timeout:.0f} s ({told}); start them again and resume the run"
 
-    def _failed(self, server: ServerClient, tries: _Tries, seen: str) -> None:
+    def _failed(self, server: ServerClient, tries: _Tries, seen: Unanswered) -> None:
         tries.note(server.wire.url, seen)
         with self._changed:
             server.failures += 1
@@ -272,17 +245,8 @@ class HttpEngine:
         if server.failures == 1:
             self.say(f"{server.wire.url}: {seen}; trying again")
 
-    def _attempt(
-        self, server: ServerClient, act: Callable[[ServerClient, Callable], Any], stop: threading.Event
-    ) -> str | None:
-        try:
-            act(server, lambda path, body: self.call(server, path, body, stop))
-        except (UserError, Refused) as error:
-            return str(error)
-        return None
-
     def _all(
-        self, items: Sequence[Any], act: Callable[[Any, threading.Event], T], ask_stop: AskStop | None = None
+        self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], ask_stop: AskStop | None = None
     ) -> list[T]:
         """`act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
         if not items:
@@ -295,12 +259,22 @@ class HttpEngine:
             except BaseException:
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-                for wire in self._wires:
-                    wire.hang_up()
-                with self._changed:
-                    self._changed.notify_all()
+                self._hang_up()
                 raise
             return [future.result() for future in futures]
+
+
+def _check(completion: Completion, most: int, version: int | None) -> None:
+    """Raises UserError for a completion that `most` tokens do not explain, and Unanswered for one of older weights."""
+    count = len(completion.ids)
+    if count > most or (not count and most) or (completion.finish == "length" and count != most):
+        raise UserError(
+            f"a completion has {count} tokens and ended by {completion.finish}, where "
+            f"{most} were asked for at most: does the server's context hold prompt and completion "
+            "(--max-model-len, --context-length, --max-length)?"
+        )
+    if version is not None and completion.version is not None and completion.version < version:
+        raise Unanswered(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
 
 
 def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None:
@@ -318,14 +292,11 @@ def group(requests: Sequence[Request], most: int | None = None) -> list[list[int
     """Indices of requests that are samples of one prompt with ascending sample_index, at most `most` together."""
     groups: list[list[int]] = []
     for index, request in enumerate(requests):
-        if groups and len(groups[-1]) < (most or len(requests)):
-            last = requests[groups[-1][-1]]
-            if replace(request, sample_index=0) == replace(last, sample_index=0) and (
-                request.sample_index == last.sample_index + 1
-            ):
-                groups[-1].append(index)
-                continue
-        groups.append([index])
+        has_room = groups and len(groups[-1]) < (most or len(requests))
+        if has_room and replace(request, sample_index=request.sample_index - 1) == requests[index - 1]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
     return groups
 
 

@@ -6,7 +6,7 @@ UserError on every rank, after all of them have gathered every weight: none is l
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.addresses import own_address
+from dtrain.addresses import listen, own_address
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
 from dtrain.parallel.ranks import Ranks
+from dtrain.remote.dialects import Dialect, Post
 from dtrain.remote.http import HttpEngine, ServerClient
 from dtrain.remote.shared_directory import mark, prune, step_directory
 from dtrain.remote.wire import Refused, Unanswered
 from dtrain.rollout.weights import BUCKET_BYTES, MEETING, Info, WeightSource, buckets, flatten, weight_group
 
+QUICK_SECONDS = 10.0  # for a question that costs a server nothing
 
-class DirectoryPublisher:
+
+class _Publisher:
+    """engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
+
+    def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
+        self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
+
+    @property
+    def engine(self) -> HttpEngine:
+        if self._engine is None:
+            raise ValueError("rank 0 talks to the servers, and was given none")
+        return self._engine
+
+
+class DirectoryPublisher(_Publisher):
     """Writes `shared`/step-N, marked when it is whole, and has the servers read it.
 
     shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
-    that the model came from. dtype: of the files (None: the model's). keep: how many step-N stay.
+    that the model came from. keep: how many step-N stay.
     """
 
     def __init__(
@@ -40,31 +56,30 @@ class DirectoryPublisher:
         *,
         dtype: torch.dtype | None = None,
         keep: int = 2,
-        ranks: Ranks | None = None,
     ):
-        self.shared, self.source, self.engine = Path(shared).absolute(), source, engine
-        self.dtype, self.keep, self.ranks = dtype, keep, ranks or Ranks()
+        super().__init__(engine, dtype)
+        self.shared, self.source, self.keep = Path(shared).absolute(), source, keep
 
     def publish(self, model: nn.Module, version: int) -> None:
         """Collective; one all-gather per sharded tensor, as `write_directory`. Raises UserError where the directory
         cannot be written or no server took it."""
         directory = step_directory(self.shared, version)
         write_directory(model, directory, self.source, self.dtype, replace=True, ranks=self.ranks)
-        self.ranks.first(lambda: self._announce(directory, version))
 
-    def _announce(self, directory: Path, version: int) -> None:
-        mark(directory)
-        self.engine.update_from_directory(directory, version)
-        prune(self.shared, version, self.keep)
+        def announce() -> None:
+            mark(directory)
+            self.engine.update_from_directory(directory, version)
+            prune(self.shared, version, self.keep)
+
+        self.ranks.first(announce)
 
 
-class StreamPublisher:
+class StreamPublisher(_Publisher):
     """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
 
-    address: this machine's, as the servers reach it (None: the one that the way to the first server starts from);
-    port: None takes a free one each time the group meets. device: where the tensors are; the group is nccl on CUDA,
-    else gloo, and the servers' must be of the same kind. For `dtrain serve`, and SGLang, whose words and group these
-    are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
+    device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
+    meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
+    words and group these are; vLLM's wants its own code on the trainer's side: use DirectoryPublisher there.
 
     The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
     collective. Raises UserError for a server that takes no stream.
@@ -77,12 +92,9 @@ class StreamPublisher:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        address: str | None = None,
-        port: int | None = None,
-        ranks: Ranks | None = None,
     ):
-        self.engine, self.device, self.dtype = engine, torch.device(device), dtype
-        self.bucket_bytes, self.address, self.port, self.ranks = bucket_bytes, address, port, ranks or Ranks()
+        super().__init__(engine, dtype)
+        self.device, self.bucket_bytes = torch.device(device), bucket_bytes
         self._group: Any = None
         self._members: list[ServerClient] = []
         self._meetings = 0
@@ -107,7 +119,7 @@ class StreamPublisher:
     def close(self) -> None:
         """Leave the group. No collective."""
         for server in self._members:
-            _attempt(self._post, server, "/destroy_weights_update_group", {"group_name": self._name})
+            _attempt(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
         self._group, self._members = None, []
 
     def _check(self) -> None:
@@ -129,36 +141,41 @@ class StreamPublisher:
         if self._group is None or alive != self._members:
             self.close()
             self._form(alive, info)
-        problem = self._on_members("pause")
+        problem = self._tell_members(lambda dialect: dialect.pause)
         if problem is not None:
-            self._on_members("resume")
+            self._tell_members(lambda dialect: dialect.resume)
             raise UserError(str(problem))
 
-    def _on_members(self, what: str) -> Exception | None:
-        """Pause or resume every member; the first error."""
-        problems = [_attempt(getattr(server.dialect, what), partial(self._post, server)) for server in self._members]
+    def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
+        """Every member, whatever others answer; the first error."""
+        told = [(server, *post) for server in self._members for post in posts(server.dialect)]
+        problems = [_attempt(self._ask, *one) for one in told]
         return next((problem for problem in problems if problem is not None), None)
 
     def _form(self, servers: list[ServerClient], info: Info) -> None:
+        sizes = []
         for server in servers:
             if server.dialect.name == "dtrain":
-                self._post(server, "/check_weights", _described(info, list(info)))
+                self._ask(server, "/check_weights", _described(info, list(info)))
+                sizes.append(1)
+            else:
+                sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
         self._meetings += 1
-        address = self.address or own_address(servers[0].wire.host, 9) or socket.gethostname()
-        port = self.port or _free_port(address)
-        sizes = [self._ranks_of(server) for server in servers]
-        size = 1 + sum(sizes)
+        address = own_address(servers[0].wire.host, 9) or socket.gethostname()
+        with listen(address, 0) as probe:  # a free port
+            port = probe.getsockname()[1]
         meeting = {
             "master_address": address,
             "master_port": port,
-            "world_size": size,
+            "world_size": 1 + sum(sizes),
             "group_name": self._name,
             "backend": "nccl" if self.device.type == "cuda" else "gloo",
         }
         posts = []
         for index, server in enumerate(servers):
             body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
-            posts.append(_in_thread(self._post, server, "/init_weights_update_group", body))
+            posts.append(_in_thread(self._ask, server, "/init_weights_update_group", body))
+        size = 1 + sum(sizes)
         joined = _in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
         try:
             _first_error([*posts, joined])
@@ -171,7 +188,7 @@ class StreamPublisher:
         if version is not None:
             body["weight_version"] = str(version)
         path = "/update_weights_from_distributed"
-        posts = [_in_thread(self._post, server, path, body) for server in self._members]
+        posts = [_in_thread(self._ask, server, path, body) for server in self._members]
         message = flatten(full)
         sent = self._group.broadcast(message, 0)
         try:
@@ -183,19 +200,18 @@ class StreamPublisher:
         sent.wait()
 
     def _conclude(self, version: int, problem: Exception | None) -> None:
-        resumed = self._on_members("resume")
+        resumed = self._tell_members(lambda dialect: dialect.resume)
         problem = problem or resumed
         for server in self.engine.servers:
-            server.behind = None if server in self._members and problem is None else str(problem or "it was not there")
-            if server.behind is None:
-                server.version, server.failures, server.rest_until = version, 0, 0.0
+            was_there = server in self._members
+            server.given(version, None if was_there and problem is None else str(problem or "it was not there"))
         if problem is not None:
             raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
 
-    def _post(self, server: ServerClient, path: str, body: dict[str, Any]) -> Any:
-        """One call without a second try: a broadcast has none either."""
+    def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One call without a second try: a broadcast has none either. Raises UserError."""
         try:
-            answer = server.wire.post(path, body, self.engine.timeout)
+            answer = server.wire.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
         except (Unanswered, Refused) as error:
             raise UserError(f"{server.wire.url}{path}: {error}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -204,19 +220,11 @@ class StreamPublisher:
 
     def _is_alive(self, server: ServerClient) -> bool:
         try:
-            server.wire.get("/v1/models", 10.0)
+            server.wire.ask("/v1/models", None, QUICK_SECONDS)
         except (Unanswered, Refused) as error:
             self.engine.say(f"{server.wire.url} takes no part in this update: {error}")
             return False
         return True
-
-    def _ranks_of(self, server: ServerClient) -> int:
-        if server.dialect.name == "dtrain":
-            return 1
-        try:
-            return int(server.wire.get("/get_server_info", 10.0).get("tp_size", 1))
-        except (Unanswered, Refused) as error:
-            raise UserError(f"{server.wire.url}/get_server_info: {error}") from error
 
 
 def _described(info: Info, names: list[str]) -> dict[str, Any]:
@@ -255,9 +263,3 @@ def _first_error(futures: list[Future]) -> None:
     done, _ = wait(futures, MEETING.total_seconds() * 2, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -43,16 +43,19 @@ def version_of(directory: Path) -> int | None:
 
 def newest(shared: Path) -> tuple[int, Path] | None:
     """The whole `step-N` with the highest N, and N; None where there is none yet."""
-    whole = [(version_of(path), path) for path in shared.glob("step-*") if is_whole(path)]
-    return max([(version, path) for version, path in whole if version is not None], default=None)
+    return max(_whole(shared).items(), default=None)
 
 
 def prune(shared: Path, current: int, keep: int) -> None:
     """Delete the whole `step-N` but `current` and the newest before it, `keep` in all. Those after it come from a run
     that was resumed from an earlier step. Markers go first: a reader never takes half of one."""
-    whole = {version_of(path): path for path in shared.glob("step-*") if is_whole(path)}
-    before = sorted(version for version in whole if version is not None and version <= current)
-    for version, path in whole.items():
-        if version is not None and version not in before[-keep:]:
-            (path / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+    whole = _whole(shared)
+    kept = sorted(version for version in whole if version <= current)[-keep:]
+    for version in whole.keys() - kept:
+        (whole[version] / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(whole[version], ignore_errors=True)
+
+
+def _whole(shared: Path) -> dict[int, Path]:
+    paths = [path for path in shared.glob("step-*") if is_whole(path)]
+    return {version: path for path in paths if (version := version_of(path)) is not None}

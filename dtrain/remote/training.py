@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from dtrain.config.schema import Recipe
 from dtrain.errors import Interrupted, Unavailable, UserError
@@ -25,14 +24,16 @@ class OverHttp:
     def __init__(self, recipe: Recipe, policy: Policy, run: Run):
         section = recipe.grpo.server
         self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
-        self._engine: HttpEngine | None = None
         self._ahead: Ahead | None = None
-        self._expected: list[Request] = []
         self._published: int | None = None
+        self._publisher: StreamPublisher | DirectoryPublisher
+
+        engine: HttpEngine | None = None
 
         def connect() -> bool:
+            nonlocal engine
             try:
-                engine = self._engine = HttpEngine(
+                engine = HttpEngine(
                     section.urls,
                     kind=section.kind,
                     model=section.model,
@@ -56,12 +57,12 @@ class OverHttp:
             raise Interrupted
         dtype = policy.precision.compute
         if section.weights == "broadcast":
-            stream = StreamPublisher(self._engine, device=policy.device, dtype=dtype)
+            stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
-            self._publish: Callable[[int], Any] = lambda version: stream.publish(policy, version)
+            self._publish: Callable[[int], None] = lambda version: stream.publish(policy, version)
         else:
             shared = Path(section.weights_dir or run.path / "weights")
-            files = DirectoryPublisher(shared, Path(recipe.model.path), self._engine, dtype=dtype)
+            files = self._publisher = DirectoryPublisher(shared, recipe.model.directory, engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
 
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
@@ -83,14 +84,13 @@ class OverHttp:
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         if self._ahead is not None and requests:
-            self._expected = list(requests)
-            self._ahead.begin(self._expected, version)
+            self._ahead.begin(requests, version)
 
     def _draw(self, requests: list[Request], version: int, ask_stop: AskStop | None) -> list[Completion] | None:
         """None: rank 0 was asked to stop."""
         try:
-            if self._ahead is not None and self._ahead.is_under_way and requests == self._expected:
+            if self._ahead is not None and self._ahead.is_under_way and requests == self._ahead.requests:
                 return self._ahead.take(version, ask_stop)
-            return self._engine.generate(requests, ask_stop)
+            return self._publisher.engine.generate(requests, ask_stop)
         except Interrupted:
             return None

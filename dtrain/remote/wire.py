@@ -49,22 +49,10 @@ class Wire:
         self._live: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
-    def get(self, path: str, seconds: float) -> Any:
-        return self._call("GET", path, None, seconds)
-
-    def post(self, path: str, body: dict[str, Any], seconds: float) -> Any:
-        """The JSON that the server answers with 200. Raises Unanswered and Refused."""
-        return self._call("POST", path, json.dumps(body).encode(), seconds)
-
-    def hang_up(self) -> None:
-        """End every call under way; they raise Unanswered."""
-        with self._lock:
-            for connection in self._live:
-                if connection.sock is not None:
-                    with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
-
-    def _call(self, method: str, path: str, body: bytes | None, seconds: float) -> Any:
+    def ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
+        """The JSON that the server answers with 200, to a POST of `body`, else to a GET. Raises Unanswered and
+        Refused."""
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
         with self._lock:
             self._live.add(connection)
@@ -72,7 +60,7 @@ class Wire:
             connection.connect()
             connection.sock.settimeout(seconds)
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.request(method, self._base + path, body, self._headers)
+            connection.request(method, self._base + path, data, self._headers)
             response = connection.getresponse()
             raw = response.read()
         except TimeoutError as error:
@@ -84,6 +72,14 @@ class Wire:
                 self._live.discard(connection)
             connection.close()
         return _read(response.status, raw)
+
+    def hang_up(self) -> None:
+        """End every call under way; they raise Unanswered."""
+        with self._lock:
+            for connection in self._live:
+                if connection.sock is not None:
+                    with suppress(OSError):
+                        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read(status: int, raw: bytes) -> Any:

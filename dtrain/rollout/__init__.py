@@ -5,7 +5,7 @@ engine, native                     continuous batching on one rank; on a mesh
 sampling, stopping, budget         the next token; when a completion ends; how many rows at once
 sharing                            which rank does what
 rewards                            what completions earn
-process, child                     the user's code in a process of its own, from outside and inside
+worker, child                      the user's code in a process of its own, from outside and inside
 weights                            weights on their way to another engine, in buckets
 generate                           completions in one call
 """

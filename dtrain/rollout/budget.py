@@ -10,25 +10,21 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-_ROWS = {"cpu": 128}
-_ROWS_ELSEWHERE = 512
-# Tokens of prompts read in one forward: enough for full-sized products, little beside the activations of training.
-_PREFILL = {"cpu": 2048}
-_PREFILL_ELSEWHERE = 16384
+from dtrain.models.layers import CausalLM
 
 
 @dataclass(frozen=True)
 class Budget:
-    """rows: decoded together; tokens: positions of keys and values held; prefill: prompt tokens read in one forward."""
+    """rows: decoded together; tokens: positions of keys and values held; prefill: prompt tokens read in one forward,
+    enough for full-sized products, little beside the activations of training."""
 
     rows: int
     tokens: int
-    prefill: int = 2048
+    prefill: int
 
 
-def choose_budget(model: nn.Module, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
+def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
     """The budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
 
     A position is counted in every layer, though those with a window keep less, and in the parameters' dtype.
@@ -38,7 +34,7 @@ def choose_budget(model: nn.Module, device: torch.device, ranks: int = 1, tp: in
     heads = max(1, config.num_key_value_heads // tp)
     per_position = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
     tokens = max(1, free_memory(device, ranks) // per_position)
-    return Budget(_ROWS.get(device.type, _ROWS_ELSEWHERE), tokens, _PREFILL.get(device.type, _PREFILL_ELSEWHERE))
+    return Budget(128, tokens, prefill=2048) if device.type == "cpu" else Budget(512, tokens, prefill=16384)
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int:

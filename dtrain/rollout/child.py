@@ -1,69 +1,60 @@
-"""A worker process seen from inside: reads calls from standard input, writes answers to standard output, and dies with
-its parent (`process.UserCodeProcess`). It loads no torch unless the user's code does.
+"""A worker process seen from inside: answers the calls of `worker.Worker` and dies with its parent. It loads no torch
+unless the user's code does.
 
-A message is its length (8 bytes) and its bytes: pickled from the parent, JSON to it. What the user's code prints goes
-to standard error; what it reads is empty. Two answers are the same for all workers: {"user": text}, a mistake that its
-user can mend, and {"error": text, "kind": the exception's name}, the end of a traceback.
+A call is (method, arguments), pickled. An answer is a line of JSON, and null comes after the last one of a call.
 """
 
 import json
 import os
 import pickle
 import signal
-import sys
+import socket
 import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, BinaryIO
+from contextlib import suppress
+from itertools import chain
+from typing import Any, TypedDict
 
 from dtrain.errors import UserError
 from dtrain.orphans import end_with
 
-HEADER = 8
 LAST_LINES = 12  # of a traceback
 
-Answer = dict[str, Any]
-Tell = Callable[[Answer], None]
+
+class Answer(TypedDict, total=False):
+    """What came of an act: its value; or `user`, a mistake that its user can mend; or `error`, the end of a traceback,
+    with `kind`, the exception's name. The parent adds `lost`, why the process is gone. An environment's may have
+    `missed`, why it was not waited for, and `stage`, what failed, where that is not what was asked."""
+
+    value: Any
+    user: str
+    error: str
+    kind: str
+    lost: str
+    missed: str
+    stage: str
 
 
-def start_line(module: str) -> list[str]:
-    """The command of a worker of this process that runs `main(parent)` of `module`."""
-    code = "import json, sys; parent, sys.path[:] = json.loads(sys.argv[1]); "
-    code += f"from {module} import main; main(parent)"
-    return [sys.executable, "-P", "-c", code, json.dumps([os.getpid(), search_path()])]
-
-
-def search_path() -> list[str]:
-    """sys.path with the working directory behind it, where it is not on it yet: a file there may have the name of a
-    library, and does not take its place."""
-    here = str(Path.cwd())
-    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]
-
-
-def message(content: bytes) -> bytes:
-    return len(content).to_bytes(HEADER, "little") + content
-
-
-def serve(parent: int, handle: Callable[[str, Any, Tell], None]) -> None:
-    """Give each call, its kind and content, to `handle`, which answers by its third argument, as often as the parent
-    expects, until the parent closes the pipe. Never returns."""
+def serve(parent: int, channel: int, service: Any) -> None:
+    """Answer calls of methods of `service`, which give their answers one after another, until the parent closes its end
+    of the socket `channel`. Never returns."""
     end_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    source, sink = _own_pipes()
-
-    def tell(answer: Answer) -> None:
-        sink.write(message(json.dumps(answer).encode()))
-        sink.flush()
-
-    while (content := _read_message(source)) is not None:
-        handle(*pickle.loads(content), tell)
+    connection = socket.socket(fileno=channel)
+    connection.set_inheritable(False)
+    calls = connection.makefile("rb")
+    with suppress(EOFError):
+        while True:
+            method, arguments = pickle.load(calls)
+            for answer in chain(getattr(service, method)(*arguments), [None]):
+                connection.sendall(json.dumps(answer).encode() + b"\n")
     os._exit(0)  # threads of the user's code must not hold the process
 
 
-def attempt(act: Callable[[], Answer]) -> Answer:
-    """What `act` gives, or the answer that says what it raised, whatever that was."""
+def attempt(act: Callable[..., Any], *arguments: Any) -> Answer:
+    """What `act` gives or raises, whatever that is."""
     try:
-        return act()
+        return {"value": act(*arguments)}
     except UserError as error:
         return {"user": str(error)}
     except BaseException as error:  # sys.exit in the user's code too: the process serves on, and the parent tells it
@@ -71,17 +62,7 @@ def attempt(act: Callable[[], Answer]) -> Answer:
         return {"error": "\n".join(lines[-LAST_LINES:]), "kind": type(error).__qualname__}
 
 
-def _read_message(source: BinaryIO) -> bytes | None:
-    """The next message; None at the end."""
-    head = source.read(HEADER)
-    return source.read(int.from_bytes(head, "little")) if len(head) == HEADER else None
-
-
-def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output under other numbers; in their place nothing, and standard error."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return source, sink
+def shown(value: Any) -> str:
+    """`value` as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

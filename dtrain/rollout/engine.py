@@ -7,15 +7,17 @@ leave. What a completion is does not depend on what else is in the batch, but fo
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.attention.cache import KeyValues, Place, slot_size
 from dtrain.attention.decode import Decode, Prefill
 from dtrain.errors import Interrupted, UserError
 from dtrain.models.config import SLIDING
+from dtrain.models.layers import CausalLM
 from dtrain.rollout.budget import choose_budget
 from dtrain.rollout.request import Completion, Request, check_request
 from dtrain.rollout.sampling import Sampler, random_key
@@ -46,7 +48,7 @@ class Peers:
         """Called before every forward of the model."""
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """What was drawn, the same on all ranks that compute the same rows."""
+        """Tokens [R] int64 and logprobs [R], as drawn: the same on all ranks that compute the same rows."""
         return tokens, logprobs
 
     def give_up(self) -> bool:
@@ -64,7 +66,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: CausalLM,
         *,
         decode: Callable[[list[int]], str] | None = None,
         max_rows: int | None = None,
@@ -95,8 +97,8 @@ class Engine:
         self._held = 0  # positions that prompts and rows may come to fill
         self._rows: list[_Sequence] = []  # decoding, in the cache's order
         self._fresh: list[tuple[list[_Sequence], Tensor, Tensor]] = []  # drawn since the last look
-        self._decoding: Decode | None = None  # None: rows came, went or grew
-        self._tokens = self._sampler = None
+        self._tokens = self._index([])  # the last ones drawn, [R]
+        self._decoding: tuple[Decode, Sampler] | None = None  # None: rows came, went or grew
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
@@ -160,9 +162,9 @@ class Engine:
         try:
             if self._sequences:
                 self._make_room()
-                self._lay_out(*self._read_prompts(self._admit()))
-                if self._rows:
-                    self._decode()
+                decoding = self._lay_out(*self._read_prompts(self._admit()))
+                if decoding is not None:
+                    self._decode(*decoding)
                 if self._fresh and (len(self._fresh) >= self._look_every or all(row.has_all for row in self._rows)):
                     self._look()
         finally:
@@ -209,86 +211,86 @@ class Engine:
         return entering
 
     def _admit_within(self, rows: int) -> list["_Sequence"]:
-        entering = []
+        entering: list[_Sequence] = []
         for prompt in sorted(self._waiting, key=lambda prompt: prompt not in self._prompts):
             queue = self._waiting[prompt]
+            is_held = prompt in self._prompts
             while queue and len(entering) < rows:
-                needed = queue[0].room + (0 if prompt in self._prompts else slot_size(len(prompt)))
+                needed = queue[0].room + (0 if is_held else slot_size(len(prompt)))
                 if self._held + needed > self.budget.tokens:
                     break
                 self._held += needed
-                self._prompts.setdefault(prompt, _Prompt()).users += 1
+                is_held = True
                 entering.append(queue.popleft())
             if queue:
                 break
             del self._waiting[prompt]
         return entering
 
-    def _read_prompts(self, entering: list["_Sequence"]) -> tuple[list["_Sequence"], Tensor | None]:
-        """Read the prompts that `entering` needs and draw the first tokens; returns the rows that go on, and those."""
+    def _read_prompts(self, entering: list["_Sequence"]) -> tuple[list["_Sequence"], Tensor]:
+        """Read the prompts that `entering` needs and draw the first tokens; the rows that go on, and theirs, [rows]."""
         if not entering:
-            return [], None
-        unread = [ids for ids in dict.fromkeys(row.prompt for row in entering) if self._prompts[ids].place is None]
+            return [], self._index([])
         # Of one size together: little is padding, and their slots lie side by side.
         by_size: dict[int, list[tuple[int, ...]]] = {}
-        for ids in unread:
-            by_size.setdefault(slot_size(len(ids)), []).append(ids)
+        for ids in dict.fromkeys(row.prompt for row in entering):
+            if ids not in self._prompts:
+                by_size.setdefault(slot_size(len(ids)), []).append(ids)
         for size, group in by_size.items():
             group.sort(key=len)
             count = max(1, self.budget.prefill // size)
             for start in range(0, len(group), count):
                 self._read(group[start : start + count])
+        for row in entering:
+            self._prompts[row.prompt].users += 1
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
-        sampler = Sampler([row.request.sampling for row in entering], [row.key for row in entering], self.device)
-        tokens = self._draw(entering, logits, sampler, torch.zeros(len(entering), dtype=torch.int64).to(self.device))
+        tokens = self._draw(entering, logits, self._sampler(entering), self._index([0] * len(entering)))
         if self._look_every == 1:
             self._look()  # a first token may be the last
-        staying = [index for index, row in enumerate(entering) if not row.has_all and not row.is_done]
-        self._give_back([row for row in entering if row.has_all or row.is_done])
-        return [entering[index] for index in staying], tokens[torch.tensor(staying, dtype=torch.int64).to(self.device)]
+        self._give_back([row for row in entering if row.has_ended])
+        staying = [index for index, row in enumerate(entering) if not row.has_ended]
+        return [entering[index] for index in staying], tokens[self._index(staying)]
 
     def _read(self, prompts: list[tuple[int, ...]]) -> None:
         places = [self._store.new_prompt(len(ids)) for ids in prompts]
         longest = max(map(len, prompts))
         # With a token of its own: a NaN that padding brings in would be one after the masked product too.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
-        input_ids = torch.tensor(padded, dtype=torch.int64).to(self.device)
         self._peers.before_forward()
-        logits = self.model.next_logits(input_ids, Prefill(self._store, places, self.device))  # [B, V]
+        logits = self.model.next_logits(self._index(padded), Prefill(self._store, places, self.device))  # [B, V]
         for ids, place, row in zip(prompts, places, logits, strict=True):
-            self._prompts[ids].place, self._prompts[ids].logits = place, row
+            self._prompts[ids] = _Prompt(place, row)
 
-    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor | None) -> None:
-        """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew."""
-        tokens = self._tokens
-        old = {id(row): index for index, row in enumerate(self._rows)}
-        if entering:
-            for index, row in enumerate(entering, len(self._rows)):
-                row.place = self._store.new_row(row)
-                old[id(row)] = index
-            tokens = first_tokens if tokens is None else torch.cat([tokens, first_tokens])
+    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor) -> tuple[Decode, Sampler] | None:
+        """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without
+        rows."""
+        old = {id(row): index for index, row in enumerate([*self._rows, *entering])}
+        for row in entering:
+            self._store.new_row(row)
+        if self._store.grow() or entering:
             self._decoding = None
-        if self._store.grow():
-            self._decoding = None
-        if self._decoding is not None:
-            return
-        self._rows = [place.owner for place in self._store.rows_in_order()]
-        if not self._rows:
-            self._tokens = None
-            return
-        order = torch.tensor([old[id(row)] for row in self._rows]).to(self.device)
-        self._tokens = tokens[order]
-        self._decoding = Decode(self._store, [self._prompts[row.prompt].place for row in self._rows], self.device)
-        settings, keys = [row.request.sampling for row in self._rows], [row.key for row in self._rows]
-        self._sampler = Sampler(settings, keys, self.device)
+        if self._decoding is None:
+            self._rows = [place.owner for place in self._store.rows_in_order()]
+            order = self._index([old[id(row)] for row in self._rows])
+            self._tokens = torch.cat([self._tokens, first_tokens])[order]
+            if self._rows:
+                prompts = [self._prompts[row.prompt].place for row in self._rows]
+                self._decoding = Decode(self._store, prompts, self.device), self._sampler(self._rows)
+        return self._decoding
 
-    def _decode(self) -> None:
+    def _decode(self, decode: Decode, sampler: Sampler) -> None:
         """One token of every row."""
         self._peers.before_forward()
-        self._decoding.begin()
-        logits = self.model.next_logits(self._tokens[:, None], self._decoding)  # [R, V]
-        self._tokens = self._draw(self._rows, logits, self._sampler, self._decoding.drawn)
-        self._decoding.end()
+        decode.begin()
+        logits = self.model.next_logits(self._tokens[:, None], decode)  # [R, V]
+        self._tokens = self._draw(self._rows, logits, sampler, decode.drawn)
+        decode.end()
+
+    def _sampler(self, rows: list["_Sequence"]) -> Sampler:
+        return Sampler([row.request.sampling for row in rows], [row.key for row in rows], self.device)
+
+    def _index(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def _draw(self, rows: list["_Sequence"], logits: Tensor, sampler: Sampler, drawn: Tensor) -> Tensor:
         tokens, logprobs = self._peers.agree(*sampler.draw(logits, drawn))
@@ -317,13 +319,13 @@ class Engine:
 
     def _make_room(self) -> None:
         """Take rows that have ended, or whose tokens are all drawn, out of the cache, and prompts without use."""
-        gone = [row for row in self._rows if row.is_done or row.has_all]
+        gone = [row for row in self._rows if row.has_ended]
         if not gone:
             return
-        kept = [index for index, row in enumerate(self._rows) if not (row.is_done or row.has_all)]
-        self._store.release([row.place for row in gone])
+        kept = [index for index, row in enumerate(self._rows) if not row.has_ended]
+        self._store.release([place for place in self._store.rows_in_order() if place.owner.has_ended])
         self._rows = [self._rows[index] for index in kept]
-        self._tokens = self._tokens[torch.tensor(kept, dtype=torch.int64).to(self.device)]
+        self._tokens = self._tokens[self._index(kept)]
         self._decoding = None
         self._give_back(gone)
 
@@ -368,9 +370,8 @@ class _Sequence:
         self.logprobs: list[float] = []
         self.drawn = 0  # tokens drawn, seen or not
         self.is_done = False
-        self.place: Place | None = None
         self._stop_ids = frozenset(request.sampling.stop_ids)
-        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop else None
+        self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
 
     @property
     def room(self) -> int:
@@ -381,7 +382,12 @@ class _Sequence:
     def has_all(self) -> bool:
         return self.drawn == self.request.sampling.max_new_tokens
 
-    def push(self, token: int, logprob: float) -> str | None:
+    @property
+    def has_ended(self) -> bool:
+        """Whether it needs no row any more; what was drawn may not have been looked at."""
+        return self.is_done or self.has_all
+
+    def push(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
         """Take a token; how the completion ends with it, if it does."""
         self.ids.append(token)
         self.logprobs.append(logprob)
@@ -390,10 +396,10 @@ class _Sequence:
         return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
 
 
+@dataclass
 class _Prompt:
-    """A prompt in the cache: its place and the logits after it once read, and its rows' number."""
+    """A prompt in the cache: its place, the logits [V] after it, and how many rows use it."""
 
-    def __init__(self):
-        self.place: Place | None = None
-        self.logits: Tensor | None = None
-        self.users = 0
+    place: Place
+    logits: Tensor
+    users: int = 0

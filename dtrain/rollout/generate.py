@@ -4,17 +4,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
+from dtrain.models.layers import CausalLM
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 
 
 def generate(
-    model: nn.Module,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -70,7 +70,7 @@ def generate_text(
         yield tokenizer.decode(done.pop(ticket), skip_special_tokens=True)
 
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Tokenizer]:
+def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Tokenizer]:
     """Model and tokenizer of a Hugging Face directory, a run's directory or a checkpoint's. Raises UserError."""
     from dtrain import models
     from dtrain.checkpoint.store import locate, step_of

@@ -7,19 +7,21 @@ attends by itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.attention.cache import KeyValues
 from dtrain.attention.decode import Prefill
 from dtrain.errors import Interrupted
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back, weights_gathered
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.rollout.budget import Budget, choose_budget, free_memory
 from dtrain.rollout.engine import Engine, Peers
@@ -37,7 +39,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: CausalLM,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -57,12 +59,12 @@ class NativeEngine:
         """The completions of `requests`, in order. Collective: every rank passes all requests and gets all results.
 
         ask_stop: asked on each rank between two tokens; once it says yes that rank gives up, and Interrupted is raised
-        on all of them, as soon as the others have given up too, or are done. It costs one reduction more.
+        on all of them, as soon as the others have given up too, or are done.
 
         Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
         model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
-        layer by layer; three small reductions and two all-gathers in all. Raises UserError, for bad requests on every
-        rank; what else goes wrong on one rank is raised there, and the others wait for it.
+        layer by layer; two small reductions and one all-gather of objects in all. Raises UserError, for bad requests on
+        every rank; what else goes wrong on one rank is raised there, and the others wait for it.
         """
         for index, request in enumerate(requests):
             has_decode = self._decode is not None
@@ -93,15 +95,18 @@ class NativeEngine:
             for index, request in enumerate(requests):
                 engine.check_room(request, f"request {index}")
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
-            try:
+            completions: list[Completion] | None = None
+            with suppress(Interrupted):
                 completions = engine.generate(mine)
-            except Interrupted:
-                completions = None
             while peers.others_go_on():
                 self._take_part()
-        if ask_stop is not None and not self._least(int(completions is not None)):
-            raise Interrupted
-        return self._exchanged(completions, shares)
+        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: completions) if places > 1 else [completions]
+        found: dict[int, Completion] = {}
+        for share, drawn in zip(shares, everywhere, strict=True):
+            if drawn is None:
+                raise Interrupted
+            found.update(zip(share, drawn, strict=True))
+        return [found[index] for index in range(len(requests))]
 
     def _gathers_once(self) -> bool:
         """The same answer on every rank. Collective where it depends on memory."""
@@ -131,36 +136,6 @@ class NativeEngine:
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
 
-    def _exchanged(self, completions: list[Completion], shares: list[list[int]]) -> list[Completion]:
-        """Every rank's completions on every rank, in the requests' order; two all-gathers of host tensors."""
-        found: dict[int, Completion] = {}
-        if len(shares) == 1:
-            found.update(zip(shares[0], completions, strict=True))
-            return [found[index] for index in range(len(found))]
-        most = max(map(len, shares))
-        heads = torch.zeros((most, 2), dtype=torch.int64)  # length, whether it was stopped
-        for row, completion in enumerate(completions):
-            heads[row] = torch.tensor([len(completion.ids), completion.finish == "stop"])
-        all_heads = self._gathered(heads)
-        longest = max(int(one[:, 0].sum()) for one in all_heads)
-        drawn = torch.zeros((2, longest), dtype=torch.float64)  # ids, which float64 holds exactly, and logprobs
-        ids = [token for completion in completions for token in completion.ids]
-        logprobs = [value for completion in completions for value in completion.logprobs]
-        drawn[:, : len(ids)] = torch.tensor([ids, logprobs], dtype=torch.float64)
-        for share, place_heads, place_drawn in zip(shares, all_heads, self._gathered(drawn), strict=True):
-            ids, logprobs = place_drawn[0].to(torch.int64).tolist(), place_drawn[1].tolist()
-            start = 0
-            for index, (length, is_stopped) in zip(share, place_heads.tolist(), strict=False):
-                end = start + length
-                found[index] = Completion(ids[start:end], logprobs[start:end], "stop" if is_stopped else "length")
-                start = end
-        return [found[index] for index in range(len(found))]
-
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
-        parts = [torch.zeros_like(mine) for _ in range(self.mesh.dp_cp.size())]
-        dist.all_gather(parts, mine, group=self.mesh.dp_cp.get_group())
-        return parts
-
 
 class _MeshPeers(Peers):
     """in_step: every forward gathers weights over dp and cp, so that all those ranks make as many."""
@@ -180,7 +155,8 @@ class _MeshPeers(Peers):
         return self._in_step and self._ranks_at_work(0) > 0
 
     def agree(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The first tp rank's draw. All have the same logits, but a sum may be rounded in another order on a GPU."""
+        """The first tp rank's tokens [R] int64 and logprobs [R] float64; one broadcast. All have the same logits, but a
+        sum may be rounded in another order on a GPU."""
         if self._tp.size() == 1:
             return tokens, logprobs
         asked = float(self._ask_stop is not None and self._ask_stop())
@@ -203,7 +179,7 @@ class _MeshPeers(Peers):
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
+def _uncompiled(model: CausalLM) -> Iterator[None]:
     """Inside, layers compiled for training run as they are written: a decoding step has other shapes every time."""
     if not any(layer._compiled_call_impl is not None for layer in model.model.layers):
         yield

@@ -52,7 +52,9 @@ class Sampler:
             ]
         numbers = uniform(drawn, self._keys)
         found = [_draw(logits[chunk.rows], numbers[chunk.rows], chunk) for chunk in self._chunks]
-        return found[0] if len(found) == 1 else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([tokens for tokens, _ in found]), torch.cat([logprobs for _, logprobs in found])
 
 
 @dataclass

@@ -29,7 +29,8 @@ class WeightSource(Protocol):
 
     def full_tensors(
         self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
-    ) -> Iterator[tuple[str, Tensor]]: ...
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor [..]) in the order of the info, of `names` alone where they are given."""
 
 
 class WeightReceiver:
@@ -50,13 +51,14 @@ class WeightReceiver:
         self._group = weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
 
     def receive(self, info: Info, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what `info` (the sender's `prepare_refit_info`) lists. One broadcast per bucket, whose
-        tensors share one memory: copy what is kept."""
+        """(name, tensor [..]) of what `info` (the sender's `prepare_refit_info`) lists, in its shape. One broadcast per
+        bucket, whose tensors share one memory: copy what is kept."""
         for names in buckets(info, bucket_bytes):
             yield from self.receive_bucket({name: info[name] for name in names})
 
     def receive_bucket(self, info: Info) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of one message that holds all of `info`. RuntimeError where the sender is gone."""
+        """(name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
+        RuntimeError where the sender is gone."""
         sizes = [nbytes(*info[name]) for name in info]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat, 0).wait()
@@ -110,14 +112,15 @@ def weight_group(
     except OSError as error:
         raise UserError(f"{ip}:{port}, where the receivers of weights are waited for: {error.strerror}") from error
     taken = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
-    store = dist.TCPStore(ip, port, world_size, timeout=wait, **taken)
+    store: dist.Store = dist.TCPStore(ip, port, world_size, timeout=wait, **taken)
     for prefix in (name, f"{name}/", f"{device.type}/"):
         store = dist.PrefixStore(prefix, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
     options._timeout = wait
     options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -19,20 +19,20 @@ def written_out(q, k, v, seen, scale):
 
 def brute_force(visibility, rows):
     """[B, Q, K] from the sentence in kernels.py, one pair at a time."""
-    seen = torch.zeros(rows, visibility.queries, visibility.keys, dtype=torch.bool)
-    for b in range(rows):
-        for i in range(visibility.queries):
-            for j in range(visibility.keys):
-                if visibility.is_plain:
-                    p, c, same = i, j, True
-                else:
-                    p = int(visibility.query_positions.expand(rows, -1)[b, i])
-                    c = int(visibility.key_positions.expand(rows, -1)[b, j])
-                    same = visibility.query_documents is None or bool(
-                        visibility.query_documents[b, i] == visibility.key_documents[b, j]
-                    )
-                seen[b, i, j] = same and 0 <= p - c and (visibility.window is None or p - c < visibility.window)
-    return seen
+
+    def listed(stream, count):
+        return (torch.arange(count)[None] if stream is None else stream).expand(rows, -1).tolist()
+
+    queries, keys = visibility.queries, visibility.keys
+    at, of = listed(visibility.query_positions, queries), listed(visibility.key_positions, keys)
+    mine, theirs = visibility.query_documents, visibility.key_documents
+    mine, theirs = (None, None) if mine is None else (mine.tolist(), theirs.tolist())
+    reach = visibility.window or queries + keys
+
+    def sees(b, i, j):
+        return (mine is None or mine[b][i] == theirs[b][j]) and 0 <= at[b][i] - of[b][j] < reach
+
+    return torch.tensor([[[sees(b, i, j) for j in range(keys)] for i in range(queries)] for b in range(rows)])
 
 
 def packed(lengths, padding):

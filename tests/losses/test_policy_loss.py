@@ -14,8 +14,8 @@ from torch.autograd import gradcheck
 
 from dtrain.faces.policy_loss import policy_loss
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
+from dtrain.losses.policy_losses import Documents, Rows
 from dtrain.losses.policy_options import LOSSES, SHARED
-from dtrain.losses.sequences import Documents, Rows
 from dtrain.methods.grpo_section import loss_problems
 from tests.world import run_world
 

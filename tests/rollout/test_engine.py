@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_a_whole_forward(variant):
 @pytest.mark.parametrize("variant", ["qwen3", "gemma3"])
 def test_completions_do_not_depend_on_the_batch(variant):
     """Order, company, one row at a time, little memory, and a prompt that is shared or not."""
-    model, requests = build(variant), mixed()
+    model, requests = build(variant), mixed(10)
     expected = Engine(model).generate(requests)
     assert {completion.finish for completion in expected} == {"stop", "length"}
     same(Engine(model, max_rows=1).generate(requests), expected)
@@ -113,7 +113,7 @@ def near_ties(model, request, found, expected):
 def test_in_float32_completions_part_at_near_ties_alone():
     model = build("qwen3", torch.float32)
     requests = [
-        Request(p, SamplingParams(40, t), 3, i, j) for i, p in enumerate(PROMPTS) for j, t in enumerate((0.0, 1.0))
+        Request(p, SamplingParams(24, t), 3, i, j) for i, p in enumerate(PROMPTS) for j, t in enumerate((0.0, 1.0))
     ]
     expected = Engine(model).generate(requests)
     for budget in ({"max_rows": 1}, {"max_rows": 3}):

@@ -67,7 +67,7 @@ def state_of(model):
             for unit in units
         ],
         [type(layer.self_attn.kernel).__name__ for layer in model.model.layers],
-        [module.tp.sequence for module in model.modules() if hasattr(module, "tp")],
+        [module.tp.sequence for module in model.modules() if getattr(module, "tp", None)],
         model.training,
     )
 

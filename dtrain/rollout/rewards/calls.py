@@ -4,19 +4,41 @@ import asyncio
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.rollout.child import Answer, attempt, shown
 
 Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
+
+
+class RewardCalls:
+    """What a `Worker` asks of the rewards."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+
+    def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Answer]:
+        """rewards: name -> module, function, options."""
+        return [attempt(self._load, rewards)]
+
+    def score(self, batch: Batch, first: int) -> Iterator[Answer]:
+        """The values of each reward from the one at place `first` on: numbers and None."""
+        for name, function in [*self.functions.items()][first:]:
+            yield attempt(call, name, function, batch)
+
+    def _load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> None:
+        self.functions = {name: load(*where) for name, where in rewards.items()}
 
 
 def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The callable with its options given; a class is made with them first. Whatever the module raises passes."""
     found = getattr(importlib.import_module(module), function)
-    return found(**options) if inspect.isclass(found) else partial(found, **options) if options else found
+    if isinstance(found, type):
+        return found(**options)
+    return partial(found, **options)
 
 
 def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | None]:
@@ -30,7 +52,7 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
         result = asyncio.run(_awaited(result))
     count = len(batch["completions"])
     if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__") or not hasattr(result, "__len__"):
-        raise UserError(f"reward {name} gave {_shown(result)}; a list of {count} numbers or None is needed")
+        raise UserError(f"reward {name} gave {shown(result)}; a list of {count} numbers or None is needed")
     if len(result) != count:
         raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
     return [_number(name, value) for value in result]
@@ -58,13 +80,8 @@ def _number(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        raise UserError(f"reward {name} gave {_shown(value)} for a completion; a number or None is needed")
+        raise UserError(f"reward {name} gave {shown(value)} for a completion; a number or None is needed")
     number = float(value)
     if math.isinf(number):
         raise UserError(f"reward {name} gave {number} for a completion; a finite number or None is needed")
     return None if math.isnan(number) else number
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,26 +3,19 @@
 import ast
 import difflib
 import importlib.util
+import symtable
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import decode_source
 from pathlib import Path
 from types import MappingProxyType
 
 from dtrain.errors import UserError
-from dtrain.rollout.child import search_path
+from dtrain.rollout.worker import search_path
 
-_HERE = "dtrain.rollout.rewards"
-BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "math_exact": f"{_HERE}.math_exact:math_exact",
-        "numeric": f"{_HERE}.numeric:numeric",
-        "regex": f"{_HERE}.regex:regex",
-        "format_tags": f"{_HERE}.format_tags:format_tags",
-        "length_penalty": f"{_HERE}.length_penalty:length_penalty",
-        "json_valid": f"{_HERE}.json_valid:json_valid",
-    }
-)
+_NAMES = ("math_exact", "numeric", "regex", "format_tags", "length_penalty", "json_valid")
+BUILT_IN: Mapping[str, str] = MappingProxyType({name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES})
 """Name -> import path."""
 
 
@@ -56,24 +49,22 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
 
 
 def _spec(whose: str, module: str) -> ModuleSpec:
-    places: list[str] | None = search_path()
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:count]), places)
-        if spec is None and count == 1 and module in sys.builtin_module_names:
-            spec = ModuleSpec(module, None)
-        if spec is None and count == 1:  # of a package whose installer put a finder of its own in place
-            spec = _top_level(parts[0])
-        if spec is None:
-            raise UserError(
-                f"{whose}: there is no module {'.'.join(parts[:count])}, neither in {Path.cwd()} nor among the "
-                "installed packages"
-            )
-        places = list(spec.submodule_search_locations or [])
+    """Of a module, without the import of those that it lies in."""
+    parent = module.rpartition(".")[0]
+    if parent:
+        spec = PathFinder.find_spec(module, list(_spec(whose, parent).submodule_search_locations or []))
+    elif (spec := PathFinder.find_spec(module, search_path())) is None:
+        is_built_in = module in sys.builtin_module_names
+        spec = ModuleSpec(module, None) if is_built_in else _of_a_finder_of_its_own(module)
+    if spec is None:
+        raise UserError(
+            f"{whose}: there is no module {module}, neither in {Path.cwd()} nor among the installed packages"
+        )
     return spec
 
 
-def _top_level(name: str) -> ModuleSpec | None:
+def _of_a_finder_of_its_own(name: str) -> ModuleSpec | None:
+    """Of a package whose installer put a finder in place."""
     try:
         return importlib.util.find_spec(name)
     except ValueError:  # a module that was loaded by other means, __main__ say
@@ -85,20 +76,10 @@ def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        source = decode_source(Path(spec.origin).read_bytes())
+        tree, table = ast.parse(source), symtable.symtable(source, spec.origin, "exec")
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{whose}: {spec.origin} is no Python: {error}") from None
-    names: set[str] = set()
-    blocks = list(tree.body)
-    while blocks:
-        node = blocks.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            if node.name == "__getattr__":
-                return None
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-        else:
-            names |= {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
-            blocks += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
-    return None if "*" in names else names
+    names = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    has_star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
+    return None if has_star or "__getattr__" in names else names

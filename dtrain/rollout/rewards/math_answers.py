@@ -65,9 +65,7 @@ def answer_in(text: str) -> str | None:
     marked = marked_answer(text)
     if marked is not None:
         return marked
-    last = None
-    for match in _ANY_NUMBER.finditer(_plain(text)):
-        last = match
+    last = [None, *_ANY_NUMBER.finditer(_plain(text))][-1]
     return None if last is None else last.group().strip()
 
 
@@ -79,9 +77,7 @@ def marked_answer(text: str) -> str | None:
     if "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0][:LONGEST].strip()
     text = text.replace("**", "")
-    last = None
-    for match in _ANSWER_IS.finditer(text):
-        last = match
+    last = [None, *_ANSWER_IS.finditer(text)][-1]
     if last is None:
         return None
     said = text[last.end() :].lstrip().partition("\n")[0][:LONGEST].strip()
@@ -89,8 +85,9 @@ def marked_answer(text: str) -> str | None:
         return said.rstrip(".")
     number = _ANY_NUMBER.search(_plain(said))
     sentence = said.partition(". ")[0].rstrip(".")
-    is_one = number and not read(sentence).parts and " or " not in sentence
-    return number.group().strip() if is_one else sentence or None
+    if number and not read(sentence).parts and " or " not in sentence:
+        return number.group().strip()
+    return sentence or None
 
 
 def read(text: str) -> MathAnswer:
@@ -126,8 +123,8 @@ def equal(first: MathAnswer, second: MathAnswer) -> bool:
     if first.value is not None and second.value is not None:
         if first.percent == second.percent:
             return first.value == second.value
-        percent, plain = (first, second) if first.percent else (second, first)
-        return plain.value in (percent.value, percent.value / 100)
+        percent, plain = (first.value, second.value) if first.percent else (second.value, first.value)
+        return plain in (percent, percent / 100)
     if first.parts or second.parts:
         pairs = zip(first.parts, second.parts, strict=False)
         same = len(first.parts) == len(second.parts) and first.text == second.text
@@ -172,8 +169,8 @@ def _number(text: str) -> tuple[Fraction | None, bool]:
     text = _FRACTION.sub(r" (\1)/(\2)", text).strip()
     text = re.sub(r"\(\s*([-+]?[\d.,]+)\s*\)/\(\s*([\d.,]+)\s*\)", r"\1/\2", text)
     text = re.sub(r"\s*(\\times|\\cdot|[*×/^])\s*", r"\1", text)
-    sign = re.match(r"[-+]\s+", text)
-    match = _SIGNED.match(text[0] + text[sign.end() :] if sign else text)
+    apart = re.match(r"[-+]\s+", text)
+    match = _SIGNED.match(text[0] + text[apart.end() :] if apart else text)
     if match is None:
         return None, False
     tail = match.string[match.end() :]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dtrain.errors import UserError
-from dtrain.rollout.process import Lost, UserCodeProcess
+from dtrain.rollout.child import Answer
 from dtrain.rollout.rewards.find import find
+from dtrain.rollout.worker import Lost, Worker
 
 
 class Spec(Protocol):
@@ -26,7 +26,7 @@ class Scores:
     parts: dict[str, list[float]]
 
 
-class Rewards:
+class Rewards(Worker):
     """Rewards by name or import path, loaded in a process of their own.
 
     specs: each with fn, weight and kwargs. timeout: seconds that one reward may take over one call of `score`. say:
@@ -38,20 +38,14 @@ class Rewards:
 
     def __init__(self, specs: Sequence[Spec], *, timeout: float = 60.0, say: Callable[[str], None] = print):
         self._weights = {name: spec.weight for name, spec in zip(reward_names(specs), specs, strict=True)}
-        found = [find(spec.fn) for spec in specs]
-        loads = [
-            (name, *where, dict(spec.kwargs or {}))
-            for name, where, spec in zip(self._weights, found, specs, strict=True)
-        ]
-        self._say = say
-        self._told: set[str] = set()
-        self._has_worked: set[str] = set()
-        self._worker = UserCodeProcess(
-            "dtrain.rollout.rewards.worker",
-            ("load", loads),
+        where = [(*find(spec.fn), dict(spec.kwargs or {})) for spec in specs]
+        super().__init__(
+            "dtrain.rollout.rewards.calls:RewardCalls",
+            dict(zip(self._weights, where, strict=True)),
             what=f"the rewards ({', '.join(self._weights)})",
             timeout=timeout,
             key="grpo.reward_timeout",
+            say=say,
         )
 
     @property
@@ -74,59 +68,44 @@ class Rewards:
         """
         own = {"prompts": list(prompts), "completions": list(completions)}
         batch = {**columns, **own, "completion_ids": [list(ids) for ids in completion_ids]}
-        wrong = {key: len(values) for key, values in batch.items() if len(values) != len(own["completions"])}
+        count = len(own["completions"])
+        wrong = {key: len(values) for key, values in batch.items() if len(values) != count}
         if wrong:
-            raise ValueError(f"{len(own['completions'])} completions, but {wrong}")
-        if not own["completions"]:
+            raise ValueError(f"{count} completions, but {wrong}")
+        if not count:
             return Scores([], {name: [] for name in self._weights})
-        return self._worker.run(self._score, batch)
+        # A process may be lost behind its last answer.
+        found = zip(self._weights, self._answers(batch), strict=False)
+        parts = {name: self._values(name, answer, count) for name, answer in found}
+        return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
 
-    def close(self) -> None:
-        """End the worker, at once even where it computes. May be called again."""
-        self._worker.close()
-
-    def __enter__(self) -> "Rewards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _score(self, batch: Mapping[str, Sequence[Any]]) -> Scores:
-        count = len(batch["completions"])
-        parts = {name: [math.nan] * count for name in self._weights}
-        has_batch = False
-        for index, name in enumerate(self._weights):
+    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> list[Answer]:
+        """Of each reward; those behind one that the process is lost with are asked in another process."""
+        answers: list[Answer] = []
+        while len(answers) < len(self._weights):
             try:
-                if not self._worker.is_alive:
-                    self._worker.replace()
-                    has_batch = False
-                if not has_batch:
-                    self._worker.send("batch", batch)
-                    has_batch = True
-                self._worker.send("call", index)
-                answer = self._worker.answer()
+                self._ensure()
+                for answer in self._ask("score", batch, len(answers)):
+                    answers.append(answer)
             except Lost as lost:
-                self._worker.kill()
-                self._tell(name, str(lost), f"reward {name} {lost}; its values of this rollout are unknown")
-                continue
-            if "values" in answer:
-                self._has_worked.add(name)
-                parts[name] = [math.nan if value is None else value for value in answer["values"]]
-                continue
+                answers.append({"lost": str(lost)})
+        return answers
+
+    def _values(self, name: str, answer: Answer, count: int) -> list[float]:
+        if "value" in answer:
+            self._has_worked.add(name)
+            return [math.nan if value is None else value for value in answer["value"]]
+        if "lost" in answer:
+            text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
+            self._tell(name, answer["lost"], text)
+        else:
             text = answer.get("user") or f"reward {name} failed:\n{answer['error']}"
-            if name not in self._has_worked:
-                raise UserError(text)
-            self._tell(name, text.splitlines()[-1], f"{text}\nits values of this rollout are unknown")
-        return Scores([self._sum([part[i] for part in parts.values()]) for i in range(count)], parts)
+            self._judge(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
+        return [math.nan] * count
 
     def _sum(self, values: Sequence[float]) -> float:
         known = [w * v for w, v in zip(self._weights.values(), values, strict=True) if not math.isnan(v)]
         return math.fsum(known) if known else math.nan
-
-    def _tell(self, name: str, cause: str, text: str) -> None:
-        if f"{name}: {cause}" not in self._told:
-            self._told.add(f"{name}: {cause}")
-            self._say(text)
 
 
 def reward_names(specs: Sequence[Spec]) -> list[str]:
