@@ -86,7 +86,8 @@ class Trainer:
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.directory)
         self.method = METHODS[recipe.method](recipe)
-        self.rows, self.val_rows = self._open_rows("train"), recipe.data.val and self._open_rows("val")
+        self.rows = self._open_rows("train")
+        self.val_rows = None if recipe.data.val is None else self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
         if self.val_rows:
             self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")

@@ -106,7 +106,7 @@ class Grpo(Method):
             policy.init_reference_model(None if section.reference == "start" else section.reference)
             if section.sync_every is not None and policy.reference is not None:
                 self._reference = policy.reference.tensors
-        tokenizer = Tokenizer.from_directory(self.recipe.model.path)
+        tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self._policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section.show)
         self._collector = Collector(
@@ -123,7 +123,7 @@ class Grpo(Method):
 
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         section = self.recipe.grpo
-        left = max(0, rows.total_rows() - rows.rows_before(cursor))
+        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
         whole, rest = divmod(left, section.prompts_per_step)
         steps = whole * self._steps(section.prompts_per_step * section.group_size)
         begun = self._steps(saved["sequences"]) - saved["done"] if saved.get("sequences") else 0
@@ -143,7 +143,7 @@ class Grpo(Method):
             chosen = self._minibatch()
             mine = deal(self._costs(chosen), policy.mesh.dp_size, self._most_rows(len(chosen)))
             samples = [chosen[index] for index in mine[policy.mesh.dp_rank]]
-            yield GlobalBatch([], samples, len(chosen), self._position.cursor, self._position.epochs)
+            yield GlobalBatch([], samples, len(chosen), self._position.cursor or cursor, self._position.epochs)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         self._began = time.perf_counter()

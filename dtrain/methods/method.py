@@ -86,7 +86,7 @@ class Method:
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
         saved: what `state` gave at the start, empty for a fresh one."""
-        left = max(0, rows.total_rows() - rows.rows_before(cursor))
+        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
         return -(-left // self.recipe.train.global_batch)
 
     def before_step(self, cursor: Cursor) -> None:

@@ -40,9 +40,9 @@ def freeze(model: nn.Module, section: Train, dtype: torch.dtype) -> None:
     if len(rests) == len(names):
         raise UserError("train.train_only and train.freeze leave no parameter to train")
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter in rests:
-                module._parameters[name] = rests[parameter]
+        for name, held in module._parameters.items():
+            if held is not None and held in rests:
+                module._parameters[name] = rests[held]
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:

@@ -13,9 +13,9 @@ from dtrain.rollout.worker import Lost, Worker
 class Spec(Protocol):
     """A reward of a recipe: `config.schema.Reward`, or anything alike."""
 
-    fn: str
+    fn: str | None
     weight: float
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rewards(Worker):
 
     def __init__(self, specs: Sequence[Spec], *, timeout: float = 60.0, say: Callable[[str], None] = print):
         self._weights = {name: spec.weight for name, spec in zip(reward_names(specs), specs, strict=True)}
-        where = [(*find(spec.fn), dict(spec.kwargs or {})) for spec in specs]
+        where = [(*find(str(spec.fn)), dict(spec.kwargs or {})) for spec in specs]
         super().__init__(
             "dtrain.rollout.rewards.calls:RewardCalls",
             dict(zip(self._weights, where, strict=True)),
@@ -112,7 +112,7 @@ def reward_names(specs: Sequence[Spec]) -> list[str]:
     """What the rewards are called: the last word of the path, the second of one name numbered."""
     names: list[str] = []
     for spec in specs:
-        name = spec.fn.rsplit(".", 1)[-1]
+        name = str(spec.fn).rsplit(".", 1)[-1]
         taken = sum(other == name or other.startswith(f"{name}#") for other in names)
         names.append(f"{name}#{taken + 1}" if taken else name)
     return names
