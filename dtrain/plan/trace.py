@@ -8,7 +8,7 @@ On a planned CPU the host's tensors lie in the same memory: the step's rows are 
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -25,11 +25,11 @@ from dtrain.config.schema import Recipe
 from dtrain.methods import METHODS, Method
 from dtrain.models.config import ModelConfig
 from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.placement import chunk_bounds, local_tensor
+from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.memory import Phase
 from dtrain.plan.planned_device import PlannedDevice
-from dtrain.plan.policy import PlannedPolicy, mark_layers
+from dtrain.plan.policy import PlannedPolicy, bytes_of, mark_layers
 from dtrain.plan.tracer import Tracer
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
@@ -81,12 +81,11 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
             batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
-    itemsize = policy.precision.master.itemsize
     held = {
-        "parameters": sum(local_tensor(parameter.detach()).numel() for parameter in parameters) * itemsize,
+        "parameters": bytes_of(parameter.detach() for parameter in parameters),
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
-        "lightest": _min_shard_elements(parameters) * itemsize,
+        "lightest": _min_shard_bytes(parameters),
         "rows": policy.scorer.host if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
     }
@@ -117,15 +116,12 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     return [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
 
 
-def _min_shard_elements(parameters: Iterable[Tensor]) -> int:
-    """Elements of `parameters`, each of shape [...], on the rank that holds fewest. No collective.
-
-    Chunks fall off towards the last rank of a dimension, so it is last in some of them; rank 0 holds most.
-    """
-    parameters = list(parameters)
+def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
+    """Of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a dimension, so it is
+    last in some of them; rank 0 holds most."""
     ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
     corners = product((False, True), repeat=ndim)
-    return min(sum(_elements(parameter, corner) for parameter in parameters) for corner in corners)
+    return min(sum(_elements(one, corner) * one.element_size() for one in parameters) for corner in corners)
 
 
 def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:

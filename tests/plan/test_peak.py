@@ -116,6 +116,7 @@ CASES = {
         1,
         ["optimizer.name=sgd", "data.max_length=16", "train.micro_batch=1", "train.global_batch=1"],
     ),
+    "the last layer alone": (1, ["train.train_only=[model.layers.2.*]", "train.dtype=bfloat16"]),
     "dpo of whole batches": (
         2,
         ["method=dpo", "train.micro_batch=1", "dpo.loss=bco_pair", "dpo.kwargs={bco_shift: batch}"],
