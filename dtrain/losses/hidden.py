@@ -54,9 +54,11 @@ class TiledSum:
         self.dtype, self.operand = dtype, as_operand(self.weight, dtype)
         self._inputs = hidden, weight
         self.wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        if self.wants_gradient:
-            # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
+        # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
+        self._hidden_grad = self._weight_grad = None  # of what is frozen
+        if self.wants_gradient and hidden.requires_grad:
             self._hidden_grad = torch.zeros_like(self.hidden)
+        if self.wants_gradient and weight.requires_grad:
             self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
@@ -73,9 +75,11 @@ class TiledSum:
     def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
         """grad [t, V/tp]: by the product of `hidden` [t, D], the tile's hidden states, and the operand."""
         grad = grad.to(self.operand.dtype)
-        rows_grad = product(grad, self.operand).to(self._hidden_grad.dtype)
-        self._hidden_grad.index_copy_(0, self.index[tile], rows_grad)
-        add_product_(self._weight_grad, grad.t(), hidden)
+        if self._hidden_grad is not None:
+            rows_grad = product(grad, self.operand).to(self._hidden_grad.dtype)
+            self._hidden_grad.index_copy_(0, self.index[tile], rows_grad)
+        if self._weight_grad is not None:
+            add_product_(self._weight_grad, grad.t(), hidden)
 
     def with_gradient(self, total: Tensor) -> Tensor:
         """`total`, a scalar, as what has this gradient."""
@@ -96,8 +100,9 @@ class _WithGradient(torch.autograd.Function):
         if ctx.gradient is None:
             raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
         (hidden, weight), ctx.gradient = ctx.gradient, None
-        hidden.mul_(upstream.to(hidden.dtype))
-        return hidden, weight.mul_(upstream).to(ctx.weight_dtype), None, None, None
+        of_hidden = None if hidden is None else hidden.mul_(upstream.to(hidden.dtype))
+        of_weight = None if weight is None else weight.mul_(upstream).to(ctx.weight_dtype)
+        return of_hidden, of_weight, None, None, None
 
 
 def weighted_logprob_sum(

@@ -17,7 +17,7 @@ from dtrain import models
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.errors import UserError
-from tests.checkpoint.families import FAMILIES, logits, save_family
+from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.checkpoint.tiny import Tiny, on_mesh, seeded, whole
 from tests.world import run_world
 
@@ -51,7 +51,7 @@ def test_every_family_is_read(tmp_path, family, shards):
 
 
 def test_both_prefixes_of_a_multimodal_checkpoint(tmp_path):
-    save_family("gemma3-vision", tmp_path)
+    save_family(MULTIMODAL, tmp_path)
     old = state(models.from_pretrained(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {}

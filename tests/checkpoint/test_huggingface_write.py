@@ -15,7 +15,7 @@ from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.errors import UserError
-from tests.checkpoint.families import FAMILIES, logits, save_family
+from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.checkpoint.tiny import on_mesh, seeded
 from tests.world import run_world
 
@@ -43,7 +43,7 @@ def test_transformers_loads_it_with_equal_logits(tmp_path, family):
     save_family(family, tmp_path / "source")
     model = trained(tmp_path / "source")
     write_directory(model, tmp_path / "out", tmp_path / "source")
-    kind = hf.Gemma3ForConditionalGeneration if family == "gemma3-vision" else hf.AutoModelForCausalLM
+    kind = hf.Gemma3ForConditionalGeneration if family == MULTIMODAL else hf.AutoModelForCausalLM
     loaded, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_transformers_loads_it_with_equal_logits(tmp_path, family):
 
 
 def test_parts_that_are_not_trained_are_copied_through(tmp_path):
-    save_family("gemma3-vision", tmp_path / "source", max_shard_size="4KB")
+    save_family(MULTIMODAL, tmp_path / "source", max_shard_size="4KB")
     write_directory(trained(tmp_path / "source"), tmp_path / "out", tmp_path / "source", torch.float16)
     source, out = read_all(tmp_path / "source"), read_all(tmp_path / "out")
     for name, tensor in source.items():
@@ -64,7 +64,7 @@ def test_parts_that_are_not_trained_are_copied_through(tmp_path):
 
 
 def test_the_sources_own_prefix_is_kept(tmp_path):
-    save_family("gemma3-vision", tmp_path / "source")
+    save_family(MULTIMODAL, tmp_path / "source")
     old = read_all(tmp_path / "source")
     new = {f"model.{name}".replace("model.language_model.model.", "model.language_model."): old[name] for name in old}
     save_file(new, tmp_path / "source" / "model.safetensors", {"format": "pt"})
@@ -77,7 +77,7 @@ def test_the_sources_own_prefix_is_kept(tmp_path):
 
 
 def test_a_text_tower_from_scratch_is_written_as_a_model_of_its_own(tmp_path):
-    save_family("gemma3-vision", tmp_path / "source")
+    save_family(MULTIMODAL, tmp_path / "source")
     model = trained(tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()
     write_directory(model, tmp_path / "out", tmp_path / "source")
@@ -91,7 +91,7 @@ def test_a_text_tower_from_scratch_is_written_as_a_model_of_its_own(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_dtype_is_written_and_said(tmp_path, key, dtype):
     source = tmp_path / "source"
-    save_family("llama", source)
+    save_family("llama3", source)
     config = json.loads((source / "config.json").read_text())
     del config["dtype"]
     (source / "config.json").write_text(json.dumps(config | ({key: "float32"} if key else {})))
@@ -107,17 +107,17 @@ def test_the_dtype_is_written_and_said(tmp_path, key, dtype):
 
 
 def test_nothing_is_rounded_by_default(tmp_path):
-    save_family("llama", tmp_path / "source")
+    save_family("llama3", tmp_path / "source")
     model = models.from_pretrained(tmp_path / "source", dtype=torch.float64)
     write_directory(model, tmp_path / "out", tmp_path / "source")
     assert {tensor.dtype for tensor in read_all(tmp_path / "out").values()} == {torch.float64}
 
 
 def test_shards_and_their_index(tmp_path):
-    save_family("llama", tmp_path / "source")
+    save_family("llama3", tmp_path / "source")
     model = trained(tmp_path / "source")
     write_directory(model, tmp_path / "one", tmp_path / "source")
-    write_directory(model, tmp_path / "out", tmp_path / "source", max_shard_bytes=5000)
+    write_directory(model, tmp_path / "out", tmp_path / "source", max_shard_bytes=25_000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -127,14 +127,14 @@ def test_shards_and_their_index(tmp_path):
         with safe_open(tmp_path / "out" / file, "pt") as opened:
             assert torch.equal(opened.get_tensor(name), whole.pop(name))
             assert opened.metadata() == {"format": "pt"}
-        assert (tmp_path / "out" / file).stat().st_size < 7000
+        assert (tmp_path / "out" / file).stat().st_size < 30_000
     assert not whole
     hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_small_files_go_along(tmp_path):
     source = tmp_path / "source"
-    save_family("llama", source)
+    save_family("llama3", source)
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "vocab.json"]
     for name in names:
         (source / name).write_text(f"of {name}")
@@ -148,7 +148,7 @@ def test_small_files_go_along(tmp_path):
 
 
 def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path):
-    save_family("llama", tmp_path / "source")
+    save_family("llama3", tmp_path / "source")
     model, out = trained(tmp_path / "source"), tmp_path / "deep" / "out"
     write_directory(model, out, tmp_path / "source", torch.float16)
     (tmp_path / "deep" / ".out.partial").mkdir()

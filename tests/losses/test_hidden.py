@@ -57,6 +57,20 @@ def test_value_and_gradients_equal_dense_float64(dtype, rows_per_tile, softcap):
     assert relative_error(weight.grad, 3 * weight_grad) < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient_and_no_memory_for_one(frozen, monkeypatch):
+    given = inputs(torch.float32)
+    expected = dense(*given, softcap=None)[1:]
+    given[frozen].requires_grad_(False)
+    made = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: made.append(a) or zeros(*a, **k))
+    monkeypatch.setattr(torch, "zeros_like", lambda one: made.append((one.shape,)) or one * 0)
+    weighted_logprob_sum(*given, rows_per_tile=5).backward()
+    assert given[frozen].grad is None and (given[frozen].shape,) not in made
+    assert relative_error(given[1 - frozen].grad, expected[1 - frozen]) < 2e-6
+
+
 def test_untrained_rows_cost_nothing_even_when_they_are_nan():
     hidden, weight, targets, token_weights, index = inputs(torch.float32)
     untrained = torch.ones(len(hidden), dtype=torch.bool)
