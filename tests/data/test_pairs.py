@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from dtrain.batch import collate, document_ids
+from dtrain.config.schema import Model
 from dtrain.data import cache
 from dtrain.data import rows as rows_module
 from dtrain.data.cache import Source, open_cache
@@ -416,7 +417,7 @@ def test_preview(tmp_path, packing):
     recipe = SimpleNamespace(
         method="dpo",
         data=section(file, max_length=128, packing=packing),
-        model=SimpleNamespace(path=str(model)),
+        model=Model(path=str(model)),
         run=SimpleNamespace(seed=0, dir=str(tmp_path / "runs")),
     )
     out = io.StringIO()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dtrain.config.schema import Model
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -112,7 +113,7 @@ def test_preview(tmp_path, model):
     recipe = SimpleNamespace(
         method="sft",
         data=section(train=split(str(file)), max_length=128),
-        model=SimpleNamespace(path=str(model)),
+        model=Model(path=str(model)),
         run=SimpleNamespace(seed=0, dir=str(tmp_path / "runs")),
     )
     out = io.StringIO()
