@@ -12,24 +12,24 @@ from typing import Any
 
 from dtrain.environments.crew import Crew, Missed
 from dtrain.errors import UserError
-from dtrain.rollout.child import Answer, attempt, shown
+from dtrain.rollout.child import Outcome, attempt, shown
 
 
 class EnvironmentCalls:
     """What a `Worker` asks of the environments, which are numbered. The answers are (number, answer), as they come."""
 
-    def load(self, module: str, function: str, timeout: float, threads: int) -> list[Answer]:
+    def load(self, module: str, function: str, timeout: float, threads: int) -> list[Outcome]:
         self.environments: dict[int, Any] = {}
-        self.crew: Crew[Answer] = Crew(threads, timeout)
+        self.crew: Crew[Outcome] = Crew(threads, timeout)
         return [attempt(self._load, module, function)]
 
-    def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Answer]]:
+    def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:
         """An environment for each row and seed; those before are gone."""
         self.environments = {}
         tasks = [partial(attempt, self._make, self.environments, place, *one) for place, one in enumerate(given)]
         yield from self._do(range(len(given)), tasks)
 
-    def step(self, asked: Sequence[tuple[int, str, bool]]) -> Iterator[tuple[int, Answer]]:
+    def step(self, asked: Sequence[tuple[int, str, bool]]) -> Iterator[tuple[int, Outcome]]:
         """For number, text and whether that is the last: {"earned", "done"} and, where it goes on, "observation"."""
         tasks = [partial(_step_and_observe, self.environments, *one) for one in asked]
         yield from self._do([number for number, *_ in asked], tasks)
@@ -53,13 +53,13 @@ class EnvironmentCalls:
             raise UserError(f"gave {shown(environment)}, which has no step")
         environments[number] = environment
 
-    def _do(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Answer]]) -> Iterator[tuple[int, Answer]]:
+    def _do(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Outcome]]) -> Iterator[tuple[int, Outcome]]:
         for outcomes in self.crew.do(tasks):
             for place, one in outcomes:
                 yield numbers[place], {"missed": one.value} if isinstance(one, Missed) else one
 
 
-def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_last: bool) -> Answer:
+def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_last: bool) -> Outcome:
     """A step and, where that was not the last, an observation. An environment that is over is not kept."""
     environment = environments.pop(number)
     stepped = attempt(step, environment, text)

@@ -9,7 +9,7 @@ from dtrain.environments.crew import MOST_LATE
 from dtrain.environments.episodes import EnvironmentReply, Turn
 from dtrain.environments.observations import Observation
 from dtrain.errors import UserError
-from dtrain.rollout.child import Answer
+from dtrain.rollout.child import Outcome
 from dtrain.rollout.rewards.find import find
 from dtrain.rollout.worker import Lost, Worker
 
@@ -122,9 +122,9 @@ class Environments(Worker):
                     self._kill()
         self._ensure()
 
-    def _answers(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Answer]:
+    def _answers(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Outcome]:
         """An answer of each number; where the process is lost, each says so."""
-        answers: dict[int, Answer] = {number: {} for number in numbers}
+        answers: dict[int, Outcome] = {number: {} for number in numbers}
         if content:
             try:
                 for number, answer in self._ask(method, content, grace=self._grace):
@@ -134,7 +134,7 @@ class Environments(Worker):
                     answer["lost"] = str(lost)
         return answers
 
-    def _add(self, failures: Failures, stage: str, answer: Answer) -> None:
+    def _add(self, failures: Failures, stage: str, answer: Outcome) -> None:
         stage, late = answer.get("stage", stage), f"took longer than {self._timeout:g} s ({KEY})"
         if answer.get("missed") == "untried":
             many = f"{MOST_LATE} times or more in a row: the others were not tried"

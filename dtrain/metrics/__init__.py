@@ -8,6 +8,5 @@ hardware  peak FLOP/s, model FLOPs utilisation, peak memory
 
 from dtrain.metrics.hardware import memory_gib, model_flops_utilisation, peak_flops
 from dtrain.metrics.metrics import Metrics, build
-from dtrain.metrics.sinks import cut_jsonl
 
-__all__ = ["Metrics", "build", "cut_jsonl", "memory_gib", "model_flops_utilisation", "peak_flops"]
+__all__ = ["Metrics", "build", "memory_gib", "model_flops_utilisation", "peak_flops"]

@@ -46,7 +46,20 @@ class JsonlSink(Sink):
         self._file: TextIO | None = None
 
     def resume_at(self, step: int) -> None:
-        cut_jsonl(self._path, step)
+        """Cut the rows beyond `step`, and a last line that a kill tore; the rest stays byte for byte. A kill in the
+        middle leaves the old file or the new one."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+        if len(kept) == len(lines):
+            return
+        fresh = self._path.with_name(self._path.name + ".cut")
+        with fresh.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._path)
 
     def write(self, row: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -59,28 +72,6 @@ class JsonlSink(Sink):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def cut_jsonl(path: Path, step: int) -> None:
-    """Cut the rows beyond `step`, and a last line that a kill tore, from a metrics file; the rest stays byte for byte.
-
-    A kill in the middle leaves the old file or the new one.
-    """
-    if not path.exists():
-        return
-    whole = path.read_bytes()
-    kept = bytearray()
-    for line in whole.splitlines(keepends=True):
-        if line.endswith(b"\n") and _step_of(line) <= step:
-            kept += line
-    if len(kept) == len(whole):
-        return
-    fresh = path.with_name(path.name + ".cut")
-    with fresh.open("wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 def _step_of(line: bytes) -> float:

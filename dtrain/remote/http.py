@@ -4,6 +4,7 @@ Token ids go in, token ids and logprobs come out. All samples of a prompt are on
 the fewest under way. No torch; on a mesh one rank calls `generate` and shares what it gives.
 """
 
+import math
 import re
 import threading
 import time
@@ -63,9 +64,14 @@ class _Tries:
     def note(self, url: str, seen: object) -> None:
         self.seen.setdefault(url, []).append(str(seen))
 
-    def has_time(self, url: str) -> bool:
-        """Whether there is time for the pause before the next try at `url`, and for that."""
-        return not self.stop.is_set() and time.monotonic() + _pause(self.count(url)) <= self.until
+    def wait(self, url: str, most: float = math.inf) -> bool:
+        """Wait before the next try at `url`; False where there is none: `most` have failed, no time is left, or it is
+        not wanted any more."""
+        pause = _pause(self.count(url))
+        if self.count(url) >= most or self.stop.is_set() or time.monotonic() + pause > self.until:
+            return False
+        self.stop.wait(pause)
+        return True
 
     def told(self) -> str:
         lines = [f"{url}: {len(seen)} tries, the last: {seen[-1]}" for url, seen in self.seen.items()]
@@ -156,13 +162,12 @@ class HttpEngine:
                 raise UserError(f"{wire.url}: {error}") from error
             except Unanswered as error:
                 tries.note(wire.url, error)
-                if not tries.has_time(wire.url):
+                if tries.count(wire.url) == 1:
+                    self.say(f"{wire.url}: {error}; waiting for it to come up")
+                if not tries.wait(wire.url):
                     raise UserError(
                         f"{tries.told()}: the server did not come up; start it, or take it out of the servers"
                     ) from error
-                if tries.count(wire.url) == 1:
-                    self.say(f"{wire.url}: {error}; waiting for it to come up")
-                tries.stop.wait(_pause(tries.count(wire.url)))
         if model is not None and model not in models:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
         return ServerClient(wire, dialect, model or models[0])
@@ -177,9 +182,8 @@ class HttpEngine:
                     return server.wire.ask(path, body, tries.seconds)
                 except Unanswered as error:
                     tries.note(url, error)
-                    if self._closed or tries.count(url) > self.retries or not tries.has_time(url):
+                    if self._closed or not tries.wait(url, most=1 + self.retries):
                         raise UserError(f"{path}: {tries.told()}") from error
-                    stop.wait(_pause(tries.count(url)))
 
         try:
             server.dialect.load(call, directory, version)

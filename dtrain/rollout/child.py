@@ -21,7 +21,7 @@ from dtrain.orphans import end_with
 LAST_LINES = 12  # of a traceback
 
 
-class Answer(TypedDict, total=False):
+class Outcome(TypedDict, total=False):
     """What came of an act: its value; or `user`, a mistake that its user can mend; or `error`, the end of a traceback,
     with `kind`, the exception's name. The parent adds `lost`, why the process is gone. An environment's may have
     `missed`, why it was not waited for, and `stage`, what failed, where that is not what was asked."""
@@ -51,7 +51,7 @@ def serve(parent: int, channel: int, service: Any) -> None:
     os._exit(0)  # threads of the user's code must not hold the process
 
 
-def attempt(act: Callable[..., Any], *arguments: Any) -> Answer:
+def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
     """What `act` gives or raises, whatever that is."""
     try:
         return {"value": act(*arguments)}

@@ -106,7 +106,7 @@ class Engine:
         if self.has_work:
             raise ValueError("generate needs an engine without work; use add and step beside others")
         for index, request in enumerate(requests):
-            self._check(request, f"request {index}")
+            self.check(request, f"request {index}")
         tickets = [self._enqueue(request) for request in requests]
         found: dict[Ticket, Completion] = {}
         try:
@@ -120,7 +120,7 @@ class Engine:
 
     def add(self, request: Request) -> Ticket:
         """Put a request in the queue; the ticket names it from here on. Raises UserError for a bad request."""
-        self._check(request, "the request")
+        self.check(request, "the request")
         return self._enqueue(request)
 
     @property
@@ -337,19 +337,16 @@ class Engine:
         self._drop_unused({row.prompt: None for row in gone})
 
     def _drop_unused(self, prompts: Iterable[tuple[int, ...]]) -> None:
-        unused = [ids for ids in prompts if ids in self._prompts and not self._prompts[ids].users]
-        unused = [ids for ids in unused if ids not in self._waiting]
+        held = [ids for ids in prompts if ids in self._prompts and ids not in self._waiting]
+        unused = [ids for ids in held if not self._prompts[ids].users]
         if unused:
             self._store.release([self._prompts.pop(ids).place for ids in unused])
             self._held -= sum(slot_size(len(ids)) for ids in unused)
             self._decoding = None
 
-    def _check(self, request: Request, name: str) -> None:
+    def check(self, request: Request, name: str) -> None:
+        """Raises UserError for a bad request, and where the memory does not hold it even alone."""
         check_request(request, self.model.config.vocab_size, name, has_decode=self._decode_text is not None)
-        self.check_room(request, name)
-
-    def check_room(self, request: Request, name: str) -> None:
-        """Raises UserError where the memory does not hold the request even alone."""
         needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
         if needed > self.budget.tokens:
             raise UserError(

@@ -5,10 +5,15 @@ from pathlib import Path
 
 import torch
 
+from dtrain import models
+from dtrain.checkpoint.model_files import held_by
+from dtrain.checkpoint.store import CheckpointStore, locate, step_of
+from dtrain.checkpoint.training_state import training_tensors
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
 from dtrain.models.layers import CausalLM
+from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 
@@ -72,11 +77,6 @@ def generate_text(
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Tokenizer]:
     """Model and tokenizer of a Hugging Face directory, a run's directory or a checkpoint's. Raises UserError."""
-    from dtrain import models
-    from dtrain.checkpoint.store import locate, step_of
-    from dtrain.checkpoint.training_state import training_tensors
-    from dtrain.parallel.ranks import Ranks
-
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a model's directory, a run's or a checkpoint's")
     for candidate in (directory, directory / "export"):
@@ -97,10 +97,6 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[Cau
 
 def _is_newest(export: Path) -> bool:
     """Whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
-    from dtrain.checkpoint.model_files import held_by
-    from dtrain.checkpoint.store import CheckpointStore
-    from dtrain.parallel.ranks import Ranks
-
     store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
     step, held = store.latest(), held_by(export)
     if step is None:

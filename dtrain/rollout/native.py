@@ -25,7 +25,7 @@ from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.rollout.budget import Budget, choose_budget, free_memory
 from dtrain.rollout.engine import Engine, Peers
-from dtrain.rollout.request import AskStop, Completion, Request, check_request
+from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.sharing import share_out
 
 
@@ -66,9 +66,6 @@ class NativeEngine:
         layer by layer; two small reductions and one all-gather of objects in all. Raises UserError, for bad requests on
         every rank; what else goes wrong on one rank is raised there, and the others wait for it.
         """
-        for index, request in enumerate(requests):
-            has_decode = self._decode is not None
-            check_request(request, self.model.config.vocab_size, f"request {index}", has_decode=has_decode)
         if not requests:
             return []
         places = self.mesh.dp_cp.size()
@@ -93,7 +90,7 @@ class NativeEngine:
                 peers=peers,
             )
             for index, request in enumerate(requests):
-                engine.check_room(request, f"request {index}")
+                engine.check(request, f"request {index}")
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
             completions: list[Completion] | None = None
             with suppress(Interrupted):

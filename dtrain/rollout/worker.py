@@ -68,6 +68,7 @@ class Worker:
     def _ensure(self) -> None:
         """Start another process, with the same code loaded, where this one is gone. Raises Lost where that fails."""
         if not self._is_alive:
+            self._kill()
             try:
                 self._start()
             except UserError as error:  # it could be loaded once: no mistake that ends a run
@@ -94,7 +95,7 @@ class Worker:
             raise Lost(self._end())
         except TimeoutError:
             raise Lost(f"took longer than {seconds:g} s ({self._key})") from None
-        except OSError:
+        except (OSError, ValueError):  # ValueError: closed by another thread
             raise Lost(self._end()) from None
         finally:
             if not is_over:

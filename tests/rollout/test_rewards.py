@@ -67,6 +67,11 @@ def when_told(completions):
         "a" * 40 + "!" and __import__("re").match("(a+)+$", "a" * 60 + "!")
     if what == "exit":
         os._exit(7)
+    if what == "leave":
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(20)
+        os._exit(7)
     if what == "kill":
         os.kill(os.getpid(), 9)
     if what == "raise":
@@ -194,6 +199,24 @@ def test_a_mistake_in_the_first_call_of_all_is_the_users_to_mend(mine, failure):
     assert FAILURES[failure] in str(caught.value)
     if failure == "raise":
         assert str(mine / "mine.py") in str(caught.value)
+
+
+def test_answers_that_nobody_waited_for_are_not_taken_for_later_ones(mine):
+    """A mistake ends the call between two rewards' answers."""
+    with Rewards([Spec("mine.when_told"), Spec("mine.exact", 2.0)]) as rewards:
+        with pytest.raises(UserError):
+            scored(rewards, "raise")
+        assert scored(rewards).parts == {"when_told": [1.0, 1.0], "exact": [1.0, 0.0]}
+
+
+def test_what_a_reward_leaves_behind_holds_nobody_up(mine):
+    """It lives in a session of its own, with the process's end of the way to it."""
+    said = []
+    with Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=0.5, say=said.append) as rewards:
+        began = time.monotonic()
+        assert scored(rewards, "leave").total == [0.0, 0.0]
+        assert scored(rewards).total == [2.0, 1.0] and time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 and len(said) == 1 and FAILURES["hang"] in said[0]
 
 
 def test_what_cannot_be_loaded_or_called_is_said_at_once(mine):

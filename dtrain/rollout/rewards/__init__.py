@@ -17,6 +17,6 @@ also name a class, which is made with the options and then called.
 """
 
 from dtrain.rollout.rewards.find import BUILT_IN, find
-from dtrain.rollout.rewards.scoring import Rewards, Scores, reward_names
+from dtrain.rollout.rewards.scoring import Rewards, Scores
 
-__all__ = ["BUILT_IN", "Rewards", "Scores", "find", "reward_names"]
+__all__ = ["BUILT_IN", "Rewards", "Scores", "find"]

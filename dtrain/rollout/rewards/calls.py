@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.rollout.child import Answer, attempt, shown
+from dtrain.rollout.child import Outcome, attempt, shown
 
 Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
 
@@ -20,11 +20,11 @@ class RewardCalls:
     def __init__(self) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
 
-    def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Answer]:
+    def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Outcome]:
         """rewards: name -> module, function, options."""
         return [attempt(self._load, rewards)]
 
-    def score(self, batch: Batch, first: int) -> Iterator[Answer]:
+    def score(self, batch: Batch, first: int) -> Iterator[Outcome]:
         """The values of each reward from the one at place `first` on: numbers and None."""
         for name, function in [*self.functions.items()][first:]:
             yield attempt(call, name, function, batch)

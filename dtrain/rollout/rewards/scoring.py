@@ -1,17 +1,17 @@
 """Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dtrain.rollout.child import Answer
+from dtrain.rollout.child import Outcome
 from dtrain.rollout.rewards.find import find
 from dtrain.rollout.worker import Lost, Worker
 
 
 class Spec(Protocol):
-    """A reward of a recipe: `config.schema.Reward`, or anything alike."""
+    """A reward of a checked recipe, where no `fn` is None: `config.schema.Reward`, or anything alike."""
 
     fn: str | None
     weight: float
@@ -37,7 +37,7 @@ class Rewards(Worker):
     """
 
     def __init__(self, specs: Sequence[Spec], *, timeout: float = 60.0, say: Callable[[str], None] = print):
-        self._weights = {name: spec.weight for name, spec in zip(reward_names(specs), specs, strict=True)}
+        self._weights = {name: spec.weight for name, spec in zip(_names(specs), specs, strict=True)}
         where = [(*find(str(spec.fn)), dict(spec.kwargs or {})) for spec in specs]
         super().__init__(
             "dtrain.rollout.rewards.calls:RewardCalls",
@@ -74,24 +74,25 @@ class Rewards(Worker):
             raise ValueError(f"{count} completions, but {wrong}")
         if not count:
             return Scores([], {name: [] for name in self._weights})
-        # A process may be lost behind its last answer.
-        found = zip(self._weights, self._answers(batch), strict=False)
-        parts = {name: self._values(name, answer, count) for name, answer in found}
+        # The answers to their end, and no more than rewards: a process may be lost behind its last one.
+        found = zip(self._answers(batch), self._weights, strict=False)
+        parts = {name: self._values(name, answer, count) for answer, name in found}
         return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
 
-    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> list[Answer]:
+    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Outcome]:
         """Of each reward; those behind one that the process is lost with are asked in another process."""
-        answers: list[Answer] = []
-        while len(answers) < len(self._weights):
+        asked = 0
+        while asked < len(self._weights):
             try:
                 self._ensure()
-                for answer in self._ask("score", batch, len(answers)):
-                    answers.append(answer)
+                for answer in self._ask("score", batch, asked):
+                    asked += 1
+                    yield answer
             except Lost as lost:
-                answers.append({"lost": str(lost)})
-        return answers
+                asked += 1
+                yield {"lost": str(lost)}
 
-    def _values(self, name: str, answer: Answer, count: int) -> list[float]:
+    def _values(self, name: str, answer: Outcome, count: int) -> list[float]:
         if "value" in answer:
             self._has_worked.add(name)
             return [math.nan if value is None else value for value in answer["value"]]
@@ -108,7 +109,7 @@ class Rewards(Worker):
         return math.fsum(known) if known else math.nan
 
 
-def reward_names(specs: Sequence[Spec]) -> list[str]:
+def _names(specs: Sequence[Spec]) -> list[str]:
     """What the rewards are called: the last word of the path, the second of one name numbered."""
     names: list[str] = []
     for spec in specs:
