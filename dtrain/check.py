@@ -188,11 +188,6 @@ def _stages(recipe: Recipe) -> list[str]:
     return problems
 
 
-def other_models(recipe: Recipe) -> list[tuple[str, str]]:
-    """Key and path of the models that the method needs beside the one that it trains."""
-    return facts_of(recipe).other_models(recipe)
-
-
 def _schedule(recipe: Recipe) -> list:
     return recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
 

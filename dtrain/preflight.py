@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.check import check, other_models
+from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
 from dtrain.config import Recipe, hidden, read
@@ -60,7 +60,7 @@ def not_here(recipe: Recipe) -> list[str]:
 def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     """Key and id of every model that the recipe names by one, and whether its weights are wanted."""
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
-    named += [(key, path, True) for key, path in other_models(recipe)]
+    named += [(key, path, True) for key, path in facts_of(recipe).other_models(recipe)]
     return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
 
 
@@ -90,7 +90,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
             problems += _misfits(model, recipe)
         except UserError as error:
             problems.append(str(error))
-    for key, path in other_models(recipe):
+    for key, path in facts_of(recipe).other_models(recipe):
         if key in absent:
             continue
         try:
@@ -153,7 +153,7 @@ def _files(recipe: Recipe) -> list[str]:
         problems += _tokenizer(recipe)
         if recipe.model.init == "pretrained":
             problems += _weights(student, ", or model.init=scratch to start from random ones")
-    for key, path in other_models(recipe):
+    for key, path in facts_of(recipe).other_models(recipe):
         other = Path(path)
         if not _is_model(other):
             continue
@@ -298,7 +298,7 @@ def _export(recipe: Recipe) -> list[str]:
     target = (recipe.run.directory / "export").resolve()
     if recipe.checkpoint.export == "none":
         return []
-    read = [("model.path", recipe.model.path), *other_models(recipe)]
+    read = [("model.path", recipe.model.path), *facts_of(recipe).other_models(recipe)]
     return [
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
         "run.name, or checkpoint.export=none"

@@ -27,6 +27,7 @@ from dtrain.data import Tokenizer, choose_template
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.methods import Method
+from dtrain.methods.facts import facts_of
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 
@@ -159,7 +160,7 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
     ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weights:
         found["model.weights"] = digest(others)
-    for key, other in config.other_models(recipe):
+    for key, other in facts_of(recipe).other_models(recipe):
         others = digests(weight_files(Path(other)), wrong(key, other), ranks)
         kind = digest(read_model_config(Path(other)))
         ranks.same(kind, wrong(key, other))

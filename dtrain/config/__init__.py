@@ -17,7 +17,7 @@ from dtrain.config.saved import diff, hidden, hiding, notes, origins, to_yaml, u
 from dtrain.config.schema import Recipe
 from dtrain.config.world import Sizes, sizes
 
-_ABOVE = {"check": "dtrain.check", "other_models": "dtrain.check"}
+_ABOVE = {"check": "dtrain.check"}
 __all__ = [
     "Recipe",
     "Sizes",

@@ -2,15 +2,14 @@
 
     plan.make_plan          a recipe, checked, as a plan: memory by part, traffic, an estimate of the time
     step.plan_step          one rank's step, from a few layers of it
-    trace.trace_step        those layers: the trainer's own step on tensors without memory, traced
-    policy, rows            what steps, on which rows
+    trace.trace_step        those layers: the trainer's own step on tensors without memory, traced, on full rows
+    policy                  what steps
     planned_device, kernels how tensors without memory answer as the planned device's would
     tracer                  sees every operation of the step, and counts what it costs
     memory, collectives     what it allocates, and what it sends
-    shards                  how evenly the ranks hold a model
     hardware                devices, links and the estimate
     search                  other meshes and micro-batches, and what would fit
-    command, answer         the command's arguments; what it was asked, and what it prints
+    command, answer         the command's arguments; what it prints
     report                  a plan as text and as JSON
     beside                  the plan that a run shows of itself; children, the processes that all of these work in
 

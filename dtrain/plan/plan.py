@@ -20,6 +20,7 @@ from dtrain.parallel.tensor import Style
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
+from dtrain.policy.trained import freeze
 from dtrain.preflight import shapes
 
 
@@ -67,16 +68,18 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
+    dtype = choose_precision(recipe.train.dtype, device).compute
+    model = models.build(config, device="meta")
+    freeze(model, recipe.train, dtype)
     step = plan_step(recipe, config, world, device=device)
     facts = facts_of(recipe)
-    model = models.build(config, device="meta")
     table = find_plan(recipe.parallel.custom_plan, model)
     return Plan(
         recipe=recipe,
         config=config,
         sizes=world,
         device=device,
-        dtype=choose_precision(recipe.train.dtype, device).compute,
+        dtype=dtype,
         hardware=hardware,
         budget=hardware.budget if budget is None else budget,
         step=step,

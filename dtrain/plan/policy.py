@@ -52,7 +52,7 @@ class PlannedPolicy(Policy):
     def keep_beside(self, method: Method) -> None:
         """The other models that a method holds: a reference, a teacher."""
         if method.facts.holds_reference(self.recipe):
-            self.reference = Reference(self.model)
+            self.reference = Reference(self.model, whole=bool(method.facts.other_models(self.recipe)))
             self.see_all(self.reference.tensors.values(), "reference")
         path = method.facts.teacher(self.recipe)
         if isinstance(method, Distill) and path is not None:
@@ -63,7 +63,7 @@ class PlannedPolicy(Policy):
         """The recipe's optimizer as it is from its second step on, over plain tensors: DTensors would take minutes to
         step. Its state is left out of the timeline, its cost to the estimate."""
         super().init_optimizer(total_steps)
-        parameters = dict(self.model.named_parameters())
+        parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
         optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
@@ -89,7 +89,7 @@ class PlannedPolicy(Policy):
 
     def _backward(self, batches, loss_fn, divisors):
         result = super()._backward(batches, loss_fn, divisors)
-        self.gradient_bytes = _bytes(parameter.grad for parameter in self.model.parameters())
+        self.gradient_bytes = bytes_of(parameter.grad for parameter in self.model.parameters())
         self.tracer.memory.rename("temporaries", "gradients")
         self.tracer.current = None
         self.tracer.memory.begin(Phase("update"))
@@ -98,14 +98,15 @@ class PlannedPolicy(Policy):
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of what an optimizer keeps."""
-    return _bytes(_state(optimizer))
+    return bytes_of(_state(optimizer))
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def _bytes(tensors: Iterable[Tensor | None]) -> int:
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Of what this rank holds of `tensors`, each [...]."""
     held = [local_tensor(tensor) for tensor in tensors if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -134,7 +135,7 @@ class _TracedScorer(Scorer):
     def at_head(self, batch, fn, *more):
         tracer, memory, number = self.tracer, self.tracer.memory, self.passes
         self.kernel.take(batch)
-        self.host, self.micro_rows = tracer.host.total(), _bytes(batch.values())
+        self.host, self.micro_rows = tracer.host.total(), bytes_of(batch.values())
         memory.rename("temporaries", "gradients")  # what a backward has left
         self.passes += 1
         tracer.current, tracer.is_forward = number, True

@@ -58,7 +58,9 @@ def plan_step(
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     few = 2 * max(_MARGIN, period + 1 if period > 1 else 0)
     few += (layers - few) % period
-    is_whole = whole or few + 2 * period > layers
+    patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
+    singles_out = any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer alike
+    is_whole = whole or singles_out or few + 2 * period > layers
     cuts = [
         replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
         for count in ([layers] if is_whole else [few, few + period])

@@ -8,24 +8,28 @@ On a planned CPU the host's tensors lie in the same memory: the step's rows are 
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from dtrain.batch import collate
+from dtrain.batch import IGNORE, Row, collate
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
-from dtrain.methods import METHODS
+from dtrain.methods import METHODS, Method
 from dtrain.models.config import ModelConfig
 from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.memory import Phase
 from dtrain.plan.planned_device import PlannedDevice
-from dtrain.plan.policy import PlannedPolicy, mark_layers
-from dtrain.plan.rows import full_rows
-from dtrain.plan.shards import min_shard_elements
+from dtrain.plan.policy import PlannedPolicy, bytes_of, mark_layers
 from dtrain.plan.tracer import Tracer
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
@@ -77,14 +81,58 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
             batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
-    itemsize = policy.precision.master.itemsize
     held = {
-        "parameters": sum(local_tensor(parameter.detach()).numel() for parameter in parameters) * itemsize,
+        "parameters": bytes_of(parameter.detach() for parameter in parameters),
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
-        "lightest": min_shard_elements(parameters) * itemsize,
+        "lightest": _min_shard_bytes(parameters),
         "rows": policy.scorer.host if tracer.on_host else 0,
         "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
     }
     counts = tracer.counts + Counter({(None, name): size for name, size in held.items()})
     return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), counts)
+
+
+def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
+    """A rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row of
+    pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
+    are those of packing."""
+    length = method.facts.row_length(recipe)
+    count = micro_batches * (method.micro_rows if isinstance(method.micro_rows, int) else recipe.train.micro_batch)
+    documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
+    places = torch.arange(length)
+    seq_ids = places * documents // length
+    begins = torch.searchsorted(seq_ids, seq_ids)
+    streams = {
+        "input_ids": torch.ones_like(places),
+        "labels": torch.where((begins.roll(-1) == places + 1) | (places == length - 1), IGNORE, 1),
+        "position_ids": places - begins,
+        "seq_ids": seq_ids,
+    }
+    if method.kind == "prompts":
+        of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
+        names = of_rollouts if recipe.grpo.beta > 0 else of_rollouts[:-1]
+        streams |= {name: torch.zeros(length, dtype=torch.float64) for name in names}
+    return [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
+
+
+def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
+    """Of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a dimension, so it is
+    last in some of them; rank 0 holds most."""
+    ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
+    corners = product((False, True), repeat=ndim)
+    return min(sum(_elements(one, corner) * one.element_size() for one in parameters) for corner in corners)
+
+
+def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
+    """Of the rank that is last in the dimensions of the mesh where `last`, first in the others; cut in the order of
+    `placement.local_slices`."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    sizes = list(parameter.shape)
+    cuts = [(one, dim) for dim, one in enumerate(parameter.placements) if isinstance(one, Shard | _StridedShard)]
+    for placement, dim in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        ranks = parameter.device_mesh.size(dim)
+        start, end = chunk_bounds(sizes[placement.dim], ranks, ranks - 1 if last[dim] else 0)
+        sizes[placement.dim] = end - start
+    return prod(sizes)

@@ -54,6 +54,14 @@ WHOLE = {
         ["train.global_batch=2"],
     ),
     "cuda, dpo, one GPU": ("qwen2", {}, "cuda", 1, ["method=dpo", "train.global_batch=2", "train.micro_batch=1"]),
+    "cuda, the first layers frozen": (
+        "qwen3",
+        {},
+        "cuda",
+        2,
+        ["train.freeze=['model.layers.[0-4].*','model.embed*']", "train.global_batch=2"],
+    ),
+    "cuda, norms alone": ("llama", {}, "cuda", 2, ["train.train_only=['*norm*']"]),
     "cpu, ring": ("qwen3", {}, "cpu", 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "data.packing=false"]),
 }
 SAMPLED = ("cuda, gemma3's pattern",)

@@ -18,8 +18,8 @@ from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.rows import full_rows
 from dtrain.plan.step import plan_step
+from dtrain.plan.trace import full_rows
 from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
@@ -116,6 +116,7 @@ CASES = {
         1,
         ["optimizer.name=sgd", "data.max_length=16", "train.micro_batch=1", "train.global_batch=1"],
     ),
+    "the last layer alone": (1, ["train.train_only=[model.layers.2.*]", "train.dtype=bfloat16"]),
     "dpo of whole batches": (
         2,
         ["method=dpo", "train.micro_batch=1", "dpo.loss=bco_pair", "dpo.kwargs={bco_shift: batch}"],
