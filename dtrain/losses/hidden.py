@@ -76,8 +76,8 @@ class TiledSum:
         """grad [t, V/tp]: by the product of `hidden` [t, D], the tile's hidden states, and the operand."""
         grad = grad.to(self.operand.dtype)
         if self._hidden_grad is not None:
-            rows_grad = product(grad, self.operand).to(self._hidden_grad.dtype)
-            self._hidden_grad.index_copy_(0, self.index[tile], rows_grad)
+            # Nameless: it is gone before the weight's product, which is the peak.
+            self._hidden_grad.index_copy_(0, self.index[tile], product(grad, self.operand).to(self._hidden_grad.dtype))
         if self._weight_grad is not None:
             add_product_(self._weight_grad, grad.t(), hidden)
 
