@@ -32,7 +32,7 @@ from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import BEST, SCHEDULES, Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
-from dtrain.methods import METHODS, Run
+from dtrain.methods import METHODS, RunContext
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.ranks import Ranks
@@ -295,14 +295,14 @@ class Trainer:
             data_time=data_time,
         )
 
-    def _as_the_method_sees_it(self) -> Run:
+    def _as_the_method_sees_it(self) -> RunContext:
         stop = self.runtime.stop
 
         def ask_stop() -> bool:
             stop.tick()
             return stop.signum != 0
 
-        return Run(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
+        return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
 
     def _tell_plan(self, wait: float) -> None:
         """The planned peak, once it is known, with the measured one."""

@@ -159,12 +159,12 @@ def interrupt(recipe, world_size, step):
 
 def stopped_at(rank, recipe, world_size, step):
     """A run whose last rank is sent a signal just before it logs `step`."""
-    from dtrain.metrics import Metrics
+    from dtrain.metrics import Recorder
     from dtrain.trainer import Trainer
 
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
 
-    class Interrupted(Metrics):
+    class Interrupted(Recorder):
         def train_row(self, at, **fields):
             super().train_row(at, **fields)
             if at == step and rank == world_size - 1:

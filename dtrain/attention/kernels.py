@@ -102,7 +102,7 @@ class Kernel:
         raise NotImplementedError
 
 
-class Block(NamedTuple):
+class Span(NamedTuple):
     """A run of queries, the run of keys that holds all they see, and what is hidden in between.
 
     bias [B or 1, 1, q, k] is 0 or -inf; None: causal by index where `causal`, else nothing is hidden.
@@ -128,23 +128,23 @@ class SdpaKernel(Kernel):
     def __init__(self, note: str = ""):
         self.note = note
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block]:
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)
         size = 64 if visibility.keys < 1024 else 128
         if device.type != "cpu" or visibility.queries <= size:
             if visibility.is_causal:
-                return [Block(*everything, bias=None, causal=True)]
-            return [Block(*everything, additive(visibility.visible(everything[0], device), dtype)[:, None], False)]
+                return [Span(*everything, bias=None, causal=True)]
+            return [Span(*everything, additive(visibility.visible(everything[0], device), dtype)[:, None], False)]
         runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
         if visibility.is_plain:
             return _plain_blocks(visibility, runs, dtype, device)
         return [self._seen_block(visibility, run, dtype, device) for run in runs]
 
-    def _seen_block(self, visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device) -> Block:
+    def _seen_block(self, visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device) -> Span:
         """The block of one run of queries, its keys cut to those that some row sees."""
         visible = visibility.visible(run, device)  # [B, q, K]
         keys = self.seen_keys(visible, visibility, run)
-        return Block(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
+        return Span(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
         """The run of keys that holds all that `visible` [B, q, K] of the queries in `run` shows; read on the host, on a
@@ -154,7 +154,7 @@ class SdpaKernel(Kernel):
         seen = visible.any(0).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Block], scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
         gqa = q.shape[1] != k.shape[1]
         outputs = [
@@ -172,7 +172,7 @@ class SdpaKernel(Kernel):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Block]:
+def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:
     """Blocks of causal rows by index. What is hidden depends on the distance alone, so all share one bias."""
     size, keys = runs[0].stop, visibility.keys
     last = Visibility(keys, keys, visibility.window).visible(slice(keys - size, keys), device)  # [1, size, K]
@@ -181,7 +181,7 @@ def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype,
     for run in runs:
         first = 0 if visibility.window is None else max(0, run.start - visibility.window + 1)
         count, seen = run.stop - run.start, run.stop - first
-        blocks.append(Block(run, slice(first, run.stop), bias[:, :, size - count :, keys - seen :], False))
+        blocks.append(Span(run, slice(first, run.stop), bias[:, :, size - count :, keys - seen :], False))
     return blocks
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from dtrain.attention.kernels import Abilities, Block, Kernel, SdpaKernel, Visibility
+from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Span, Visibility
 
 HALF = (torch.bfloat16, torch.float16)
 _PROVED_WITH = ((1, 63, 64, 128), (200, 56))  # documents of two rows of 256
 _TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
 
 
-class Documents(NamedTuple):
+class DocumentEnds(NamedTuple):
     """The documents of all rows behind one another: where each begins, and the end of the last [n + 1], int32; the
     longest; keys seen to the left and right of a query, -1: all."""
 
@@ -46,7 +46,7 @@ class VarlenKernel(Kernel):
     ):
         self._attend, self._plain = attend, SdpaKernel()
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block] | Documents:
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span] | DocumentEnds:
         if visibility.query_documents is None:
             return self._plain.prepare(visibility, dtype, device)
         documents = visibility.query_documents  # [B, S]
@@ -54,10 +54,10 @@ class VarlenKernel(Kernel):
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         ends = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=documents.numel())
         window = -1 if visibility.window is None else visibility.window - 1
-        return Documents(ends.to(torch.int32), int(ends.diff().max()), (window, 0))
+        return DocumentEnds(ends.to(torch.int32), int(ends.diff().max()), (window, 0))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Block] | Documents, scale: float) -> Tensor:
-        if not isinstance(prepared, Documents):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span] | DocumentEnds, scale: float) -> Tensor:
+        if not isinstance(prepared, DocumentEnds):
             return self._plain(q, k, v, prepared, scale)
         ends, longest = prepared.ends, prepared.longest
         tokens = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]

@@ -160,7 +160,7 @@ class PieceReader(FileSystemReader):
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """Where a chunk lies, in the words of torch's reader: bytes of a file, not transformed."""
 
     relative_path: str
@@ -174,7 +174,7 @@ class Table:
     """What a checkpoint holds, by name, and where its chunks lie."""
 
     tensors: dict[str, TensorStorageMetadata]
-    places: dict[MetadataIndex, Place]
+    places: dict[MetadataIndex, StoredPlace]
 
 
 def _as_json(metadata: Metadata, places: dict[MetadataIndex, Any]) -> str:
@@ -210,7 +210,7 @@ def read_table(path: Path, text: bytes) -> Table:
     return table
 
 
-def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, Place]) -> TensorStorageMetadata:
+def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, StoredPlace]) -> TensorStorageMetadata:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
@@ -229,7 +229,7 @@ def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, Place]) -
         index = MetadataIndex(name, offsets)
         if index in places:
             raise ValueError(f"{name}: two chunks at {list(offsets)}")
-        places[index] = Place(chunk["file"], start, length)
+        places[index] = StoredPlace(chunk["file"], start, length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
     # The chunks of a save never overlap, so the right volume leaves no hole.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):

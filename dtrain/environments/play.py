@@ -11,7 +11,7 @@ from dtrain.environments.episodes import environment_seed, run_episodes
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
 from dtrain.methods.engines import RolloutEngine
-from dtrain.methods.method import Run
+from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Completion, Request
@@ -75,7 +75,7 @@ class Episodes:
         ]
 
 
-def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> Episodes:
+def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Episodes:
     """The environments of `recipe` in their own process, on rank 0 alone; the run closes it. Collective. Raises
     UserError."""
     section, data = recipe.grpo, recipe.data

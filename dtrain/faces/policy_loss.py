@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.losses.policy_losses import Rows
+from dtrain.losses.policy_losses import RowSequences
 
 
 def policy_loss(
@@ -66,7 +66,7 @@ def policy_loss(
         old_logps,
         advantages,
         is_token,
-        Rows(is_token),
+        RowSequences(is_token),
         counts,
         ref_logps=ref_logps,
         sampling_logps=sampling_logps,

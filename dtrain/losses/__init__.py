@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
     from dtrain.losses.hidden import weighted_logprob_sum
     from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-    from dtrain.losses.policy_losses import Documents, Rows
+    from dtrain.losses.policy_losses import Documents, RowSequences
     from dtrain.losses.preference import (
         combined_preference_loss,
         length_desensitised_weights,
@@ -98,7 +98,7 @@ _MODULES = {
     "losses.policy_core": "Counts PolicySpec means policy_terms top_entropy_threshold",
     "losses.preference": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
     "preference_weights running_mean",
-    "losses.policy_losses": "Documents Rows",
+    "losses.policy_losses": "Documents RowSequences",
     "losses.vocabulary": "VocabShard",
     "faces.distillation": "get_distillation_topk_logprobs_from_logits",
     "faces.groups": "AllGatherCPTensor _get_tokens_on_this_cp_rank allgather_cp_sharded_tensor cp_shift_next "

@@ -41,7 +41,7 @@ class Sequences(Protocol):
         """values [..., sequences] -> [..., n, S]: at each token its sequence's."""
 
 
-class Rows:
+class RowSequences:
     """Sequences that are the rows of mask [n, S], true at the tokens that count. No collective."""
 
     def __init__(self, mask: Tensor):

@@ -16,11 +16,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtrain.methods.method import Method, Run
+    from dtrain.methods.method import Method, RunContext
     from dtrain.methods.registry import METHODS
 
-_HOMES = {"METHODS": "registry", "Method": "method", "Run": "method"}
-__all__ = ["METHODS", "Method", "Run"]
+_HOMES = {"METHODS": "registry", "Method": "method", "RunContext": "method"}
+__all__ = ["METHODS", "Method", "RunContext"]
 
 
 def __getattr__(name: str) -> Any:

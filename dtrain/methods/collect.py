@@ -17,7 +17,7 @@ from dtrain.data.rows import Placement
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.engines import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.metrics import Metrics
+from dtrain.metrics import Recorder
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
@@ -307,7 +307,7 @@ def _known(value: float) -> float | None:
 class SampleTable:
     """Shows a rollout now and then: the first, and one when 20 seconds have passed since the last."""
 
-    def __init__(self, metrics: Metrics, rows: int):
+    def __init__(self, metrics: Recorder, rows: int):
         self.metrics, self.rows = metrics, rows
         self._last = float("-inf")
 

@@ -14,13 +14,13 @@ from dtrain.losses import (
     topk_kl_sum_from_hidden_states,
     topk_logits_from_hidden_states,
 )
-from dtrain.methods.method import Method, Run
+from dtrain.methods.method import Method, RunContext
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
 
 
-class Distill(Method):
+class DistillMethod(Method):
     """loss = T² · Σ KL ÷ trained tokens, both over the whole global batch, the KL between the softmaxes of
     logits ÷ T of teacher and student.
 
@@ -38,7 +38,7 @@ class Distill(Method):
         self._options: dict[str, Any] = {"forward_share": shares[section.kl], "temperature": section.temperature}
         self._factor = section.temperature**2
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         if self.recipe.distill.teacher is not None:  # without one the recipe is refused
             self.teacher = Teacher(policy, self.recipe.distill.teacher)
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
-from dtrain.config.schema import Dpo as Section
-from dtrain.config.schema import Recipe
+from dtrain.config.schema import Dpo, Recipe
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.preference import (
     combined_preference_loss,
@@ -23,7 +22,7 @@ from dtrain.losses.preference import (
     preference_weights,
 )
 from dtrain.losses.preference_options import LOSSES, SFT
-from dtrain.methods.method import MethodWithReference, Run
+from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -70,7 +69,7 @@ class PairSums(NamedTuple):
 class Objective:
     """The recipe's losses and weights. `whole_batch`: a pair's loss depends on the other pairs of the batch."""
 
-    def __init__(self, section: Section):
+    def __init__(self, section: Dpo):
         names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
         weights = section.loss_weights or [1.0] * len(names)
         by_name = list(zip(names, weights, strict=True))
@@ -119,7 +118,7 @@ class Objective:
         }
 
 
-class Dpo(MethodWithReference):
+class DpoMethod(MethodWithReference):
     """Direct preference optimisation (Rafailov et al., arXiv:2305.18290) and its relatives.
 
     loss = Σ over pairs of the objective ÷ pairs + sft_weight · Σ −log p over the chosen completions' tokens ÷ their
@@ -131,7 +130,7 @@ class Dpo(MethodWithReference):
         self.objective = Objective(recipe.dpo)
         self._tables: Mapping[str, Tensor] = {}
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Keeps the reference; with `dpo.precompute` only what it says of the data."""
         if not self.facts.needs_reference(self.recipe):
             return

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
-from dtrain.methods.method import Run
+from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
@@ -67,14 +67,14 @@ class OnTheMesh:
         """Nothing: the weights are at work."""
 
 
-def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: Run) -> RolloutEngine:
+def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
     """The engine of `grpo.engine`. Collective. Raises UserError."""
     if recipe.grpo.engine == "http":
         return import_module("dtrain.remote.training").OverHttp(recipe, policy, run)
     return OnTheMesh(recipe, policy, tokenizer)
 
 
-def open_rewards(section: Grpo, run: Run) -> Rewards | None:
+def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
     """The rewards in their own process, on rank 0 alone; the run closes it. Collective. Raises UserError."""
     opened: list[Rewards] = []
 
@@ -87,7 +87,7 @@ def open_rewards(section: Grpo, run: Run) -> Rewards | None:
     return opened[0] if opened else None
 
 
-def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: Run) -> EpisodePlayer | None:
+def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
     """What plays completions in the environment that `grpo.environment` names (`environments.play.Episodes`); None
     where it names none. Collective. Raises UserError."""
     if recipe.grpo.environment is None:

@@ -24,7 +24,7 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards
-from dtrain.methods.method import MethodWithReference, Run
+from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.methods.rollout_buffer import Buffer
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -54,7 +54,7 @@ class Position:
     checked: bool = False
 
 
-class Grpo(MethodWithReference):
+class GrpoMethod(MethodWithReference):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
 
     def __init__(self, recipe: Recipe):
@@ -96,7 +96,7 @@ class Grpo(MethodWithReference):
             f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
         ]
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.recipe.grpo
         if self.facts.needs_reference(self.recipe):

@@ -12,13 +12,13 @@ from dtrain.batch import Batch, collate
 from dtrain.config.schema import Dpo, Grpo, Recipe
 from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
 from dtrain.methods.facts import Facts, facts_of
-from dtrain.metrics import Metrics
+from dtrain.metrics import Recorder
 from dtrain.policy import Batching, Policy
 from dtrain.policy.score import LogprobSource, Loss
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """What a method may use of the run: its metrics, its directory, digests of what it reads by key, as a resume
     compares them, and a stack that closes what the method opens.
 
@@ -26,7 +26,7 @@ class Run:
     every rank; the run is saved as the last step left it.
     """
 
-    metrics: Metrics
+    metrics: Recorder
     path: Path
     identities: Mapping[str, str]
     stack: ExitStack
@@ -79,7 +79,7 @@ class Method:
         """What the terminal is told of the method's sizes when a run starts."""
         return []
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: Run) -> None:
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a
         resume. splits: the rows of `train`, and of `val` where there are some. Collective."""
 

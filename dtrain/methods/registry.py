@@ -1,9 +1,9 @@
 """Every method by the name that a recipe calls it by."""
 
-from dtrain.methods.distill import Distill
-from dtrain.methods.dpo import Dpo
-from dtrain.methods.grpo import Grpo
+from dtrain.methods.distill import DistillMethod
+from dtrain.methods.dpo import DpoMethod
+from dtrain.methods.grpo import GrpoMethod
 from dtrain.methods.method import Method
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 
-METHODS: dict[str, type[Method]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo, "distill": Distill}
+METHODS: dict[str, type[Method]] = {"sft": SftMethod, "dpo": DpoMethod, "grpo": GrpoMethod, "distill": DistillMethod}

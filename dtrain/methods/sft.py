@@ -10,7 +10,7 @@ from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
 
 
-class Sft(Method):
+class SftMethod(Method):
     """loss = −Σ log p(label) ÷ trained tokens, both over the whole global batch."""
 
     def loss(

@@ -29,7 +29,7 @@ FIELDS = (
 Number = int | float
 
 
-class Metrics:
+class Recorder:
     """Hands rows to its sinks. A sink that fails is warned of once and left out; training goes on.
 
     The record has every row; its views and the progress bar have the training rows of each `every`th step and the
@@ -124,7 +124,7 @@ def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
     return known | given
 
 
-def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Metrics:
+def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Recorder:
     """The metrics of a run, from the recipe's `metrics` section (every, tensorboard, wandb).
 
     Files open at their first row. config_yaml: the resolved recipe, kept with the W&B run. stream: the terminal
@@ -152,14 +152,14 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
             "pip install 'dtrain[wandb]', or set metrics.wandb=null"
         )
     if not is_main:
-        return Metrics([], None, section.every, [])
+        return Recorder([], None, section.every, [])
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
     if tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     if section.wandb:
         sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
     progress = Progress(stream if stream is not None else sys.stderr)
-    return Metrics(sinks, progress, section.every, choices, JsonlSink(run_dir / "samples.jsonl"))
+    return Recorder(sinks, progress, section.every, choices, JsonlSink(run_dir / "samples.jsonl"))
 
 
 def _installed(package: str) -> bool:

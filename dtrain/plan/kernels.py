@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import Block, SdpaKernel, Visibility
-from dtrain.attention.varlen import HALF, Documents, VarlenKernel
+from dtrain.attention.kernels import SdpaKernel, Span, Visibility
+from dtrain.attention.varlen import HALF, DocumentEnds, VarlenKernel
 from dtrain.batch import Batch, pad_stream
 from dtrain.config.schema import Recipe
 from dtrain.parallel.layout import shard_sequence
@@ -65,13 +65,13 @@ class PlannedVarlen(VarlenKernel):
         """The rows of the forward that follows."""
         self._documents = batch["seq_ids"]
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Block] | Documents:
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span] | DocumentEnds:
         if visibility.query_documents is None:
             return super().prepare(visibility, dtype, device)
         documents = [pad_stream("seq_ids", row, visibility.queries) for row in self._documents]
         rows = replace(visibility, query_documents=torch.stack(documents))
         real = super().prepare(rows, dtype, torch.device("cpu"))
-        if not isinstance(real, Documents):
+        if not isinstance(real, DocumentEnds):
             return real
         return real._replace(ends=torch.empty_like(real.ends, device=device))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import Recipe
 from dtrain.methods import Method
-from dtrain.methods.distill import Distill
+from dtrain.methods.distill import DistillMethod
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
@@ -55,7 +55,7 @@ class PlannedPolicy(Policy):
             self.reference = Reference(self.model, whole=bool(method.facts.other_models(self.recipe)))
             self.see_all(self.reference.tensors.values(), "reference")
         path = method.facts.teacher(self.recipe)
-        if isinstance(method, Distill) and path is not None:
+        if isinstance(method, DistillMethod) and path is not None:
             method.teacher = Teacher(self, path, partial(_build, self.kernel))
             self.see_all(method.teacher.model.parameters(), "teacher")
 

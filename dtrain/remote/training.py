@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtrain.config.schema import Recipe
 from dtrain.errors import Interrupted, Unavailable, UserError
-from dtrain.methods.method import Run
+from dtrain.methods.method import RunContext
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 from dtrain.remote.ahead import Ahead
@@ -21,7 +21,7 @@ class OverHttp:
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, run: Run):
+    def __init__(self, recipe: Recipe, policy: Policy, run: RunContext):
         section = recipe.grpo.server
         self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
         self._ahead: Ahead | None = None

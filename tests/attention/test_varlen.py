@@ -4,7 +4,7 @@ before it is chosen."""
 import pytest
 import torch
 
-from dtrain.attention.varlen import Documents, VarlenKernel, prove
+from dtrain.attention.varlen import DocumentEnds, VarlenKernel, prove
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out
 
 PACKED = [name for name in VISIBILITIES if name.startswith("packed")]
@@ -93,6 +93,6 @@ def test_torchs_own_operation_takes_these_arguments():
     with torch.device("meta"):
         q, k, v = (torch.empty(2, 64, n, 16, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
         ends = torch.empty(6, dtype=torch.int32)
-    out = VarlenKernel()(q, k, v, Documents(ends, 40, (6, 0)), 0.25)
+    out = VarlenKernel()(q, k, v, DocumentEnds(ends, 40, (6, 0)), 0.25)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert [one.shape for one in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]

@@ -13,7 +13,7 @@ from dtrain.checkpoint.pieces import Piece
 from dtrain.checkpoint.retention import Retention
 from dtrain.errors import UserError
 from dtrain.methods import METHODS
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
 from dtrain.preflight import preflight
 from tests.checkpoint.processes import checkpoints
@@ -147,7 +147,7 @@ def test_a_run_keeps_the_last_every_nth_and_the_best(tmp_path, async_save):
 # ---- a method's own state
 
 
-class Counting(Sft):
+class Counting(SftMethod):
     """Keeps a table of which ranks hold a piece each, a whole tensor, and a number, and lets them enter its loss."""
 
     def __init__(self, recipe):

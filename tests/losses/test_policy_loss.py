@@ -14,7 +14,7 @@ from torch.autograd import gradcheck
 
 from dtrain.faces.policy_loss import policy_loss
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.losses.policy_losses import Documents, Rows
+from dtrain.losses.policy_losses import Documents, RowSequences
 from dtrain.losses.policy_options import LOSSES, SHARED
 from dtrain.methods.grpo_section import loss_problems
 from tests.world import run_world
@@ -588,7 +588,7 @@ def test_truncation_without_bounds_is_the_weight_itself(level):
 def test_rows_and_documents_are_one_face():
     mask = torch.tensor([[True, True, False], [True, False, False]])
     values = torch.arange(12.0).view(2, 2, 3)
-    rows, documents = Rows(mask), Documents(torch.tensor([[0, 0, 0], [1, 1, 1]]), 2, mask)
+    rows, documents = RowSequences(mask), Documents(torch.tensor([[0, 0, 0], [1, 1, 1]]), 2, mask)
     assert torch.equal(rows.lengths, documents.lengths)
     assert torch.equal(rows.sum(values), documents.sum(values))
     sums = rows.sum(values)

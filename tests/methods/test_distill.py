@@ -11,7 +11,7 @@ from dtrain.batch import IGNORE, collate
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.config import sizes
 from dtrain.losses import forward_kl, reverse_kl
-from dtrain.methods.distill import Distill
+from dtrain.methods.distill import DistillMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -73,7 +73,7 @@ def policy_of(recipe, rank=0, world_size=1):
 def gradients_of_one_step(rank, recipe, batch):
     """The largest relative error of the loss and of any parameter's gradient, against dense logits."""
     policy = policy_of(recipe)
-    method = Distill(recipe)
+    method = DistillMethod(recipe)
     method.begin(policy, {}, None)
     dense = models.build(policy.model.config, torch.float64)
     dense.load_state_dict(policy.model.state_dict())
@@ -222,7 +222,7 @@ def test_a_student_that_is_the_teacher_has_no_loss(tmp_path):
 
 def teacher_after_a_step(rank, recipe, world_size):
     policy = policy_of(recipe, rank, world_size)
-    method = Distill(recipe)
+    method = DistillMethod(recipe)
     method.begin(policy, {}, None)
     policy.train(*method.prepare(policy, collate(rows(4)[rank::world_size])))
     parameters = list(method.teacher.model.parameters())

@@ -6,7 +6,7 @@ import torch
 from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.losses.preference_options import LOSSES
-from dtrain.methods.dpo import Dpo
+from dtrain.methods.dpo import DpoMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -62,7 +62,7 @@ def steps(rank, recipe, world_size, count=2):
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(8)
-    method = Dpo(recipe)
+    method = DpoMethod(recipe)
     method.begin(policy, {}, None)
     found = []
     for number in range(count):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.errors import Stopped, UserError
-from dtrain.metrics import Metrics
+from dtrain.metrics import Recorder
 from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.rollout.native import NativeEngine
@@ -187,7 +187,7 @@ def stopped_while_drawing(rank, recipe, world_size, step, told, where=""):
     says begins with `where` that step is saved."""
     flag = SoonStopped()
 
-    class Armed(Metrics):
+    class Armed(Recorder):
         def train_row(self, at, **fields):
             super().train_row(at, **fields)
             if at == step and rank in told:

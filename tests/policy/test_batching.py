@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.batch import IGNORE, collate, rows_in, trained_tokens
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed, assemble, row_lengths, scatter
 from tests.policy.test_policy import policy_of, rows
 from tests.test_batch import row
@@ -58,7 +58,7 @@ def with_each(rank, recipe, world_size):
         batch = collate(made)
         logprobs = policy.get_logprobs(batch, making)["logprobs"]
         top = policy.get_topk_logits(batch, 3, making)
-        result = policy.train(batch, Sft(recipe).loss, mbs=making)
+        result = policy.train(batch, SftMethod(recipe).loss, mbs=making)
         assert rows_in(batch) == len(made)
         found.append(
             [result["global_loss"].item(), result["grad_norm"], *logprobs.flatten().tolist()]
@@ -85,7 +85,7 @@ def masked(rank, recipe):
     for batch in (bare, {name: tensor[::2] for name, tensor in made.items()}):
         policy = policy_of(recipe)
         policy.init_optimizer(4)
-        result = policy.train(batch, Sft(recipe).loss)
+        result = policy.train(batch, SftMethod(recipe).loss)
         results.append((result["global_loss"].item(), result["grad_norm"], result["tokens"][0, 0].item()))
     return results
 

@@ -5,7 +5,7 @@ import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -67,7 +67,7 @@ def score(rank, recipe, world_size, packing, other):
         return values[real].tolist()
 
     before = flat(policy.get_logprobs(batch, micro_batch_size=2)["logprobs"])
-    policy.train(batch, Sft(recipe).loss)
+    policy.train(batch, SftMethod(recipe).loss)
     after = flat(policy.get_logprobs(batch)["logprobs"])
     reference = flat(policy.get_reference_policy_logprobs(batch)["reference_logprobs"])
     assert flat(policy.get_logprobs(batch)["logprobs"]) == after  # the policy's own weights are back

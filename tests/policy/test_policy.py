@@ -6,7 +6,7 @@ import torch
 from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.errors import UserError
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.models.config import read_config
 from dtrain.optim import LossScale
 from dtrain.parallel.mesh import build_mesh
@@ -49,11 +49,12 @@ def steps_in_one_call(rank, recipe):
     policy = policy_of(recipe)
     policy.init_optimizer(4)
     made = rows(10)
-    whole = policy.train(collate(made), Sft(None).loss, gbs=4)
+    whole = policy.train(collate(made), SftMethod(None).loss, gbs=4)
     one_by_one = policy_of(recipe)
     one_by_one.init_optimizer(4)
     losses = [
-        one_by_one.train(collate(made[start : start + 4]), Sft(None).loss, gbs=4)["global_loss"] for start in (0, 4, 8)
+        one_by_one.train(collate(made[start : start + 4]), SftMethod(None).loss, gbs=4)["global_loss"]
+        for start in (0, 4, 8)
     ]
     assert whole["global_loss"].shape == (3,)
     # Widths differ with the longest row of the batch, and with them nothing but rounding.
@@ -72,7 +73,7 @@ def uneven_ranks(rank, recipe, counts):
     policy.init_optimizer(4)
     made = rows(sum(counts))
     start = sum(counts[:rank])
-    result = policy.train(collate(made[start : start + counts[rank]]), Sft(None).loss)
+    result = policy.train(collate(made[start : start + counts[rank]]), SftMethod(None).loss)
     return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist()
 
 
@@ -90,9 +91,9 @@ def evaluation(rank, recipe):
     policy = policy_of(recipe, rank, 2)
     made = rows(5)
     with pytest.raises(RuntimeError, match="init_optimizer"):
-        policy.train(collate(made[rank::2]), Sft(None).loss)
+        policy.train(collate(made[rank::2]), SftMethod(None).loss)
     before = weights_of(policy)
-    result = policy.train(collate(made[rank::2]), Sft(None).loss, eval_mode=True)
+    result = policy.train(collate(made[rank::2]), SftMethod(None).loss, eval_mode=True)
     assert result["grad_norm"] is None
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     for name, value in weights_of(policy).items():
@@ -112,7 +113,7 @@ def nothing_trained(rank, recipe):
     policy.init_optimizer(2)
     batch = collate(rows(2))
     batch["labels"].fill_(-100)
-    result = policy.train(batch, Sft(None).loss)
+    result = policy.train(batch, SftMethod(None).loss)
     assert result["global_loss"].item() == 0.0 and result["grad_norm"] == 0.0
 
 
@@ -127,9 +128,9 @@ def poisoned(rank, recipe, skip):
         next(policy.model.parameters()).fill_(float("inf"))
     before = weights_of(policy)
     for _ in range(skip):
-        assert not torch.isfinite(torch.tensor(policy.train(collate(rows(2)), Sft(None).loss)["grad_norm"]))
+        assert not torch.isfinite(torch.tensor(policy.train(collate(rows(2)), SftMethod(None).loss)["grad_norm"]))
     with pytest.raises(UserError, match="model.embed_tokens.weight"):
-        policy.train(collate(rows(2)), Sft(None).loss)
+        policy.train(collate(rows(2)), SftMethod(None).loss)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(policy).items())
     assert not policy.optimizer.state
 

@@ -8,7 +8,7 @@ import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -148,7 +148,7 @@ def with_positions(rank, recipe, world_size, gap, fill):
     positions = torch.arange(batch["input_ids"].shape[1])
     positions = positions + gap * (positions > 1)
     batch["position_ids"] = torch.where(batch["seq_ids"] >= 0, positions, fill)
-    results = [policy.train(batch, Sft(None).loss, mbs=making) for making in MAKINGS]
+    results = [policy.train(batch, SftMethod(None).loss, mbs=making) for making in MAKINGS]
     return [(result["global_loss"].item(), result["grad_norm"]) for result in results]
 
 

@@ -12,7 +12,7 @@ import torch
 from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.errors import UserError
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -45,7 +45,7 @@ def free_port():
 def send(rank, recipe, world_size, port, dtype, bucket_bytes, at):
     """Sends the weights after a step, and gives what they are."""
     policy = policy_of(rank, recipe, world_size)
-    policy.train(collate(rows(4)), Sft(recipe).loss)
+    policy.train(collate(rows(4)), SftMethod(recipe).loss)
     info = policy.prepare_refit_info(dtype)
     if rank == 0:
         torch.save(info, at.with_suffix(".part"))
@@ -122,7 +122,7 @@ def moved(rank, recipe, world_size):
     for moves in (False, True):
         policy = policy_of(rank, recipe, world_size)
         batch = collate(rows(4 * world_size)[rank::world_size])
-        first = policy.train(batch, Sft(recipe).loss)
+        first = policy.train(batch, SftMethod(recipe).loss)
         if moves:
             policy.offload_before_refit()
             policy.offload_after_refit()
@@ -131,7 +131,7 @@ def moved(rank, recipe, world_size):
             policy.get_logprobs(batch)
             policy.prepare_for_training()
             assert policy.model.training
-        second = policy.train(batch, Sft(recipe).loss)
+        second = policy.train(batch, SftMethod(recipe).loss)
         found.append([first["global_loss"].item(), second["global_loss"].item(), second["grad_norm"]])
     assert policy.get_gpu_info()["device"] == "cpu"
     return found
@@ -146,7 +146,7 @@ def test_what_was_offloaded_comes_back(tmp_path, world_size):
 def saved_and_loaded(rank, recipe, world_size, at):
     policy = policy_of(rank, recipe, world_size)
     batch = collate(rows(4 * world_size)[rank::world_size])
-    policy.train(batch, Sft(recipe).loss)
+    policy.train(batch, SftMethod(recipe).loss)
     policy.save_checkpoint(at / "weights", at / "optimizer", at / "tokenizer")
     with unshard_fsdp2_model(policy.model):
         whole = get_cpu_state_dict(policy.model.named_parameters())
@@ -156,7 +156,7 @@ def saved_and_loaded(rank, recipe, world_size, at):
     assert other.return_state_dict().keys() == policy.return_state_dict().keys()
     with pytest.raises(UserError, match="already"):
         policy.save_checkpoint(at / "weights")
-    return [one.train(batch, Sft(recipe).loss)["global_loss"].item() for one in (policy, policy, other, other)]
+    return [one.train(batch, SftMethod(recipe).loss)["global_loss"].item() for one in (policy, policy, other, other)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dtrain.batch import collate
 from dtrain.errors import UserError
-from dtrain.methods.sft import Sft
+from dtrain.methods.sft import SftMethod
 from dtrain.remote.ahead import Ahead
 from dtrain.remote.http import HttpEngine
 from dtrain.remote.publish import DirectoryPublisher, StreamPublisher
@@ -54,7 +54,7 @@ def sha256(tensor):
 
 def trained(rank, recipe, world_size):
     policy = policy_of(rank, recipe, world_size)
-    policy.train(collate(rows(4)), Sft(recipe).loss)
+    policy.train(collate(rows(4)), SftMethod(recipe).loss)
     return policy
 
 
@@ -69,7 +69,7 @@ def publish(rank, recipe, world_size, urls, how, versions, shared):
         publisher = StreamPublisher(engine, bucket_bytes=5000, dtype=torch.float32)
     found = []
     for version in versions:
-        policy.train(collate(rows(4)), Sft(recipe).loss)
+        policy.train(collate(rows(4)), SftMethod(recipe).loss)
         publisher.publish(policy.model if how == "directory" else policy, version)
         ours = {name: sha256(tensor) for name, tensor in policy.full_tensors(torch.float32)}
         if rank == 0:
