@@ -72,7 +72,7 @@ class Trainer:
         self.recipe, self.runtime, self._stack = recipe, runtime, stack
         self.ranks = Ranks()
         self.run = RunDirectory(recipe.run.directory)
-        self.ranks.first(lambda: self.run.hold(tell=print) and None)  # a lock is no value to broadcast
+        self.ranks.first(self._hold)
         if recipe.checkpoint.export != "none":
             self.ranks.first(lambda: refuse_unwritable(self.run.export))
         if runtime.is_main:
@@ -97,7 +97,9 @@ class Trainer:
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
         self.policy = Policy(recipe, model_config, mesh, runtime)
-        self.policy.model.register_forward_pre_hook(lambda *_: runtime.stop.tick())  # micro-batches, tokens
+        # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
+        # micro-batch and each drawn token.
+        self.policy.model.model.register_forward_pre_hook(lambda *_: runtime.stop.tick())
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         needs_start, say = self.method.needs_start, self.metrics.say
         self.start = resume.find_start(recipe, self.run, self.store, needs_start, self.ranks, say)
@@ -110,15 +112,18 @@ class Trainer:
         background = keep.async_save and keep.every is not None
         saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
         self.saver = stack.enter_context(saver)
-        stack.callback(setattr, runtime.stop, "is_saving", True)  # what closes the run may take as long
-        self._measured: dict[str, float] = {}  # of the step that is done
-        self._cursor = self.start.cursor  # behind it
+        stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
+        self._measured: dict[str, float] = {}  # metrics of the last finished step
+        self._cursor = self.start.cursor  # the data position after that step
         begun = self.start.state or {}
-        self._held: dict[str, Any] = {"step": self.start.step, "save": begun.get("save")}  # by the last save
+        self._held: dict[str, Any] = {"step": self.start.step, "save": begun.get("save")}  # what the newest save holds
         own = self.start.store is self.store and self._held["save"]
-        self._mark = run_of(own) if own else secrets.token_hex(8)  # of the run, in those of its saves
-        self._planned = runtime.planned  # until its answer was told
+        self._mark = run_of(own) if own else secrets.token_hex(8)  # of this run, part of each save's own mark
+        self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         self._report_choices()
+
+    def _hold(self) -> None:
+        self.run.hold(tell=print)
 
     def resume(self) -> Start:
         """Where the run starts: the checkpoint that `checkpoint.resume` picked, loaded, or the beginning.

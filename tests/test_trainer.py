@@ -10,7 +10,7 @@ import torch
 
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.errors import Stopped, UserError
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.trainer import train
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
@@ -70,6 +70,12 @@ def test_ranks_and_accumulation_give_the_trajectory_of_one_process(tmp_path, fam
         for name, value in weights(other).items():
             if name.startswith("model."):
                 assert (value - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+
+
+def test_each_micro_batch_is_a_sign_of_life(tmp_path):
+    stop = StopFlag()
+    train(tiny_recipe(tmp_path, "train.steps=2", "train.micro_batch=1"), Runtime(stop=stop))
+    assert stop.progress >= 2 * 8
 
 
 def test_three_ranks_with_uneven_shards_and_a_short_last_batch(tmp_path):

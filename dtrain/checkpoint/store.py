@@ -5,7 +5,7 @@
       tensors.json       where each tensor's chunks lie (see `pieces`)
       state.json         everything that is not a tensor and the same for all ranks
       rank-0.json ...    what a rank keeps for itself (random number generators)
-      manifest.json      size and checksum of every other file, and of itself; written last
+      manifest.json      size and checksum of every other file, and its own checksum; written last
 
 A save goes to `.partial-step-N`, is synced by every rank, and gets its name in one rename; readers look at no other
 name. What killed saves leave is deleted by the next save or `clean`, which the run's lock makes safe.
@@ -78,7 +78,7 @@ class CheckpointStore:
     """The steps saved in `directory`. Every rank of `ranks` (default: all) holds a store of the same directory.
 
     Methods marked collective are called by all of them, with the same arguments but for the tensors' own shards.
-    Errors are UserErrors naming the file, raised on every rank.
+    Errors of the collective ones are UserErrors naming the file, raised on every rank.
     """
 
     def __init__(self, directory: str | Path, ranks: Ranks | None = None):

@@ -101,7 +101,8 @@ class Data:
     val: DataSource | None = None
     """The validation set; null: none."""
     max_length: int = 4096
-    """Tokens of the longest sequence, prompt and completion together; a packed row has this many."""
+    """Tokens of the longest sequence, prompt and completion together; a packed row has this many, of dpo
+    twice as many."""
     packing: bool = True
     """Several samples share a row, each blind to the others. false: one sample a row, padded."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
@@ -111,7 +112,8 @@ class Data:
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a sample longer than `max_length`. Counts are printed."""
     num_workers: int = 0
-    """Processes that tokenise (0: one per core), and that each rank lets prepare batches ahead (0: none, itself)."""
+    """Two things: processes that tokenise, where 0 means one per core; and processes of each rank that prepare batches
+    ahead, where 0 means none."""
     cache_dir: str | None = None
     """Where tokenized sets are kept, shared by all runs that name it. null: `.cache` in `run.dir`."""
     chat_template: str | None = None
@@ -161,10 +163,10 @@ class Train:
     global_batch: int = 64
     """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived."""
     micro_batch: int = 4
-    """Rows that a rank holds in memory at once."""
+    """Rows that a rank holds in memory at once; of dpo without packing, pairs, which are two rows each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights have float32 masters
-    (float64)."""
+    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in
+    float32, or in float64 where this is float64."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm over the whole model. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
@@ -172,9 +174,11 @@ class Train:
     compile: bool = False
     """torch.compile for each layer."""
     train_only: list[str] = field(default_factory=list)
-    """Patterns of parameter names, such as `model.layers.31.*`: the others are frozen. []: all are trained."""
+    """Patterns of parameter names, such as `model.layers.31.*`: the others are frozen. []: all are trained. `*` stands
+    for any text, dots too, `?` for one character, `[01]` for one of these."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns of parameters that are frozen: kept in `dtype` without gradient, optimizer state and master copy."""
+    """Patterns of parameters that are frozen, `train_only` or not: kept in `dtype`, without gradient, optimizer state
+    and master copy."""
     validate_every: int | None = None
     """Steps between validations on `data.val`. null: never."""
     skip_nonfinite: int = 0

@@ -65,6 +65,8 @@ OURS = _by_word(
             "gradient_checkpointing enable_activation_checkpointing"
         ),
         "train.compile": "torch_compile",
+        "train.freeze, patterns of parameter names": "freeze",
+        "train.train_only, patterns of parameter names": "unfrozen_parameters",
         "train.validate_every": "eval_steps val_every",
         "train.validate_every, steps between validations or null": "eval_strategy evaluation_strategy",
         "optimizer.name": "optim",
@@ -139,7 +141,6 @@ NOT_YET = _by_word(
         "adapters": "adapter",
         "adapters (PEFT)": "peft peft_config use_peft",
         "quantised weights": "load_in_4bit load_in_8bit quantization quantization_config",
-        "frozen weights": "freeze",
         "DeepSpeed; parameters are sharded by FSDP2, parallel.dp_shard": "deepspeed",
         "pipeline parallel": "pipeline_parallel_size pipeline_parallel_degree pp",
         "mixture-of-experts models": "expert_parallel_size ep",

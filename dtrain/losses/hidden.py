@@ -46,8 +46,8 @@ def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TiledSum:
-    """A sum over tokens index [T] of what hidden states [N, D] and a head's weight [V/tp, D] give, whose gradient is
-    formed tile by tile with the sum itself. Made outside torch.no_grad: `wants_gradient` is the caller's."""
+    """Helps a loss that is a sum over tokens index [T] of hidden [N, D], by the head's weight [V/tp, D]: as tiles are
+    added to the sum, it adds to the gradients. Make it outside torch.no_grad: it asks whether the caller wants them."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, index: Tensor, rows: int, dtype: torch.dtype):
         self.hidden, self.weight, self.index, self.rows = hidden.detach(), weight.detach(), index, rows
@@ -73,7 +73,7 @@ class TiledSum:
         return [torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(count)]
 
     def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
-        """grad [t, V/tp]: by the product of `hidden` [t, D], the tile's hidden states, and the operand."""
+        """Add a tile's gradients: grad [t, V/tp] is that of the sum by the logits; hidden [t, D] as of `tiles`."""
         grad = grad.to(self.operand.dtype)
         if self._hidden_grad is not None:
             # Nameless: it is gone before the weight's product, which is the peak.
@@ -82,7 +82,7 @@ class TiledSum:
             add_product_(self._weight_grad, grad.t(), hidden)
 
     def with_gradient(self, total: Tensor) -> Tensor:
-        """`total`, a scalar, as what has this gradient."""
+        """`total`, a scalar, as a tensor whose backward gives the gradients that were added."""
         if not self.wants_gradient:
             return total
         return _WithGradient.apply(*self._inputs, total, self._hidden_grad, self._weight_grad)
@@ -118,7 +118,8 @@ def weighted_logprob_sum(
 ) -> Tensor:
     """Σᵢ token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]], a scalar.
 
-    hidden: [N, D] any float dtype; weight: [V, D] of the same dtype; index [T] int64: the rows of `hidden` that have a
+    hidden: [N, D] any float dtype; weight: [V, D], or with a shard [V/tp, D], of the
+    same dtype; index [T] int64: the rows of `hidden` that have a
     target, each at most once; targets [T] int64 in [0, V); token_weights [T], constants (they get no gradient).
     softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
 

@@ -277,7 +277,7 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
     ) -> Any:
-        """`fn(hidden [B, S, D], head_weight [V, D])`'s result: how a loss reaches the head without whole logits.
+        """`fn(hidden [B, S/cp, D], head_weight [V/tp, D])`'s result: how a loss reaches the head without whole logits.
 
         Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
         applies config.final_logit_softcapping.

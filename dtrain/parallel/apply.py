@@ -14,14 +14,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.errors import UserError
 from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import MODULES, STYLES, ParallelModel, Style, TensorParallel, replicated
+from dtrain.parallel.tensor import MODULES, STYLES, ParallelModel, Stack, Style, TensorParallel, replicated
 
 Plan = Mapping[str, str | Style | ParallelStyle]
 
 
 def find_plan(custom: str | Plan | None, model: ParallelModel) -> Plan:
-    """The model's own plan, or what replaces it: a table, or the import path of a table or of a function that gives
-    one, of the model or of nothing. Raises UserError."""
+    """The model's own plan, or what replaces it: a table, or the import path of a table or of a function that returns
+    one, called with the model or without arguments. Raises UserError."""
     if custom is None:
         return model.plan
     if not isinstance(custom, str):
@@ -112,7 +112,7 @@ def _contradictions(
         inside = {other for other in styles if other.startswith(f"{name}.")}
         if style == "block" and not (inside & unnamed or "rowwise" in {styles[other] for other in inside}):
             problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
-    # Functions on an embedding, a head or a stack of layers may do what these do.
+    # Functions on an embedding, the head or the whole decoder may do what these do.
     if not any(_is_an_end(name, modules[name]) for name in unnamed):
         if ("vocab_head" in named) != ("decoder" in named):
             problems.append(
@@ -130,8 +130,8 @@ def _contradictions(
 
 
 def _is_an_end(name: str, module: nn.Module) -> bool:
-    """Whether a module is where a sequence or vocabulary may be cut or joined: no layer in a block."""
-    return isinstance(module, nn.Embedding) or any(True for _ in module.children()) or "." not in name
+    """Whether a module is where a sequence or vocabulary may be cut or joined: an embedding, the decoder, the head."""
+    return isinstance(module, nn.Embedding | Stack) or "." not in name
 
 
 def _by_layers(problems: list[str], modules: Collection[str]) -> list[str]:

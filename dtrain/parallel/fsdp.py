@@ -36,7 +36,7 @@ def shard_model(
     cpu_offload: bool = False,
 ) -> None:
     """`shard_with_policies` in the terms of a recipe."""
-    # Inputs are not cast at unit borders: the rotary tables stay in float32 while the layers compute in bfloat16.
+    # Inputs are not cast at unit borders: ids are integers, hidden states and rotary tables have the dtype already.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     shard_with_policies(model, mesh, precision, offload, reshard_after_forward)

@@ -65,7 +65,7 @@ def _parallelize_model(
     mp_policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=torch.promote_types(param_dtype, torch.float32),
-        cast_forward_inputs=False,  # the rotary tables stay in float32
+        cast_forward_inputs=False,  # they have the dtype already
     )
     return _parallelize(
         model,

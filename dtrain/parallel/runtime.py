@@ -35,7 +35,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One rank of a run. Made by `launch`; rooms below read it and never the environment.
+    """One rank of a run. Made by `launch`; packages below read it and never the environment.
 
     planned: where a plan is worked out beside the run, what it says of the peak, waited for so many seconds.
     """

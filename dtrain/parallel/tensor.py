@@ -63,7 +63,8 @@ class TensorParallel:
 class Block(nn.Module):
     """An attention or MLP block. Its forward begins with `enter`, once for all its projections.
 
-    In the forward, not in a hook: what checkpointing computes again begins with it and keeps the cut hidden states."""
+    It is a call inside the forward and no hook: activation checkpointing then keeps the cut input [B, S/tp, D], and
+    gathers it again in the backward."""
 
     tp: TensorParallel | None = None  # set by the style `block`
 
@@ -132,7 +133,7 @@ class Stack(nn.Module):
         seq_ids: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """`states` whole on every rank, [B, S, D], their gradients summed over tp."""
+        """Hidden states [B, S, D], complete on every tp rank. In the backward their gradients are summed over tp."""
         tp, length = self.tp, input_ids.shape[1]
         if tp is None:
             return self.states(input_ids, position_ids, seq_ids, cache)
@@ -237,7 +238,7 @@ STYLES: dict[str, Style] = {
     "vocab_embedding": vocab_embedding,
     "vocab_head": vocab_head,
 }
-# What the others' modules are: LocalParameters.
+# The class of module that each style needs; those not listed here need LocalParameters.
 MODULES: dict[str, type[nn.Module]] = {
     "block": Block,
     "decoder": Stack,
@@ -282,7 +283,8 @@ def _place(
 ) -> None:
     """Make parameter `name` a DTensor placed so, and `module.local(name)` what this rank computes with. No collective.
 
-    grad: how the local gradients of the ranks stand to the whole (default: as the parameter). view: of the local part.
+    grad: the placement of the local gradients (Partial: they are summed; default: the parameter's). view: from the
+    local part to what this rank computes with.
     The ranks must hold the same values before.
     """
     whole = module._parameters.get(name)

@@ -70,8 +70,8 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an optimizer step. hidden: sent beside the computing; exposed: after it; unhidden: what of the hidden
-    takes longer than the computing."""
+    """Seconds of an optimizer step. arithmetic: matrix products; memory: all other operations; optimizer: its step;
+    hidden: sent beside the computing; exposed: sent after it."""
 
     arithmetic: float
     memory: float

@@ -31,7 +31,8 @@ from dtrain.policy.trained import freeze
 def build_model(
     recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> CausalLM:
-    """The recipe's model, sharded over `mesh`, its parameters in `precision.master` on `device`.
+    """The recipe's model, sharded over `mesh`, its trained parameters in `precision.master`, frozen ones in
+    `precision.compute`, on `device`.
 
     Collective: every rank of the mesh calls it.
     """

@@ -89,7 +89,7 @@ class Policy(Memory, WeightsOut):
         mbs: int | Batching | None = None,
     ) -> dict[str, Any]:
         """Train on `batch`, this dp rank's rows [n, S], as `batch.complete` takes them; n may differ between ranks and
-        be 0 on some. Streams of the caller's own, for `loss_fn`, are what `streams` says.
+        be 0 on some. Streams of the caller's own, for `loss_fn`, are what `batching` says.
 
         gbs: rows of one optimizer step over all dp ranks, as many of each (default: the whole batch is one step); mbs:
         rows of a micro-batch (default: the recipe's), or another way to make them (`batching`). Ranks with fewer rows
@@ -103,9 +103,9 @@ class Policy(Memory, WeightsOut):
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
         (trained tokens, documents, non-padding tokens, over all ranks), `grad_norm` (of the last step, before
         clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
-        The collectives are those of `streams.take`, and per step one all-reduce of the counts on the host before the
+        The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
-        as `streams.take` does, and for a gbs that is not as many rows of each dp rank.
+        as `batching.take` does, and for a gbs that is not as many rows of each dp rank.
         """
         updater = None if eval_mode else self._updating
         if gbs is not None and (gbs < 1 or gbs % self.mesh.dp_size):
@@ -187,8 +187,8 @@ class Policy(Memory, WeightsOut):
         return {"topk_logits": logits, "topk_indices": ids}
 
     def init_reference_model(self, path: str | None = None) -> None:
-        """Keep a frozen copy of the weights as they are now, or of the model at `path`, which must be of the same
-        shapes. Collective with a path. Raises UserError where that model does not fit."""
+        """Keep a copy of the trained weights as they are now, or of all weights of the model at `path`, which must be
+        of the same shapes. Collective with a path. Raises UserError where that model does not fit."""
         self.reference = Reference(self.model, whole=path is not None)
         if path is not None:
             with self.reference.in_place():
@@ -291,8 +291,8 @@ class Policy(Memory, WeightsOut):
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
 
-        source: where config.json, the tokenizer and what is not trained come from. held: as of `write_directory`. `out`
-        is replaced, whole or not.
+        source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
+        as of `write_directory`. `out` is replaced once the new directory is complete.
         """
         dtype, template = self.precision.compute, self.chat_template
         write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)

@@ -15,8 +15,8 @@ def freeze(model: nn.Module, section: Train, dtype: torch.dtype) -> None:
     no master copy, no gradient and no optimizer state.
 
     model: before it lies on a mesh. A pattern names parameters as `named_parameters` does; `*` stands for any part. A
-    parameter of several names (a tied head) is meant by each of them. Raises UserError for a pattern that matches
-    nothing, and where nothing is left to train.
+    parameter of several names (a tied head) matches if one of its names does. Raises UserError for a pattern that
+    matches nothing, and where nothing is left to train.
     """
     only, frozen = section.train_only, section.freeze
     if not only and not frozen:
@@ -32,17 +32,17 @@ def freeze(model: nn.Module, section: Train, dtype: torch.dtype) -> None:
                     f"{key}: {pattern} matches no parameter of the model; they have names such as {first}, and * "
                     "stands for any part"
                 )
-    rests = {
+    frozen_copies = {
         parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
         for parameter, known in names.items()
         if (only and not _matches(known, only)) or _matches(known, frozen)
     }
-    if len(rests) == len(names):
+    if len(frozen_copies) == len(names):
         raise UserError("train.train_only and train.freeze leave no parameter to train")
     for module in model.modules():
         for name, held in module._parameters.items():
-            if held is not None and held in rests:
-                module._parameters[name] = rests[held]
+            if held is not None and held in frozen_copies:
+                module._parameters[name] = frozen_copies[held]
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:

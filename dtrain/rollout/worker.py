@@ -1,6 +1,7 @@
 """Code of the user's in a process of its own, which may hang, crash or be killed without harm to the run.
 
-`Worker` is the parent's side, `child` the other. Every wait is bounded; the process is killed with all that it started.
+`Worker` is the parent's side, `child` the other. Every wait is bounded, unless the user allows a
+week or more; the process is killed with all that it started.
 """
 
 import json
@@ -42,7 +43,8 @@ class Worker:
         self._told: set[tuple[str, str]] = set()
         self._has_worked: set[str] = set()
         self._is_closed = False
-        # The kernel ends a process with the thread that started it, so that thread has to live as long as this.
+        # The kernel ends a process with the thread that started it (PR_SET_PDEATHSIG, `orphans.end_with`): that thread
+        # lives as long as this.
         self._thread = ThreadPoolExecutor(1, "worker")
         try:
             self._start()
@@ -77,8 +79,8 @@ class Worker:
     def _ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
         """The answers of a method of the service, as they come.
 
-        Raises Lost where one takes longer than the timeout, or `at_least` seconds, and `grace` seconds, or the process
-        is gone. Whatever ends this before the last answer, Ctrl-C too, kills the process: nobody waits for it.
+        Raises Lost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
+        Whatever ends this before the last answer, Ctrl-C too, kills the process: nobody waits for it.
         """
         seconds = max(self._timeout, at_least)
         is_over = False

@@ -63,8 +63,8 @@ class Rewards(Worker):
         """The rewards of N completions; columns: the data's others, a list of N each.
 
         A reward that takes longer than the timeout, or whose process dies, has no values in this call, and the process
-        is replaced. So has one that raises or gives something else than N numbers or None, except in its first call of
-        all: that is its user's mistake, and a UserError with the end of the traceback.
+        is replaced. So has one that raises or gives something else than N numbers or None; but as long as this reward
+        has never given values, that is its user's mistake, and a UserError with the end of the traceback.
         """
         own = {"prompts": list(prompts), "completions": list(completions)}
         batch = {**columns, **own, "completion_ids": [list(ids) for ids in completion_ids]}
