@@ -3,7 +3,7 @@
 The files that a batch passes through:
 
     data/files → formats → template → sample → cache     rows of files to token ids and a trained mask, once
-    data/packing → rows → loader                          the endless row sequence; a dp rank's rows of a global batch
+    data/order → rows                                     the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
     policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
     policy/score → models → losses/hidden                 hidden states, the loss inside the root's forward
@@ -99,7 +99,7 @@ class Trainer:
         self.policy = Policy(recipe, model_config, mesh, runtime)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
-        self.policy.model.model.register_forward_pre_hook(lambda *_: runtime.stop.tick())
+        self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         needs_start, say = self.method.needs_start, self.metrics.say
         self.start = resume.find_start(recipe, self.run, self.store, needs_start, self.ranks, say)

@@ -1,7 +1,7 @@
 """Files to batches: rows of data files become token ids and masks, are cached, packed into rows, and dealt to ranks.
 
 The way of a sample: files.py → formats.py → template.py (in sandbox.py), replies.py, tokenizer.py → sample.py →
-(pool.py) cache.py → order.py, packing.py → rows.py → loader.py; of a pair, preferences.py and pairs.py instead of
+(pool.py) cache.py → order.py → rows.py; of a pair, preferences.py and pairs.py instead of
 formats.py and sample.py; of a prompt, prompts.py; encoder.py is what sample.py, pairs.py and prompts.py share.
 sources.py is the door through which trainer and preview come in, by `open_rows`; the trainer then draws `Batches`.
 Only these two know a recipe.
@@ -12,17 +12,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtrain.data.loader import Batches, GlobalBatch
     from dtrain.data.prompts import PromptOptions
-    from dtrain.data.rows import Cursor, Rows
+    from dtrain.data.rows import Batches, Cursor, GlobalBatch, Rows
     from dtrain.data.sources import open_rows
     from dtrain.data.template import choose_template
     from dtrain.data.tokenizer import Tokenizer
 
 __all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]
 _HOMES = {
-    "Batches": "loader",
-    "GlobalBatch": "loader",
+    "Batches": "rows",
+    "GlobalBatch": "rows",
     "PromptOptions": "prompts",
     "Cursor": "rows",
     "Rows": "rows",

@@ -1,9 +1,11 @@
-"""The order in which an epoch visits its samples: a function of (seed, epoch, position) that needs no memory.
+"""The order in which an epoch visits its samples, a function of (seed, epoch, position) that needs no memory; and
+which samples share a row.
 
 A permutation of [0, n) is a Feistel network over the next power of four, walked until it lands inside ("cycle
 walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,3 +89,30 @@ class Order:
             result[inside] = share.first + sample
             base += share.total
         return result
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing bin packing: bins of indices into `lengths`, every index in one bin, no bin above `capacity`.
+
+    The longest first, each into the fullest bin that still has room for it (of equals, the first opened), else into
+    a new one. Within a bin the indices ascend; the bins stand in the order of their first index.
+
+    Raises ValueError for a length above `capacity`.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"a sample of {length} tokens does not fit into a row of {capacity}")
+        place = bisect_left(room, (length, -1))
+        if place < len(room):
+            left, number = room.pop(place)
+            bins[number].append(index)
+        else:
+            left, number = capacity, len(bins)
+            bins.append([index])
+        insort(room, (left - length, number))
+    for members in bins:
+        members.sort()
+    return sorted(bins)

@@ -1,20 +1,23 @@
-"""The endless sequence of training rows, and a cursor that says where in it one stands.
+"""The endless sequence of training rows, a cursor that says where in it one stands, and its global batches.
 
 Rows are a function of the samples, the seed, the epoch and max_length alone: no rank, mesh or batch size enters.
-Epochs follow one another, each in an order of its own and packed anew.
+Epochs follow one another, each in an order of its own and packed anew. A data-parallel rank takes its share of a global
+batch by arithmetic; torchdata moves and prefetches it. The only state is the cursor that each batch carries.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
-from dtrain.batch import IGNORE
+from dtrain.batch import IGNORE, ROW_STREAMS
 from dtrain.data.cache import Samples
-from dtrain.data.order import Order, permute
-from dtrain.data.packing import pack
+from dtrain.data.order import Order, pack, permute
 from dtrain.errors import UserError
 from dtrain.randomness import key
 
@@ -176,3 +179,95 @@ def _row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
         "position_ids": torch.arange(input_ids.shape[0]) - starts,
         "seq_ids": torch.arange(len(documents)).repeat_interleave(lengths),
     }
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One step's rows. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
+
+    rows      those of this data-parallel rank's placements, i of the global batch with i % dp_size == dp_rank; may be
+              none in a short last batch
+    samples   the samples that these rows hold, in the rows' order
+    size      placements of the whole global batch
+    cursor    where the next batch begins
+    epoch     how many epochs are done after this batch, as a fraction
+    """
+
+    rows: list[Row]
+    samples: list[int]
+    size: int
+    cursor: Cursor
+    epoch: float
+
+
+@dataclass(eq=False)
+class Batches:
+    """The global batches from `cursor` on; iterable, each time from there.
+
+    A batch may span epochs; where `rows` ends, the last one may be short. With num_workers > 0 that many processes
+    make rows ahead of time; the sequence is the same.
+    """
+
+    rows: Rows
+    _: KW_ONLY
+    global_batch: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    cursor: Cursor = Cursor()
+    num_workers: int = 0
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        if self.num_workers == 0:
+            yield from self._local()
+            return
+        from torchdata.stateful_dataloader import StatefulDataLoader  # only where it is used: its import is slow
+
+        loader = StatefulDataLoader(
+            _Flat(self),
+            batch_size=None,
+            num_workers=self.num_workers,
+            collate_fn=tuple,  # an item as it is
+            worker_init_fn=_leave_signals_to_the_run,
+            generator=torch.Generator(),  # else it would draw from the global one, and shift what training draws
+            snapshot_every_n_steps=1 << 30,
+        )
+        for item in loader:
+            yield _unflatten(*item)
+
+    def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
+        """Batches number first, first + step, ..."""
+        placements = self.rows.placements(self.cursor)
+        number = 0
+        while group := list(islice(placements, self.global_batch)):
+            if number % step == first:
+                mine = [placement.samples for placement in group[self.dp_rank :: self.dp_size]]
+                rows = [row for samples in mine for row in self.rows.build(samples)]
+                yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].after, group[-1].epochs)
+            number += 1
+
+
+class _Flat(IterableDataset):
+    """The batches of one worker process, each flattened into one tensor: a tensor sent is a file descriptor held."""
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __iter__(self):
+        worker = get_worker_info()
+        assert worker is not None  # only worker processes draw from it
+        for batch in self.batches._local(worker.id, worker.num_workers):
+            rows = [torch.stack([row[name] for name in ROW_STREAMS]) for row in batch.rows]
+            empty = torch.empty(len(ROW_STREAMS), 0, dtype=torch.int64)  # a short last batch may have no row
+            flat = torch.cat([empty, *rows], dim=1)  # [4, tokens]
+            yield flat, [row.shape[1] for row in rows], replace(batch, rows=[])
+
+
+def _unflatten(flat: Tensor, lengths: list[int], batch: GlobalBatch) -> GlobalBatch:
+    rows = [dict(zip(ROW_STREAMS, piece, strict=True)) for piece in flat.split(lengths, dim=1)]
+    return replace(batch, rows=rows)
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """A batch system signals every process; the run needs its rows until it has saved, and ends this process then."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dtrain.batch import Batch, collate
 from dtrain.config.schema import Dpo, Grpo, Recipe
 from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
-from dtrain.methods.facts import Facts, facts_of
+from dtrain.methods.facts import facts_of
 from dtrain.metrics import Recorder
 from dtrain.policy import Batching, Policy
 from dtrain.policy.score import LogprobSource, Loss
@@ -53,26 +53,15 @@ class Method:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-
-    @property
-    def facts(self) -> Facts:
-        """What is known of the method before anything is built."""
-        return facts_of(self.recipe)
-
-    @property
-    def kind(self) -> str:
-        """What a sample of the data is: examples, pairs or prompts."""
-        return self.facts.kind
-
-    @property
-    def prompts(self) -> PromptOptions | None:
-        """How the data's prompts are made, where it is prompts."""
-        return self.facts.prompts(self.recipe)
+        self.facts = facts_of(recipe)  # what is known of the method before anything is built
+        self.kind = self.facts.kind  # what a sample of the data is: examples, pairs or prompts
+        self.prompts: PromptOptions | None = self.facts.prompts(recipe)  # how they are made
+        self._rows_of_a_sample = self.facts.rows_of_a_sample(recipe)
 
     @property
     def micro_rows(self) -> int | Batching:
         """Rows of a batch that make one micro-batch, or how else they are made."""
-        return self.recipe.train.micro_batch * self.facts.rows_of_a_sample(self.recipe)
+        return self.recipe.train.micro_batch * self._rows_of_a_sample
 
     @property
     def choices(self) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, sum_by_document
 from dtrain.checkpoint.identity import digest
 from dtrain.data import Rows
-from dtrain.data.packing import pack
+from dtrain.data.order import pack
 from dtrain.losses.preference import length_desensitised_weights
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Batching, Policy

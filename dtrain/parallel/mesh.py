@@ -12,7 +12,7 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and the slices of it that other rooms ask for.
+    """The mesh and the slices of it that other packages ask for.
 
     `fsdp` is what parameters are sharded over: dp_shard and cp flattened, with dp_replicate in front under HSDP.
     `dp` is what samples are shared out over: dp_replicate and dp_shard flattened; the cp and tp ranks of one dp rank
@@ -23,26 +23,11 @@ class Mesh:
     fsdp: DeviceMesh
     dp: DeviceMesh
     dp_cp: DeviceMesh
-
-    @property
-    def cp(self) -> DeviceMesh:
-        return self.device_mesh["cp"]
-
-    @property
-    def tp(self) -> DeviceMesh:
-        return self.device_mesh["tp"]
-
-    @property
-    def size(self) -> int:
-        return self.device_mesh.size()
-
-    @property
-    def dp_rank(self) -> int:
-        return self.dp.get_local_rank()
-
-    @property
-    def dp_size(self) -> int:
-        return self.dp.size()
+    cp: DeviceMesh
+    tp: DeviceMesh
+    size: int
+    dp_rank: int
+    dp_size: int
 
 
 def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
@@ -50,11 +35,17 @@ def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp
     sizes = (dp_replicate, dp_shard, cp, tp)
     mesh = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=DIMENSIONS)
     sharded = mesh["dp_shard", "cp"]._flatten("fsdp")
+    dp = mesh["dp_replicate", "dp_shard"]._flatten("dp")
     return Mesh(
         device_mesh=mesh,
         fsdp=mesh["dp_replicate", "fsdp"] if dp_replicate > 1 else sharded,
-        dp=mesh["dp_replicate", "dp_shard"]._flatten("dp"),
+        dp=dp,
         dp_cp=mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
+        cp=mesh["cp"],
+        tp=mesh["tp"],
+        size=mesh.size(),
+        dp_rank=dp.get_local_rank(),
+        dp_size=dp.size(),
     )
 
 

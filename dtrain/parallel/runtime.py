@@ -21,7 +21,8 @@ class StopFlag:
     def request(self, signum: int) -> None:
         self.signum = signum
 
-    def tick(self) -> None:
+    def tick(self, *_: object) -> None:
+        """A sign of life of the main thread; also a hook of any kind."""
         self.progress += 1
 
     @contextmanager

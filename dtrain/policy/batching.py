@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
-from dtrain.data.packing import pack
+from dtrain.data.order import pack
 from dtrain.parallel.ranks import Ranks
 from dtrain.randomness import key
 

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dtrain.data.order import Order, Share, permute
-from dtrain.data.packing import pack
+from dtrain.data.order import Order, Share, pack, permute
 
 
 def best_fit_decreasing(lengths, capacity):

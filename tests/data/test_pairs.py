@@ -17,10 +17,9 @@ from dtrain.data import rows as rows_module
 from dtrain.data.cache import Source, open_cache
 from dtrain.data.encoder import LONG
 from dtrain.data.files import Chunk
-from dtrain.data.loader import Batches
 from dtrain.data.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit
 from dtrain.data.preferences import normalise_pair
-from dtrain.data.rows import Cursor, Rows
+from dtrain.data.rows import Batches, Cursor, Rows
 from dtrain.data.sample import Encoder
 from dtrain.data.sources import open_rows
 from dtrain.data.template import choose_template

@@ -9,8 +9,7 @@ import torch
 
 from dtrain.data import rows as rows_module
 from dtrain.data.cache import Source, open_cache
-from dtrain.data.loader import Batches
-from dtrain.data.rows import Cursor, Rows
+from dtrain.data.rows import Batches, Cursor, Rows
 from dtrain.data.sample import Encoder
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
