@@ -305,7 +305,7 @@ def _copy_tools(path: Path) -> None:
     os.utime(path / "tools" / "make_arithmetic.py", (0, 0))
     programs = path / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name in ("dtrain", "python", "ruff"):
+    for name in ("dtrain", "python", "ruff", "mypy"):
         program = programs / name
         program.write_text(f'#!/bin/bash\n(printf {name}; printf "\\t%s" "$@"; echo) >>"$NOTED"\n')
         program.chmod(0o755)

@@ -13,6 +13,8 @@ from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
 
+pytestmark = pytest.mark.turns(3)
+
 CASES = {
     "the last layer": ["train.train_only=[model.layers.1.*]"],
     "not the embedding": ["train.freeze=[model.embed_tokens.weight]"],

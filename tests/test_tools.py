@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+pytestmark = pytest.mark.turns(3)
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

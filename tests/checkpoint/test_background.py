@@ -23,6 +23,8 @@ from tests.test_trainer import run, trajectory, weights
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 
+pytestmark = pytest.mark.turns(2)
+
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ from dtrain.errors import UserError
 from dtrain.launch.job import job_directory, sweep
 from tests.launch.processes import Launched, wait_until_gone
 
+pytestmark = pytest.mark.turns(2)
+
 HOLDS = """
 from dtrain.launch.job import job_directory
 with job_directory() as job:

@@ -14,6 +14,8 @@ from dtrain import config
 from tests.test_trainer import run, trajectory
 from tests.tiny import tiny_recipe
 
+pytestmark = pytest.mark.turns(3)
+
 ROOT = Path(__file__).parents[2]
 MASTER, OTHER = "10.213.7.1", "10.213.7.2"
 

@@ -18,6 +18,8 @@ from dtrain.trainer import Trainer
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
+pytestmark = pytest.mark.turns(3)
+
 LENGTH = 16  # tokens of a sample: two of them fill a row, as in a plan's batch
 
 
