@@ -22,7 +22,7 @@ from tests.serve.serving import make_model
 from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
 
-pytestmark = pytest.mark.turns(4)
+pytestmark = pytest.mark.turns(8)
 
 CODE = """
 import os

@@ -23,7 +23,7 @@ from tests.test_trainer import run, trajectory, weights
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(2)
+pytestmark = pytest.mark.turns(4)
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 LAST = "checkpoint.every=1000"  # and the last
 SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")

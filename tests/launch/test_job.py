@@ -15,7 +15,7 @@ from dtrain.errors import UserError
 from dtrain.launch.job import job_directory, sweep
 from tests.launch.processes import Launched, wait_until_gone
 
-pytestmark = pytest.mark.turns(2)
+pytestmark = pytest.mark.turns(4)
 
 HOLDS = """
 from dtrain.launch.job import job_directory

@@ -14,7 +14,7 @@ from dtrain import config
 from tests.test_trainer import run, trajectory
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(3)
+pytestmark = pytest.mark.turns(6)
 
 ROOT = Path(__file__).parents[2]
 MASTER, OTHER = "10.213.7.1", "10.213.7.2"

@@ -19,7 +19,7 @@ from tests.policy.test_policy import rows
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(2)
+pytestmark = pytest.mark.turns(4)
 
 MAKINGS = [Fixed(2), DynamicShapes(24), Packed(24)]
 ROWS = 7
