@@ -363,7 +363,7 @@ class Trainer:
             say(line)
         say(f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})")
         if policy.device.type == "cuda":
-            kernel = policy.model.kernel
+            kernel = policy.model.model.kernel
             say(f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else ""))
         schedule, longest = self.recipe.scheduler, policy.model.config.max_position_embeddings
         if not isinstance(schedule, list) and schedule.name in SCHEDULES and schedule.warmup_steps >= self.total_steps:

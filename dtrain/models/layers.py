@@ -205,7 +205,6 @@ class CausalLM(ParallelModel):
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
-    kernel: Kernel
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig, decoder: Decoder):
@@ -222,7 +221,7 @@ class CausalLM(ParallelModel):
 
     def use_kernel(self, kernel: Kernel) -> None:
         """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
-        self.kernel = self.model.kernel = kernel
+        self.model.kernel = kernel
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.kernel = kernel
