@@ -12,7 +12,7 @@ MOST = {  # files of a step; files of the whole way; frames to the loss
     "sft": (16, 30, 8),
     "dpo": (20, 36, 8),
     "distill": (19, 33, 8),
-    "grpo": (19, 47, 8),
+    "grpo": (19, 45, 8),
 }
 
 

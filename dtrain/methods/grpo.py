@@ -29,7 +29,7 @@ from dtrain.methods.rollout_buffer import Buffer
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
-from dtrain.rollout.sharing import deal
+from dtrain.rollout.budget import deal
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),

@@ -2,8 +2,8 @@
 
 request                            what an engine is asked for and gives back
 engine, native                     continuous batching on one rank; on a mesh
-sampling, stopping, budget         the next token; when a completion ends; how many rows at once
-sharing                            which rank does what
+sampling, stopping                 the next token; when a completion ends
+budget                             how much one engine takes on: rows, memory, its share of the requests
 rewards                            what completions earn
 worker, child                      the user's code in a process of its own, from outside and inside
 weights                            weights on their way to another engine, in buckets

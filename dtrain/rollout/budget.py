@@ -1,5 +1,7 @@
-"""How many sequences an engine decodes together, and how much memory their keys and values may take.
+"""What one engine takes on: its share of the requests, the rows it decodes together, and the memory of their keys.
 
+Shares are of like cost, and the same on every rank that asks: `deal` is for any items; `share_out` for requests, the
+samples of one prompt together where that is even.
 Rows: decoding reads every weight once per step, whatever the rows, until the products are bound by arithmetic. A CPU is
 there at a few dozen rows, and more of them only push keys and values out of its caches; a GPU at some hundreds.
 Memory: on a GPU four fifths of what is free once the weights are there, the rest for logits and activations; on a CPU a
@@ -7,11 +9,18 @@ quarter of the host's, for much else lives there.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dtrain.models.layers import CausalLM
+from dtrain.rollout.request import Request
+
+# What reading a token of a prompt costs beside drawing one: it is read among many in one product, and once per group.
+_READING = 0.25
+# How far above the mean the largest share may be before groups are cut for the sake of evenness.
+_SLACK = 1.1
 
 
 @dataclass(frozen=True)
@@ -44,3 +53,54 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return (free + reserved) * 4 // 5
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks
+
+
+def share_out(requests: Sequence[Request], places: int) -> list[list[int]]:
+    """The indices of `requests` for each of `places` ranks, ascending; the same on every rank that asks.
+
+    The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole
+    groups of equal prompts, or their halves, quarters and so on until the shares are even.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(tuple(request.prompt), []).append(index)
+    largest = max(map(len, groups.values()), default=1)
+    best: tuple[float, list[list[int]]] | None = None
+    parts = 1
+    while True:
+        pieces = [piece for members in groups.values() for piece in _cut(members, parts)]
+        costs = [_work(requests, piece) for piece in pieces]
+        dealt = deal(costs, places)
+        load = max(sum(costs[piece] for piece in share) for share in dealt)
+        if best is None or load < best[0]:
+            best = load, [sorted(index for piece in share for index in pieces[piece]) for share in dealt]
+        mean = sum(_work(requests, piece) for piece in groups.values()) / places
+        if best[0] <= _SLACK * mean or parts >= largest:
+            return best[1]
+        parts *= 2
+
+
+def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
+    """The indices of each place, ascending: the dearest first, each to the place with the least so far.
+
+    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
+    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(places)]
+    loads = [0.0] * places
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        free = [place for place in range(places) if most is None or len(shares[place]) < most]
+        place = min(free, key=lambda place: (loads[place], place))
+        loads[place] += costs[index]
+        shares[place].append(index)
+    return [sorted(share) for share in shares]
+
+
+def _work(requests: Sequence[Request], piece: list[int]) -> float:
+    drawing = sum(requests[index].sampling.max_new_tokens for index in piece)
+    return drawing + _READING * len(requests[piece[0]].prompt)
+
+
+def _cut(members: list[int], parts: int) -> list[list[int]]:
+    size = -(-len(members) // parts)
+    return [members[start : start + size] for start in range(0, len(members), size)]

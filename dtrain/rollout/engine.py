@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dtrain.attention.cache import KeyValues, Place, slot_size
-from dtrain.attention.decode import Decode, Prefill
+from dtrain.attention.decode import Decode, KeyValues, Place, Prefill, slot_size
 from dtrain.errors import Interrupted, UserError
 from dtrain.models.config import SLIDING
 from dtrain.models.layers import CausalLM

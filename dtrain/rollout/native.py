@@ -15,18 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dtrain.attention.cache import KeyValues
-from dtrain.attention.decode import Prefill
+from dtrain.attention.decode import KeyValues, Prefill
 from dtrain.errors import Interrupted
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back, weights_gathered
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.tensor import whole_sequences
-from dtrain.rollout.budget import Budget, choose_budget, free_memory
+from dtrain.rollout.budget import Budget, choose_budget, free_memory, share_out
 from dtrain.rollout.engine import Engine, Peers
 from dtrain.rollout.request import AskStop, Completion, Request
-from dtrain.rollout.sharing import share_out
 
 
 class NativeEngine:

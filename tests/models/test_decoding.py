@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.attention.cache import SMALLEST_SLOT, KeyValues
-from dtrain.attention.decode import Decode, Prefill
+from dtrain.attention.decode import SMALLEST_SLOT, Decode, KeyValues, Prefill
 from dtrain.models.config import SLIDING
 from tests.models.oracle import VARIANTS, VOCAB
 

@@ -17,10 +17,10 @@ from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.rollout.budget import share_out
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import Request, SamplingParams
-from dtrain.rollout.sharing import share_out
 from tests.models.oracle import VARIANTS
 from tests.world import run_world
 
