@@ -1,14 +1,13 @@
 """Frozen parameters: the same numbers on every mesh, nothing kept for them, and what is refused."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from dtrain import models
 from dtrain.errors import UserError
-from dtrain.policy.trained import freeze
+from dtrain.policy.trained import choose_trained
 from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
@@ -90,7 +89,7 @@ def test_a_frozen_policy_s_reference_is_a_copy_of_what_is_trained(tmp_path):
 
     model = models.build(models.read_config(write_model(tmp_path / "model")), dtype=torch.float64)
     models.init_weights(model, 0)
-    freeze(model, replace(tiny_recipe(tmp_path).train, train_only=["*norm*"]), torch.float64)
+    choose_trained(model, tiny_recipe(tmp_path, "train.train_only=['*norm*']"), torch.float64)
     reference = Reference(model, whole=False)
     assert reference.tensors and all("norm" in name for name in reference.tensors)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -121,7 +120,7 @@ def test_a_tied_head_is_meant_by_either_name(tmp_path):
     for tied, pattern in itertools.product((True, False), ("lm_head.weight", "model.embed_tokens.weight")):
         config = models.read_config(write_model(tmp_path / f"{tied}", tied=tied))
         model = models.build(config, dtype=torch.float32, device="meta")
-        freeze(model, replace(tiny_recipe(tmp_path).train, freeze=[pattern]), torch.bfloat16)
+        choose_trained(model, tiny_recipe(tmp_path, f"train.freeze=[{pattern}]"), torch.bfloat16)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
         assert frozen == ({"lm_head.weight", "model.embed_tokens.weight"} if tied else {pattern})

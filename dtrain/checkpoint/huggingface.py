@@ -5,11 +5,12 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
+from dtrain.models.adapter_config import is_adapter
 from dtrain.parallel.placement import local_slices, local_tensor
 
 _LISTED = 10
@@ -33,7 +34,7 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
     """
     files = WeightFiles(Path(directory))
     sources = check_fit(model, files)
-    for name, tensor in model_tensors(model).items():
+    for name, tensor in base_tensors(model).items():
         local = local_tensor(tensor).detach()
         if local.is_meta:
             raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
@@ -47,7 +48,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     sources: dict[str, str] = {}
     used: set[str] = set()
     missing, misfits = [], []
-    for name, tensor in model_tensors(model).items():
+    for name, tensor in base_tensors(model).items():
         found = [candidate for candidate in candidate_names(model, names[name]) if candidate in files.stored]
         used.update(found)
         if not found:
@@ -64,6 +65,11 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
     if missing or misfits or unexpected:
         raise UserError(_report(files.directory, missing, misfits, unexpected))
     return sources
+
+
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model_tensors`, [any shape], without those of adapters, which have files of their own."""
+    return {name: tensor for name, tensor in model_tensors(model).items() if not is_adapter(name)}
 
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:

@@ -186,6 +186,37 @@ class Train:
 
 
 @dataclass
+class Lora:
+    """`lora`: an adapter is trained, and the model's own weights stay as they are. null: full fine-tuning."""
+
+    rank: int = 16
+    """Rows of A and columns of B, the two small matrices beside each layer's own."""
+    alpha: float = 32.0
+    """B·A is scaled by alpha ÷ rank."""
+    dropout: float = 0.0
+    """The share of a layer's inputs that the adapter does not see."""
+    target: str | list[str] = "all-linear"
+    """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
+    a regular expression for whole names (`.*self_attn.*`)."""
+    exclude: str | list[str] = field(default_factory=list)
+    """Names, or a regular expression, of layers that get none all the same."""
+    rslora: bool = False
+    """The scale is alpha ÷ √rank (arXiv:2312.03732)."""
+    dora: bool = False
+    """The length of each weight's rows is trained apart from their direction (arXiv:2402.09353)."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Other ranks for some layers, by a regular expression for the end of their names: `{down_proj: 32}`."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Other alphas, likewise."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Ends of names of modules that are trained whole beside the adapter, such as `[embed_tokens, lm_head]`."""
+    path: str | None = None
+    """The directory of an adapter in PEFT's layout to go on from; the keys above are then its own."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4: the linear layers' own weights are held in 4 bits (QLoRA, arXiv:2305.14314)."""
+
+
+@dataclass
 class Optimizer:
     """`optimizer`."""
 
@@ -477,6 +508,8 @@ class Recipe:
     data: Data = field(default_factory=Data)
     parallel: Parallel = field(default_factory=Parallel)
     train: Train = field(default_factory=Train)
+    lora: Lora | None = None
+    """null: all weights are trained, or what `train.train_only` and `train.freeze` leave."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler | list[Stage] = field(default_factory=Scheduler)
     """One schedule, or a list of stages."""

@@ -7,7 +7,7 @@ the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,19 @@ from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.models.config import SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
-from dtrain.parallel.placement import LocalParameters
-from dtrain.parallel.tensor import Block, ParallelModel, Stack, VocabEmbedding, VocabHead, gather_vocabulary
+from dtrain.parallel.placement import LocalParameters, local_tensor
+from dtrain.parallel.tensor import (
+    Block,
+    ParallelModel,
+    Stack,
+    TensorParallel,
+    VocabEmbedding,
+    VocabHead,
+    gather_vocabulary,
+)
+
+if TYPE_CHECKING:
+    from dtrain.models.adapters import Adapter, AdapterState
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -43,9 +54,32 @@ DECODER_PLAN = {
 
 
 class Linear(LocalParameters, nn.Linear):
+    """A linear layer of a block. adapter: what computes its forward, where it has one (`models.adapters`). tp: set by
+    the style `rowwise`, under which a rank holds some of the weight's columns."""
+
+    adapter: "Adapter | None" = None
+    tp: TensorParallel | None = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
+        if self.adapter is not None:
+            return self.adapter(self, x)
+        return self.product(x, None if self.bias is None else self.local("bias"))
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> x · Wᵀ + bias, [..., out], without an adapter."""
+        return F.linear(x, self.local("weight"), bias)
+
+    def matrix(self) -> Tensor:
+        """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward."""
+        return self.local("weight")
+
+    def stored_matrix(self) -> Tensor:
+        """The part of W [out, in] that this rank holds."""
+        return local_tensor(self.weight)
 
 
 class RMSNorm(LocalParameters):
@@ -205,6 +239,7 @@ class CausalLM(ParallelModel):
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
+    adapters: "AdapterState | None" = None  # what those of the layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig, decoder: Decoder):

@@ -49,6 +49,10 @@ class TensorParallel:
     def group(self) -> Any:
         return self.mesh.get_group()
 
+    def first(self, length: int) -> int:
+        """The first of `length` elements that this rank's share has."""
+        return chunk_bounds(length, self.size, self.rank)[0]
+
     def enter(self, hidden: Tensor) -> Tensor:
         """Into a block: [B, S or S/tp, D] → [B, S, D], whose gradients are summed over tp."""
         return gather_along(hidden, SEQUENCE, self.group) if self.sequence else enter_region(hidden, self.group)
@@ -163,10 +167,17 @@ class ParallelModel(nn.Module):
 Style = Callable[[Any, TensorParallel], None]
 
 
+# Parameters of a linear layer with a row for each of its outputs, and with a column for each of its inputs.
+_OF_OUTPUTS = ("weight", "weight_codes", "weight_scales", "bias", "lora_B", "lora_magnitude")
+_OF_INPUTS = ("weight", "weight_codes", "weight_scales", "lora_A")
+
+
 def colwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """A linear layer that computes its share of the outputs, on an input that its block has entered with."""
-    _place(module, tp, "weight", Shard(0))
-    _place(module, tp, "bias", Shard(0))
+    """A linear layer that computes its share of the outputs, on an input that its block has entered with. An adapter's
+    A is whole on every rank; what it computes goes on in this rank's outputs alone, so its gradients are summed."""
+    for name in _OF_OUTPUTS:
+        _place(module, tp, name, Shard(0))
+    _place(module, tp, "lora_A", Replicate(), grad=Partial())
 
 
 def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
@@ -174,18 +185,27 @@ def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
     from a replicated weight, whose gradients are summed."""
     if tp.key_heads % tp.size == 0:
         return colwise(module, tp)
-    head = module.get_parameter("weight").shape[0] // tp.key_heads
     mine = tp.rank // (tp.size // tp.key_heads)
-    rows = slice(mine * head, (mine + 1) * head)
-    for name in ("weight", "bias"):
-        _place(module, tp, name, Replicate(), grad=Partial(), view=lambda whole: whole[rows])
+
+    def rows(whole: Tensor) -> Tensor:
+        head = whole.shape[0] // tp.key_heads
+        return whole[mine * head : (mine + 1) * head]
+
+    for name in _OF_OUTPUTS:
+        _place(module, tp, name, Replicate(), grad=Partial(), view=rows)
+    _place(module, tp, "lora_A", Replicate(), grad=Partial())
 
 
 def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """A linear layer that computes its share of the inputs' sum, and leaves the block. Its bias is added once."""
-    _place(module, tp, "weight", Shard(1))
+    """A linear layer that computes its share of the inputs' sum, and leaves the block. Its bias is added once. What an
+    adapter adds is a share of the same sum: B is whole on every rank, its gradients are summed."""
+    for name in _OF_INPUTS:
+        _place(module, tp, name, Shard(1))
+    for name in ("lora_B", "lora_magnitude"):
+        _place(module, tp, name, Replicate(), grad=Partial())
     first = tp.rank == 0
     _place(module, tp, "bias", Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
+    module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
     module.register_forward_hook(lambda module, inputs, output: tp.leave(output))
 
 

@@ -20,7 +20,7 @@ from dtrain.parallel.tensor import Style
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.trained import freeze
+from dtrain.policy.trained import choose_trained
 from dtrain.preflight import shapes
 
 
@@ -70,7 +70,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
     dtype = choose_precision(recipe.train.dtype, device).compute
     model = models.build(config, device="meta")
-    freeze(model, recipe.train, dtype)
+    choose_trained(model, recipe, dtype)
     step = plan_step(recipe, config, world, device=device)
     facts = facts_of(recipe)
     table = find_plan(recipe.parallel.custom_plan, model)

@@ -26,7 +26,7 @@ from dtrain.plan.plan import Plan, problems
 from dtrain.plan.policy import state_bytes
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.trained import freeze
+from dtrain.policy.trained import choose_trained
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _ClosedForms:
         self.recipe, self.config, self.hardware = recipe, config, hardware
         self.precision = choose_precision(recipe.train.dtype, "cuda")
         model = models.build(config, device="meta")
-        freeze(model, recipe.train, self.precision.compute)
+        choose_trained(model, recipe, self.precision.compute)
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.flops_per_token = model.flops_per_token(recipe.data.max_length)

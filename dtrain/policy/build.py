@@ -1,6 +1,6 @@
 """From a recipe to a model that lies on its mesh, by the fixed order in which the parts can be applied.
 
-1. the modules on meta, so that no rank ever holds the whole model, and which of their parameters are trained;
+1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
 2. tensor parallel, which replaces parameters by their shards;
 3. context parallel, which only sets the attention kernel;
 4. activation checkpointing, around what the layer computes, its collectives included;
@@ -18,6 +18,7 @@ from dtrain.attention.varlen import HALF, VarlenKernel, prove
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
+from dtrain.models.adapters import init_adapters
 from dtrain.models.config import SLIDING, ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
@@ -25,7 +26,7 @@ from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.precision import Precision
-from dtrain.policy.trained import freeze
+from dtrain.policy.trained import choose_trained
 
 
 def build_model(
@@ -43,6 +44,8 @@ def build_model(
         models.init_weights(model, recipe.run.seed)
     else:
         read_weights(model, recipe.model.directory)
+    if recipe.lora is not None:
+        init_adapters(model, recipe.run.seed)
     return model
 
 
@@ -61,7 +64,7 @@ def lay_out(
     """
     parallel = recipe.parallel
     model = models.build(config, dtype=precision.master, device="meta")
-    freeze(model, recipe.train, precision.compute)
+    choose_trained(model, recipe, precision.compute)
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)

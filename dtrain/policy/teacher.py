@@ -38,6 +38,7 @@ class Teacher:
             model=Model(path=path),
             train=replace(recipe.train, activation_checkpointing="none", train_only=[], freeze=[]),
             parallel=replace(recipe.parallel, reshard_after_forward=True),
+            lora=None,
         )
         config = read_config(path)
         precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")

@@ -1,29 +1,55 @@
-"""Which parameters are trained: what `train.train_only` and `train.freeze` leave, and the dtype of the others."""
+"""Which parameters are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of the others."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from dtrain.config.schema import Train
+from dtrain.checkpoint.peft_config import adapter_of
+from dtrain.config.schema import Recipe, Train
 from dtrain.errors import UserError
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.adapters import add_adapters
+from dtrain.models.layers import CausalLM
 
 
-def freeze(model: nn.Module, section: Train, dtype: torch.dtype) -> None:
-    """Leave out of training what the patterns of `section` say, and keep it in `dtype`, that of computation: it needs
-    no master copy, no gradient and no optimizer state.
+def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
+    """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
+    computation: it needs no master copy, no gradient and no optimizer state.
 
-    model: before it lies on a mesh. A pattern names parameters as `named_parameters` does; `*` stands for any part. A
-    parameter of several names (a tied head) matches if one of its names does. Raises UserError for a pattern that
-    matches nothing, and where nothing is left to train.
+    model: on meta, before it lies on a mesh. Raises UserError for patterns that match nothing, and where nothing is
+    left to train.
     """
-    only, frozen = section.train_only, section.freeze
-    if not only and not frozen:
+    if recipe.lora is None:
+        _freeze(model, _left_out(_names(model), recipe.train), dtype)
         return
+    config = adapter_of(asdict(recipe.lora))
+    state = add_adapters(model, config)
+    model.adapters = state
+    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    whole = set(config.saved(modules))
+    frozen = {
+        parameter
+        for parameter, known in _names(model).items()
+        if not any(is_adapter(name) or name.rpartition(".")[0] in whole for name in known)
+    }
+    _freeze(model, frozen, dtype)
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
+    """What the patterns of `section` leave out. A pattern names parameters as `named_parameters` does; `*` stands for
+    any part. A parameter of several names (a tied head) matches if one of its names does."""
+    only, frozen = section.train_only, section.freeze
     for key, patterns in (("train.train_only", only), ("train.freeze", frozen)):
         for pattern in patterns:
             if not any(_matches(known, [pattern]) for known in names.values()):
@@ -32,17 +58,22 @@ def freeze(model: nn.Module, section: Train, dtype: torch.dtype) -> None:
                     f"{key}: {pattern} matches no parameter of the model; they have names such as {first}, and * "
                     "stands for any part"
                 )
-    frozen_copies = {
-        parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+    out = {
+        parameter
         for parameter, known in names.items()
         if (only and not _matches(known, only)) or _matches(known, frozen)
     }
-    if len(frozen_copies) == len(names):
+    if len(out) == len(names):
         raise UserError("train.train_only and train.freeze leave no parameter to train")
+    return out
+
+
+def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
+    copies = {one: nn.Parameter(one.detach().to(dtype), requires_grad=False) for one in frozen}
     for module in model.modules():
         for name, held in module._parameters.items():
-            if held is not None and held in frozen_copies:
-                module._parameters[name] = frozen_copies[held]
+            if held is not None and held in copies:
+                module._parameters[name] = copies[held]
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:

@@ -1,0 +1,110 @@
+"""What an adapter is, and which layers of a model get one: LoRA, rsLoRA and DoRA in PEFT's terms. Imports no torch.
+
+Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
+name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtrain.models.config import ModelConfig
+
+ALL_LINEAR = "all-linear"
+ENDS = ("model.embed_tokens", "lm_head")
+PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
+Names = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Low:
+    """The adapter of one layer: its rank r, and the scale s of B·A."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
+    module's name. layers: the numbers of the decoder layers that may have one; None for all."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target: Names = ALL_LINEAR
+    exclude: Names = ()
+    rslora: bool = False
+    dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
+        """From the fields' values by name, lists for tuples; other names are passed over."""
+        known: dict[str, Any] = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        return cls(**known)
+
+    def adapted(self, linears: Iterable[str]) -> dict[str, Low]:
+        """Of the names of a model's linear layers those that get an adapter, with its rank and scale, in order."""
+        return {name: self._low(name) for name in linears if self._is_target(name)}
+
+    def saved(self, modules: Iterable[str]) -> list[str]:
+        """Of the names of modules with parameters those that are trained whole."""
+        return [name for name in modules if any(name.endswith(end) for end in self.modules_to_save)]
+
+    def _is_target(self, name: str) -> bool:
+        if name in ENDS or (self.exclude and matches(name, self.exclude)):
+            return False
+        if self.layers is not None:
+            number = re.search(r"\.layers\.(\d+)\.", name)
+            if number is None or int(number[1]) not in self.layers:
+                return False
+        return (self.target == ALL_LINEAR and not self.saved([name])) or matches(name, self.target)
+
+    def _low(self, name: str) -> Low:
+        rank = _by_pattern(self.rank_pattern, name, self.rank)
+        alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
+        return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
+
+
+def matches(name: str, wanted: Names) -> bool:
+    """Whether a module of this name is meant by `wanted`."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is part of an adapter."""
+    return name.rpartition(".")[2] in PARAMETERS
+
+
+def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[out, in] of every linear layer of the decoder of `config`, by its module's name, in the model's order."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {
+        f"model.layers.{number}.{name}": shape
+        for number in range(config.num_hidden_layers)
+        for name, shape in layer.items()
+    }
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(found, otherwise)

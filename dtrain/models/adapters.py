@@ -1,0 +1,151 @@
+"""Adapters in a model: their parameters beside those of its linear layers, what they add to a forward, how they begin.
+
+Letters: r rank, s scale. LoRA (arXiv:2106.09685): y = W x + s B A drop(x) + b, A [r, in], B [out, r]. DoRA
+(arXiv:2402.09353): y = m / ‖W + s B A‖ (W x + s B A x) + b, where the norm is that of each row, a constant in the
+backward, and m [out] is trained.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.models.adapter_config import AdapterConfig
+from dtrain.models.layers import CausalLM, Linear
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.tensor import TensorParallel
+from dtrain.randomness import key, uniform
+
+NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
+
+
+@dataclass
+class AdapterState:
+    """What all adapters of a model share. on: whether they take part; tokens: [B, S] int64, what dropout draws from for
+    each token of this forward, None for none."""
+
+    on: bool = True
+    dropout: float = 0.0
+    tokens: Tensor | None = None
+
+
+@dataclass
+class Adapter:
+    """What one linear layer's adapter computes. number: the layer's, in the sequences of dropout."""
+
+    scale: float
+    dora: bool
+    number: int
+    shared: AdapterState = field(repr=False)
+
+    def __call__(self, layer: Linear, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
+        inputs, DoRA sums its norms [out] in one all-reduce."""
+        bias = None if layer.bias is None else layer.local("bias")
+        if not self.shared.on:
+            return layer.product(x, bias)
+        a, b = layer.local("lora_A"), layer.local("lora_B")
+        seen = self._dropped(layer, x)
+        added = F.linear(F.linear(seen, a) * self.scale, b)
+        if not self.dora:
+            return layer.product(x, bias) + added
+        ratio = (layer.local("lora_magnitude") / self._norms(layer, a, b)).to(x.dtype)  # [out]
+        if seen is x:
+            out = ratio * (layer.product(x, None) + added)
+        else:
+            out = layer.product(x, None) + (ratio - 1) * layer.product(seen, None) + ratio * added
+        return out if bias is None else out + bias
+
+    def _dropped(self, layer: Linear, x: Tensor) -> Tensor:
+        """x [B, S, in] with a share of its elements zero and the others scaled up: a function of the token, the layer
+        and the element's number in the whole layer's input."""
+        tokens, share = self.shared.tokens, self.shared.dropout
+        if tokens is None or not share:
+            return x
+        first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
+        # Sequence parallel has padded the sequence.
+        tokens = F.pad(tokens, (0, x.shape[1] - tokens.shape[1]))
+        elements = torch.arange(first, first + x.shape[-1], device=x.device)
+        kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
+        return x * (kept / (1 - share)).to(x.dtype)
+
+    @torch.no_grad()
+    def _norms(self, layer: Linear, a: Tensor, b: Tensor) -> Tensor:
+        """‖W + s B A‖ of each row, [out], in max(float32, the dtype):
+        ‖W‖² + 2s Σ (W Aᵀ ∘ B) + s² Σ (B (A Aᵀ) ∘ B), which needs no matrix as large as W."""
+        wide = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(wide), b.to(wide)
+        weight, products = layer.matrix(), (a @ a.t()) * self.scale**2
+        squares = []
+        for rows, low in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
+            part = rows.to(wide)
+            cross = 2 * self.scale * (part @ a.t()) + low @ products  # [rows, r]
+            squares.append(part.square().sum(1) + (cross * low).sum(1))
+        return _summed(torch.cat(squares), layer.tp).sqrt_()
+
+
+def add_adapters(model: CausalLM, config: AdapterConfig) -> AdapterState:
+    """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
+    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]."""
+    state = AdapterState(dropout=config.dropout)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    numbers = {name: number for number, name in enumerate(layers)}
+    for name, low in config.adapted(layers).items():
+        layer = layers[name]
+        rows, columns = layer.out_features, layer.in_features
+        shapes: dict[str, tuple[int, ...]] = {"lora_A": (low.rank, columns), "lora_B": (rows, low.rank)}
+        shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
+        dtype = layer.weight.dtype
+        for parameter, shape in shapes.items():
+            layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        layer.adapter = Adapter(low.scale, config.dora, numbers[name], state)
+    return state
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Linear]:
+    """The layers of `model` with an adapter, by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, Linear) and one.adapter is not None}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
+    states = {id(one.adapter.shared): one.adapter.shared for one in adapted_layers(model).values() if one.adapter}
+    before = {number: state.on for number, state in states.items()}
+    try:
+        for state in states.values():
+            state.on = False
+        yield
+    finally:
+        for number, state in states.items():
+            state.on = before[number]
+
+
+@torch.no_grad()
+def init_adapters(model: CausalLM, seed: int) -> None:
+    """A uniform in ±1/√in, a function of seed, name and place in the whole matrix; B zero; DoRA's magnitudes the row
+    norms of the weights, which must be there. The model computes as without. Under tp one all-reduce for each magnitude
+    of a layer that is cut by its inputs."""
+    for name, layer in adapted_layers(model).items():
+        a = layer.lora_A
+        held, local = local_slices(a), local_tensor(a)
+        rows, columns = (torch.arange(part.start, part.stop, device=local.device) for part in held)
+        flat = rows[:, None] * a.shape[1] + columns
+        drawn = uniform(flat, key(seed, f"{name}.lora_A")).mul_(2).sub_(1)
+        local.copy_(drawn.mul_(1 / math.sqrt(layer.in_features)))
+        local_tensor(layer.lora_B).zero_()
+        if layer.adapter is not None and layer.adapter.dora:
+            magnitude = local_tensor(layer.lora_magnitude)
+            weight = layer.stored_matrix()  # of this rank's shards
+            magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
+
+
+def _summed(squares: Tensor, tp: TensorParallel | None) -> Tensor:
+    if tp is not None:
+        dist.all_reduce(squares, group=tp.group)
+    return squares
