@@ -1,13 +1,11 @@
-"""Runs with the base in 4 bits: the numbers of one process on every mesh, and those of bitsandbytes' weights in PEFT."""
+"""Runs with the base in 4 bits: the numbers of one process on every mesh, and those of the weights that codes mean."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dtrain import models
-from dtrain.models.nf4 import dequantize, quantize
+from dtrain.models.nf4 import dequantize
 from tests.adapters.test_nf4 import NF4, base, stored_as_bitsandbytes
-from tests.test_oracle import STEPS, by_hand, padded_batches
 from tests.test_parity import distance
 from tests.test_trainer import run, trajectory
 from tests.tiny import tiny_recipe, write_rows
@@ -26,9 +24,7 @@ MESHES = {
     "dp2 tp2+sp cp2": (8, 3, ["parallel.tp=2", "parallel.cp=2"]),
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
-CASES = [
-    (mesh, FAMILIES[index % 4], ["lora.dora=true"] if index % 3 == 0 else []) for index, mesh in enumerate(MESHES)
-]
+CASES = [(mesh, FAMILIES[index % 4], ["lora.dora=true"] if index % 3 == 0 else []) for index, mesh in enumerate(MESHES)]
 
 
 def recipe_of(root, name, model, *overrides):
