@@ -80,7 +80,7 @@ def test_bfloat16_under_fsdp_is_that_of_one_rank(tmp_path, more):
     [
         ["train.activation_checkpointing=full"],
         ["train.activation_checkpointing=selective"],
-        ["train.compile=true"],
+        pytest.param(["train.compile=true"], marks=pytest.mark.full),
         ["parallel.reshard_after_forward=true", "train.micro_batch=3"],
     ],
 )
