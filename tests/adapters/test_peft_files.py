@@ -168,6 +168,7 @@ def test_reading_and_writing_on_a_mesh(tmp_path, mesh):
         "model.init=pretrained",
         f"lora={{path: {tmp_path / 'adapter'}}}",
         "train.global_batch=12",
+        "train.micro_batch=1",
         *overrides,
         family="qwen2",
     )
