@@ -34,6 +34,7 @@ from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, RunContext
 from dtrain.models.config import read_config
+from dtrain.models.layers import weights_in
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
@@ -111,7 +112,8 @@ class Trainer:
         keep = recipe.checkpoint
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
         background = keep.async_save and keep.every is not None
-        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
+        beside = self.policy.beside
+        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background, beside=beside)
         self.saver = stack.enter_context(saver)
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -235,6 +237,7 @@ class Trainer:
             "identities": self.identities,
             "began": self.start.began,
             "save": self._held["save"],
+            "dtype": str(self.policy.precision.compute).removeprefix("torch."),
         }
         contents = resume.contents(self.policy, self.method, step, cursor, known, self._measured)
         with self.runtime.stop.saving():
@@ -352,7 +355,7 @@ class Trainer:
     def _report_choices(self) -> None:
         say, sizes, policy = self.metrics.say, self.sizes, self.policy
         parameters = list(policy.model.parameters())
-        count = sum(parameter.numel() for parameter in parameters)
+        count = sum(map(weights_in, parameters))
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
         of_it = "" if trained == count else f" ({part} of them trained)"
