@@ -70,7 +70,8 @@ def write_directory(
     ranks: Ranks | None = None,
 ) -> None:
     """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
-    index where there are several), config.json, generation_config.json, tokenizer and chat template. An adapter is merged.
+    index where there are several), config.json, generation_config.json, tokenizer and chat template.
+    An adapter is merged.
 
     source: the directory that the model came from: config.json and the small files are copied from it, and the weights
     that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text

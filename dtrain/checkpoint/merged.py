@@ -1,4 +1,4 @@
-"""A model's weights as a model without adapters has them: whole, one at a time, adapters merged, under the base's names.
+"""A model's weights as one without adapters has them: whole, one at a time, adapters merged, under the base's names.
 
 The model's own weights are read and never written, so that nothing is left to undo.
 """
