@@ -86,21 +86,20 @@ def _of_layer(layer: Linear, name: str) -> WholeWeight:
         return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
 
     held = _held(layer)
-    own = held.dtype if held.is_floating_point() else layer.stored_matrix().dtype
+    own = layer.weight_dtype if layer.weight is None else held.dtype
     shape = torch.Size((layer.out_features, layer.in_features))
     return WholeWeight([name], shape, own, read, isinstance(held, DTensor))
 
 
 def _held(layer: Linear) -> Tensor:
-    codes = layer._parameters.get(_CODES)
-    return layer.weight if codes is None else codes
+    return layer.weight_codes if layer.weight is None else layer.weight
 
 
 def _whole_matrix(layer: Linear) -> Tensor:
     """W [out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
     held = _held(layer)
-    if held.is_floating_point() or not isinstance(held, DTensor):
-        return gathered(held) if held.is_floating_point() else layer.stored_matrix()
+    if layer.weight is not None or not isinstance(held, DTensor):
+        return gathered(held) if layer.weight is not None else layer.stored_matrix()
     # What this rank dequantizes lies in the whole as its codes do.
     local, shape = layer.stored_matrix(), (layer.out_features, layer.in_features)
     where = held.device_mesh, held.placements

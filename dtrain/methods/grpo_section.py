@@ -134,7 +134,7 @@ def _engine(recipe: Recipe) -> list[str]:
 def _adapter_alone(recipe: Recipe) -> list[str]:
     kind, lora = recipe.grpo.server.kind, recipe.lora
     if lora is None:
-        return ["grpo.server.weights=adapter sends what lora trains, and there is no lora: leave it out, or set lora={}"]
+        return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
     found, merged = [], "set grpo.server.weights=directory, which sends merged weights"
     if lora.modules_to_save:
         saved = ", ".join(lora.modules_to_save)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtrain.checkpoint.adapter_files import write_adapter
 from dtrain.checkpoint.merged import gathered
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.models.adapter_config import AdapterConfig, is_adapter

@@ -104,9 +104,7 @@ class OverHttp:
             return None
 
 
-def _choose_way(
-    asked: str, config: AdapterConfig | None, engine: HttpEngine | None, say: Callable[[str], None]
-) -> str:
+def _choose_way(asked: str, config: AdapterConfig | None, engine: HttpEngine | None, say: Callable[[str], None]) -> str:
     """How weights travel: of `auto` the adapter alone where there is one and all servers take it, else a directory of
     whole weights; says which, and why. Raises UserError where `adapter` was asked for and cannot be."""
     if engine is None:
