@@ -113,9 +113,14 @@ class Service:
         }
 
     def models(self) -> dict[str, Any]:
-        card = {"object": "model", "owned_by": "dtrain", "max_model_len": self.parser.max_length}
-        base = {"id": self.parser.model, "created": self.started, **card}
-        beside = [{"id": name, "parent": self.parser.model, **base, **card} for name in self.parser.adapters]
+        base = {
+            "id": self.parser.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "dtrain",
+            "max_model_len": self.parser.max_length,
+        }
+        beside = [{**base, "id": name, "parent": self.parser.model} for name in self.parser.adapters]
         return {"object": "list", "data": [base, *beside]}
 
     def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
