@@ -35,7 +35,9 @@ def recipe_of(root, base, adapter, *overrides, name):
 
 def over_http(root, base, server, adapter, *overrides, name):
     settings = ["grpo.engine=http", f"grpo.server.urls=[{server.url}]", "grpo.server.timeout=60"]
-    return recipe_of(root, base, adapter, *settings, f"grpo.server.api_key_file={key_file(root)}", *overrides, name=name)
+    return recipe_of(
+        root, base, adapter, *settings, f"grpo.server.api_key_file={key_file(root)}", *overrides, name=name
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,8 @@ def test_a_run_over_a_server_is_the_run_of_the_native_engine(
     assert told is None or told in log
     kept = sorted(path.name for path in (Path(recipe.run.dir) / "served" / "weights").glob("*"))
     if told == "the adapter alone":
-        assert len(kept) == 2 and (Path(recipe.run.dir) / "served" / "weights" / kept[0] / "adapter_config.json").exists()
+        assert (
+            len(kept) == 2 and (Path(recipe.run.dir) / "served" / "weights" / kept[0] / "adapter_config.json").exists()
+        )
         assert ask(server.url, "/v1/models")[1]["data"][1]["id"] == "trained"
         ask(server.url, "/v1/unload_lora_adapter", {"lora_name": "trained"})

@@ -11,7 +11,7 @@ from dtrain.remote.dialects import derived_seed
 from dtrain.remote.http import HttpEngine, group
 from dtrain.rollout.request import Request, SamplingParams
 from tests.remote import fakes
-from tests.remote.fakes import FakeSglang, FakeVllm, drawn
+from tests.remote.fakes import FakeVllm, drawn
 
 SAMPLING = SamplingParams(max_new_tokens=7, temperature=0.9, top_k=30, top_p=0.95, stop_ids=(1,))
 
@@ -22,20 +22,6 @@ def requests_of(prompts=3, samples=4, sampling=SAMPLING, seed=5):
         for index in range(prompts)
         for sample in range(samples)
     ]
-
-
-@pytest.fixture
-def vllm():
-    fake = FakeVllm()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture
-def sglang():
-    fake = FakeSglang()
-    yield fake
-    fake.close()
 
 
 def engine_of(*servers, **options):
