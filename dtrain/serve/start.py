@@ -54,7 +54,8 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
         ) from error
     kind = str(dtype).removeprefix("torch.")
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
-    say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device})")
+    beside = "".join(f", with its adapter {name}" for name in parser.adapters)
+    say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device}{beside})")
     serve(server, grace=asked.grace, watch=asked.watch, say=say)
 
 

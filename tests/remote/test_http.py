@@ -11,7 +11,7 @@ from dtrain.remote.dialects import derived_seed
 from dtrain.remote.http import HttpEngine, group
 from dtrain.rollout.request import Request, SamplingParams
 from tests.remote import fakes
-from tests.remote.fakes import FakeVllm, drawn
+from tests.remote.fakes import FakeSglang, FakeVllm, drawn
 
 SAMPLING = SamplingParams(max_new_tokens=7, temperature=0.9, top_k=30, top_p=0.95, stop_ids=(1,))
 
