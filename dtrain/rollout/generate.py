@@ -61,10 +61,10 @@ def generate_text(
 ) -> Iterator[str]:
     """The completion of each prompt as text, special tokens left out, in order, each as soon as those before it are.
 
-    directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of the newest checkpoint,
-    else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat template, or with `raw`,
-    or where the model has no template, the beginning of a text. dtype and device: as `train.dtype` and `launch.device`
-    of a recipe. Raises UserError.
+    directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of
+    the newest checkpoint, else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat
+    template, or with `raw`, or where the model has no template, the beginning of a text. dtype and device: as
+    `train.dtype` and `launch.device` of a recipe. Raises UserError.
     """
     torch_device = choose_device(device)
     model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
@@ -111,10 +111,9 @@ def _tokenizer(directory: Path) -> Tokenizer:
 def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """The model of a run's step: what the step lacks is read from the run's base."""
     sizes = store.tensors(step)
-    kept = next(kind for name, (_, kind) in sizes.items() if name.startswith("model."))
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
-    model = models.build(models.read_config(source), kept, "meta", adapter=adapter)
+    model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)
     if facts.nf4 and adapter is not None:
         quantize_linears(model, dtype, adapter.saved(linears(model.config)))
     model.to_empty(device="cpu")
@@ -123,10 +122,9 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
     held = {name: tensor for name, tensor in tensors.items() if name in sizes}
     if facts.freezes and len(held) < len(tensors):
         read_weights(model, facts.base(store.read_state(step)))
-        store.load(step, held, only=True, cast=held)
-    else:
-        store.load(step, tensors, only=True)
-    return model.to(device, dtype)
+        tensors = held
+    store.load(step, tensors, only=True, cast=tensors)
+    return model.to(device)
 
 
 def _is_newest(export: Path) -> bool:
