@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from dtrain import lora_section
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
@@ -87,7 +88,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
     if recipe.model.path and "model.path" not in absent:
         try:
             model = read_config(recipe.model.path)
-            problems += _misfits(model, recipe)
+            problems += _misfits(model, recipe) + lora_section.misfits(recipe, model)
         except UserError as error:
             problems.append(str(error))
     for key, path in facts_of(recipe).other_models(recipe):
