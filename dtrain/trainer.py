@@ -102,9 +102,10 @@ class Trainer:
         self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         needs_start, say = self.method.needs_start, self.metrics.say
-        self.start = resume.find_start(recipe, self.run, self.store, needs_start, self.ranks, say)
-        if needs_start:
-            self.identities[f"{recipe.method}.reference"] = resume.start_identity(recipe, self.start, self.identities)
+        self.start = resume.find_start(recipe, self.run, self.store, needs_start is not None, self.ranks, say)
+        if needs_start is not None:
+            identity = resume.start_identity(recipe, self.start, self.identities, needs_start)
+            self.identities[f"{recipe.method}.reference"] = identity
         self.total_steps = recipe.train.steps or self._last_step_of_epochs()
         self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
@@ -137,7 +138,8 @@ class Trainer:
             changed = resume.compare(self.recipe, start, self.identities, self.rows.fingerprint)
         if start.weights is not None:
             store, step = start.weights
-            self.policy.load_weights(store, step)
+            if not self.policy.load_weights(store, step):
+                resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         try:
