@@ -76,7 +76,7 @@ def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     if section.path is not None:
         return _ranks(config, layers)
     found = _targets(config, list(layers)) + _patterns(config, list(layers))
-    found += _saved(config, list(layers), modules(model))
+    found += _saved(config, modules(model))
     if not found and not config.adapted(layers):
         found.append(
             f"lora.exclude={shown(section.exclude)} leaves no layer of lora.target={shown(section.target)} to adapt: "
@@ -179,9 +179,9 @@ def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     return found
 
 
-def _saved(config: AdapterConfig, layers: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Entries of modules_to_save that match no module, or one that has an adapter."""
-    adapted, found = config.adapted(layers), []
+def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
+    """Entries of modules_to_save that match no module."""
+    found = []
     for entry in config.modules_to_save:
         named = [name for name in known if name.endswith(entry)]
         if not named:
@@ -189,11 +189,6 @@ def _saved(config: AdapterConfig, layers: Sequence[str], known: Sequence[str]) -
             near = nearest(entry.rpartition(".")[2], names)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
             found.append(f"lora.modules_to_save: {entry} matches no module with weights of its own; {hint}")
-        elif both := [name for name in named if name in adapted]:
-            found.append(
-                f"lora.modules_to_save: {entry} is trained whole, and lora.target gives {both[0]} an adapter too: take "
-                "it out of one of them"
-            )
     return found
 
 

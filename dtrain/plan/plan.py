@@ -27,9 +27,9 @@ class Plan:
     """A recipe's step on one rank of a world. device: cuda, or cpu where the recipe says launch.device=cpu.
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
-    total_parameters: of the whole model. tokens: of an optimizer step over all ranks, every row full.
-    flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors on a device.
-    assumed: in place of the code that the recipe names.
+    total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
+    ranks, every row full. flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors
+    on a device. assumed: in place of the code that the recipe names.
     """
 
     recipe: Recipe
@@ -43,6 +43,7 @@ class Plan:
     time: Time
     table: Mapping[str, str]
     total_parameters: int
+    trained_parameters: int
     tokens: int
     flops_per_token: float
     assumed: tuple[str, ...] = ()
@@ -84,6 +85,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         time=estimate(step, world, hardware),
         table={pattern: in_words(style) for pattern, style in table.items()},
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tokens=recipe.train.global_batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         assumed=tuple(assumed),

@@ -117,11 +117,6 @@ REFUSED = {
         "lora.modules_to_save: lm_haed matches no module with weights of its own; did you mean lm_head?",
     ),
     "a block to save": (["lora.modules_to_save=[self_attn]"], "lora.modules_to_save: self_attn matches no module"),
-    "adapted and saved": (
-        ["lora.target=[q_proj,o_proj]", "lora.modules_to_save=[o_proj]"],
-        "lora.modules_to_save: o_proj is trained whole, and lora.target gives model.layers.0.self_attn.o_proj an "
-        "adapter too: take it out of one of them",
-    ),
     "a rank above a layer's": (
         ["lora.rank=40", "lora.target=[q_proj]"],
         "an adapter of rank 40 is larger than q_proj itself, [64, 32]: set lora.rank=32 or less, or "
@@ -184,6 +179,7 @@ def test_all_that_is_wrong_comes_at_once(problems):
         ["lora.target=.*", "lora.exclude=[lm_head,embed_tokens]"],
         ["lora.target=.*", "lora.modules_to_save=[lm_head,embed_tokens]"],
         ["lora.modules_to_save=[norm,down_proj]", "lora.dropout=0.999"],
+        ["lora.target=.*_proj", "lora.modules_to_save=[o_proj]"],
         ["lora.rank=32", "lora.alpha=1e-6", "lora.rslora=true", "lora.dora=true"],
         ["lora.quantize=nf4", "train.dtype=float32", "lora=null", "train.freeze=['*norm*']"],
         ["method=distill", "distill.teacher=${model.path}", "model.init=scratch"],
