@@ -34,6 +34,7 @@ from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, RunContext
 from dtrain.models.config import read_config
+from dtrain.models.layers import weights_in
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
@@ -352,7 +353,7 @@ class Trainer:
     def _report_choices(self) -> None:
         say, sizes, policy = self.metrics.say, self.sizes, self.policy
         parameters = list(policy.model.parameters())
-        count = sum(parameter.numel() for parameter in parameters)
+        count = sum(map(weights_in, parameters))
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
         of_it = "" if trained == count else f" ({part} of them trained)"

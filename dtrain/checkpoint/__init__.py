@@ -11,7 +11,7 @@ code that is in it (tensors are read with torch's weights-only loader, everythin
 - `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change; `origin`: what it began from.
 - `identity`: what files hold, as digests.
 - `huggingface.read_weights`, `huggingface_write.write_directory`, `export.export`: safetensors in and out;
-  `safetensor_files` reads slices of them.
+  `safetensor_files` reads slices of them, `quantized` weights in 4 bits.
 - `hub`: models by their id on the Hugging Face hub.
 - `files`, `model_files`: files that are whole or absent; the small files beside a model's weights.
 """

@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from dtrain.checkpoint import quantized
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
@@ -24,7 +25,8 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
     which files may hold the tensor that the model calls `name`, `model.ignored_checkpoint_names` the patterns of those
     that are no mistake though the model lacks them (a vision tower, buffers that are computed). A rank reads the slices
     that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the memory of one slice.
-    No collective.
+    Weights that the model holds in 4 bits (`models.nf4`) are rounded from the files' values in float32, or taken as
+    bitsandbytes has stored them. No collective.
 
     A tied head is read once, under whichever name the files have (the embedding's first).
 
@@ -33,33 +35,35 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
     written then.
     """
     files = WeightFiles(Path(directory))
-    sources = check_fit(model, files)
-    for name, tensor in base_tensors(model).items():
-        local = local_tensor(tensor).detach()
+    sources, tensors = check_fit(model, files), model_tensors(model)
+    for name, source in sources.items():
+        local = local_tensor(tensors[name]).detach()
         if local.is_meta:
             raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
-        if local.numel():
-            files.copy_into(local, sources[name], local_slices(tensor))
+        if name.endswith(quantized.CODES):
+            quantized.fill(files, source, tensors[name], tensors[quantized.scales_of(name)])
+        elif local.numel():
+            files.copy_into(local, source, local_slices(tensors[name]))
 
 
 def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
-    """For every tensor of `model` (on any device, meta too) its name in `files`. Raises what `read_weights` lists."""
+    """For every tensor of `model` (on any device, meta too) its name in `files`; of a weight in 4 bits for its codes.
+    Raises what `read_weights` lists."""
     names = aliases(model)
     sources: dict[str, str] = {}
     used: set[str] = set()
     missing, misfits = [], []
     for name, tensor in base_tensors(model).items():
-        found = [candidate for candidate in candidate_names(model, names[name]) if candidate in files.stored]
+        known = [quantized.file_name(one) for one in names[name]]
+        found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
         used.update(found)
         if not found:
-            missing.append(f"missing: {name}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
+            missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
-        stored = files.stored[found[0]]
         sources[name] = found[0]
-        if stored.shape != tuple(tensor.shape):
-            misfits.append(f"shape: {found[0]} is {list(stored.shape)}, the model has {list(tensor.shape)}")
-        if stored.dtype is None:
-            misfits.append(f"dtype: {found[0]} is {stored.kind}; quantized weights are not read")
+        beside = quantized.companions(files, found[0])
+        used.update(beside)
+        misfits += _misfits(files, found[0], tuple(tensor.shape), name.endswith(quantized.CODES), bool(beside))
     left = sorted(files.stored.keys() - used)
     unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
     if missing or misfits or unexpected:
@@ -68,8 +72,27 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model_tensors`, [any shape], without those of adapters, which have files of their own."""
-    return {name: tensor for name, tensor in model_tensors(model).items() if not is_adapter(name)}
+    """`model_tensors`, [any shape], without those of adapters, which have files of their own; of weights in 4 bits the
+    codes alone."""
+    tensors = model_tensors(model)
+    return {name: tensors[name] for name in tensors if not is_adapter(name) and not name.endswith(quantized.SCALES)}
+
+
+def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bool, has_beside: bool) -> list[str]:
+    """What keeps tensor `name` of `files` from being one of this shape, or from giving its codes."""
+    stored = files.stored[name]
+    if is_codes:
+        shape = (shape[0], 2 * shape[1])
+        if stored.kind == "U8":
+            return quantized.stored_misfits(files, name, shape)
+    elif has_beside:
+        return [f"dtype: {name} is {stored.kind}, in 4 bits of bitsandbytes; lora.quantize=nf4 trains an adapter of it"]
+    misfits = []
+    if stored.shape != shape:
+        misfits.append(f"shape: {name} is {list(stored.shape)}, the model has {list(shape)}")
+    if stored.dtype is None:
+        misfits.append(f"dtype: {name} is {stored.kind}; quantized weights are not read")
+    return misfits
 
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:

@@ -63,6 +63,11 @@ class WeightFiles:
             source = file.get_slice(name)[slices] if slices else file.get_tensor(name)
             target.copy_(source)
 
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """(A slice of) tensor `name`, [any shape], as it is stored, of any dtype. No collective."""
+        with _opened(self.stored[name].file) as file:
+            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+
     def _add(self, path: Path, names: list[str] | None) -> None:
         with _opened(path) as file:
             held = set(file.keys())

@@ -3,10 +3,12 @@
 `config` is torch-free; what needs torch is imported when it is first asked for.
 
     config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
+    quantization_config          its section about a checkpoint in 4 bits
     registry                     from a `ModelConfig` to a model
     llama, qwen, gemma3          the families
     layers, functions            what they are made of; norms, activations, rotary embedding
     init                         starting values
+    nf4, nf4_config              weights in 4 bits; what they ask of a model
 """
 
 from typing import Any

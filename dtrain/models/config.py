@@ -6,13 +6,14 @@ absent the default is transformers' for that family. Rotary scaling has a file o
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.models.fields import Fields, shown
+from dtrain.models.quantization_config import unquantized
 from dtrain.models.rope_config import Rope, read_gemma_ropes, read_rope
 
 __all__ = ["FULL", "SLIDING", "ModelConfig", "Rope", "parse_config", "read_config"]
@@ -52,6 +53,7 @@ class ModelConfig:
     pad_token_id: int | None = None  # its embedding starts at zero and gets no gradient as an input, as in transformers
     dtype: str | None = None  # of the weights in the files, such as "bfloat16"
     is_text_tower: bool = False  # one part of a multimodal checkpoint
+    unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
 
     @property
     def parameters(self) -> int:
@@ -87,7 +89,11 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelCon
     """The model that the fields of a config.json describe; `where` names the file in errors (UserError)."""
     architecture = _architecture(values, where)
     problems: list[str] = []
+    quantization = values.get("quantization_config")
+    values = {key: value for key, value in values.items() if key != "quantization_config"}
     config = _READERS[architecture](architecture, Fields(values, problems))
+    if quantization:
+        config = replace(config, unquantized=unquantized(quantization, problems))
     if not problems and config.parameters > MOST_PARAMETERS:
         problems.append(
             f"sizes of {config.parameters:,} parameters, {config.parameters * 2 >> 40:,} TiB in bfloat16: no memory "
@@ -136,7 +142,6 @@ def _common(
         fields.problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         fields.must_be_off(key, "dropout is not implemented; set it to 0.0")
-    fields.must_be_off("quantization_config", "quantized weights cannot be trained; use the original checkpoint")
     fields.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
     return {
         "architecture": architecture,
@@ -296,7 +301,6 @@ def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
     """The text tower: `text_config` describes it, the rest of the file images and tokens."""
     fields.known("vision_config", "mm_tokens_per_image", "initializer_range", "audio_config")
     fields.known("boi_token_index", "eoi_token_index", "image_token_index")
-    fields.must_be_off("quantization_config", "quantized weights cannot be trained; use the original checkpoint")
     text = fields.get("text_config") or {}
     if not isinstance(text, dict):
         fields.problem(f"text_config {shown(text)} is no object")

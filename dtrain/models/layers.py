@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.models import nf4
 from dtrain.models.config import SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
 from dtrain.parallel.placement import LocalParameters, local_tensor
@@ -55,10 +56,14 @@ DECODER_PLAN = {
 
 class Linear(LocalParameters, nn.Linear):
     """A linear layer of a block. adapter: what computes its forward, where it has one (`models.adapters`). tp: set by
-    the style `rowwise`, under which a rank holds some of the weight's columns."""
+    the style `rowwise`, under which a rank holds some of the weight's columns. Its weight is None where it is held in
+    4 bits (`models.nf4`)."""
 
     adapter: "Adapter | None" = None
     tp: TensorParallel | None = None
+    weight_codes: nn.Parameter
+    weight_scales: nn.Parameter
+    weight_dtype: torch.dtype  # of computation, where the weight is held in 4 bits
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude: nn.Parameter
@@ -71,15 +76,32 @@ class Linear(LocalParameters, nn.Linear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] -> x · Wᵀ + bias, [..., out], without an adapter."""
+        if self.weight is None:
+            return nf4.product(x, self.local("weight_codes"), self.local("weight_scales"), bias)
         return F.linear(x, self.local("weight"), bias)
 
     def matrix(self) -> Tensor:
-        """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward."""
+        """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward. In the dtype of
+        computation."""
+        if self.weight is None:
+            return nf4.dequantize(self.local("weight_codes"), self.local("weight_scales"), self.weight_dtype)
         return self.local("weight")
 
     def stored_matrix(self) -> Tensor:
-        """The part of W [out, in] that this rank holds."""
+        """The part of W [out, in] that this rank holds; what is held in 4 bits in the dtype of computation."""
+        if self.weight is None:
+            codes, scales = local_tensor(self.weight_codes), local_tensor(self.weight_scales)
+            return nf4.dequantize(codes, scales, self.weight_dtype)
         return local_tensor(self.weight)
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Hold W [out, in] in 4 bits, on meta: as weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64],
+        both frozen. dtype: of computation."""
+        self.register_parameter("weight", None)
+        self.weight_dtype = dtype
+        for name, width, kind in (("codes", 2, torch.uint8), ("scales", nf4.BLOCK, torch.int32)):
+            held = torch.empty(self.out_features, self.in_features // width, dtype=kind, device="meta")
+            self.register_parameter(f"weight_{name}", nn.Parameter(held, requires_grad=False))
 
 
 class RMSNorm(LocalParameters):
@@ -339,7 +361,13 @@ class CausalLM(ParallelModel):
         products = [*self.parameters()]
         if not config.tie_word_embeddings:
             products = [one for one in products if one is not self.model.embed_tokens.weight]
-        count = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in products)
+        count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
         window = config.sliding_window or seq_len
         reach = [min(seq_len, window) if kind == SLIDING else seq_len for kind in config.layer_types]
         return count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)
+
+
+def weights_in(parameter: Tensor) -> int:
+    """How many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
+    (`models.nf4`)."""
+    return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

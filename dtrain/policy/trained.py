@@ -13,6 +13,7 @@ from dtrain.errors import UserError
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import add_adapters
 from dtrain.models.layers import CausalLM
+from dtrain.models.nf4 import quantize_linears
 
 
 def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
@@ -29,6 +30,8 @@ def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     whole = set(config.saved(modules))
+    if recipe.lora.quantize == "nf4":
+        quantize_linears(model, dtype, whole)
     frozen = {
         parameter
         for parameter, known in _names(model).items()
@@ -68,7 +71,8 @@ def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Pa
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    copies = {one: nn.Parameter(one.detach().to(dtype), requires_grad=False) for one in frozen}
+    floats = (one for one in frozen if one.is_floating_point())
+    copies = {one: nn.Parameter(one.detach().to(dtype), requires_grad=False) for one in floats}
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None and held in copies:

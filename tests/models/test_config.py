@@ -156,7 +156,7 @@ def test_harmless_fields_change_nothing():
         (GEMMA3_1B, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not implemented"),
         (GEMMA3_1B, {"rope_parameters": {"rope_type": "default"}}, "must be nested under full_attention"),
         (GEMMA3_1B, {"hidden_act": "silu"}, "Gemma3 reads hidden_activation"),
-        (GEMMA3_4B, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (GEMMA3_4B, {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}: of quantized weights only"),
         (GEMMA3_4B, {"text_config": {"moe": True}}, "text_config.moe True: not a field"),
         (GEMMA3_4B, {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, "not the same"),
     ],

@@ -1,0 +1,41 @@
+"""`quantization_config` of a config.json: what bitsandbytes' checkpoints of 4-bit weights say. Imports no torch."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from dtrain.models.fields import shown
+
+_READ = "of quantized weights only bitsandbytes' nf4 is read; use the original checkpoint"
+
+
+def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
+    """The patterns of modules that a checkpoint with this section holds as they were. What dtrain does not read is
+    added to `problems`: everything but bitsandbytes' nf4."""
+    values = section if isinstance(section, dict) else {}
+    kind, storage = values.get("bnb_4bit_quant_type", "fp4"), values.get("bnb_4bit_quant_storage") or "uint8"
+    if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
+        problems.append(f"quantization_config {shown(section)}: {_READ}")
+    elif kind != "nf4":
+        problems.append(f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READ}")
+    elif storage not in ("uint8", "torch.uint8"):
+        problems.append(f"quantization_config has bnb_4bit_quant_storage {shown(storage)}: only uint8 is read")
+    patterns = values.get("llm_int8_skip_modules") or []
+    if not isinstance(patterns, list) or not all(isinstance(one, str) and _compiles(one) for one in patterns):
+        problems.append("quantization_config llm_int8_skip_modules: must be a list of names or regular expressions")
+        return ()
+    return tuple(patterns)
+
+
+def skips(patterns: Iterable[str], name: str) -> bool:
+    """Whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
+    beginning up to a dot, as it stands or as a regular expression, or its end."""
+    return any(re.match(rf"(?:{one})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(one) for one in patterns)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
