@@ -174,6 +174,19 @@ def write_entries(
     if foreign:
         raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
+    write_files(files, lambda partial: _finish(partial, files, layout, trained), out, replace=replace, ranks=ranks)
+
+
+def write_files(
+    files: Mapping[str, Sequence[Entry]],
+    finish: Callable[[Path], None],
+    out: Path,
+    *,
+    replace: bool = False,
+    ranks: Ranks,
+) -> None:
+    """Write safetensors `files`, by name, and what rank 0's `finish` puts beside them, to the directory `out`, which
+    appears whole or not at all. Collective; `replace` as of `write_directory`."""
     partial = staged(out)
 
     def begin() -> None:
@@ -182,11 +195,18 @@ def write_entries(
         refuse_unwritable(out)
         partial.mkdir()
 
+    def end() -> None:
+        finish(partial)
+        replaced = set_aside(out) if out.exists() else None
+        publish(partial, out)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
     ranks.first(begin)
     try:
         for start in range(0, len(files), ranks.size):
             _write_side_by_side(list(files.items())[start : start + ranks.size], partial, ranks)
-        ranks.first(lambda: _finish(partial, out, files, layout, trained))
+        ranks.first(end)
     except UserError:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -208,10 +228,10 @@ def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": one for number, one in enumerate(shards, start=1)}
 
 
-def _write_side_by_side(files: list[tuple[str, list[Entry]]], directory: Path, ranks: Ranks) -> None:
+def _write_side_by_side(files: list[tuple[str, Sequence[Entry]]], directory: Path, ranks: Ranks) -> None:
     """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
     name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
-    file = _SafetensorsFile(directory / name, mine) if name else None
+    file = SafetensorsFile(directory / name, mine) if name else None
     for position in range(max(len(entries) for _, entries in files)):
         kept = None
         for writer, (_, entries) in enumerate(files):
@@ -223,11 +243,11 @@ def _write_side_by_side(files: list[tuple[str, list[Entry]]], directory: Path, r
     ranks.every(file.close if file is not None else lambda: None)
 
 
-class _SafetensorsFile:
+class SafetensorsFile:
     """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
     gathering meanwhile, and would hang without this one."""
 
-    def __init__(self, path: Path, entries: list[Entry]):
+    def __init__(self, path: Path, entries: Sequence[Entry]):
         self.path = path
         self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
@@ -280,9 +300,7 @@ class _SafetensorsFile:
         self._attempt(write)
 
 
-def _finish(
-    partial: Path, out: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]
-) -> None:
+def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]) -> None:
     if len(files) > 1:
         places = {entry.name: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
@@ -297,7 +315,3 @@ def _finish(
         write_new(partial / CHAT_TEMPLATE, layout.chat_template)
     if layout.held is not None:
         write_new(partial / HELD, json.dumps(layout.held))
-    replaced = set_aside(out) if out.exists() else None
-    publish(partial, out)
-    if replaced is not None:
-        shutil.rmtree(replaced)

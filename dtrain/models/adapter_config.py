@@ -61,11 +61,11 @@ class AdapterConfig:
     def _is_target(self, name: str) -> bool:
         if name in ENDS or (self.exclude and matches(name, self.exclude)):
             return False
-        if self.layers is not None:
+        if self.layers is not None and name not in self.target:  # whole names count in any layer, as in PEFT
             number = re.search(r"\.layers\.(\d+)\.", name)
             if number is None or int(number[1]) not in self.layers:
                 return False
-        return (self.target == ALL_LINEAR and not self.saved([name])) or matches(name, self.target)
+        return not self.saved([name]) and (self.target == ALL_LINEAR or matches(name, self.target))
 
     def _low(self, name: str) -> Low:
         rank = _by_pattern(self.rank_pattern, name, self.rank)

@@ -27,10 +27,12 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 @dataclass
 class AdapterState:
-    """What all adapters of a model share. on: whether they take part. dropout: the share of inputs that they do not see
-    in training; seed, step: what it is drawn from beside the tokens. tokens: [B, S] int64, a number for each token of
-    this forward, None where nothing is dropped."""
+    """What all adapters of a model share: what they were made by, and
+    on: whether they take part. dropout: the share of inputs that they do not see in training; seed, step: what it is
+    drawn from beside the tokens. tokens: [B, S] int64, a number for each token of this forward, None where nothing is
+    dropped."""
 
+    config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True
     dropout: float = 0.0
     seed: int = 0
@@ -103,7 +105,7 @@ class Adapter:
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
     each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]. seed: of dropout."""
-    state = AdapterState(dropout=config.dropout, seed=seed)
+    state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     numbers = {name: number for number, name in enumerate(layers)}
     for name, low in config.adapted(layers).items():
