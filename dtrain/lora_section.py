@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dtrain.checkpoint.peft_config import adapter_of
+from dtrain.checkpoint.peft_config import adapter_of, adapter_problems
 from dtrain.config.schema import Lora, Recipe
-from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
+from dtrain.models import nf4_config
 from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, by_end, linears, matches, modules
 from dtrain.models.config import ModelConfig
 from dtrain.ranges import nearest, shown
@@ -44,7 +44,18 @@ def problems(recipe: Recipe) -> list[str]:
                 f"they are: set train.{key}=[]; lora.target and lora.exclude choose the layers with an adapter, "
                 "lora.modules_to_save what is trained whole beside it"
             )
-    if section.quantize == "nf4" and recipe.train.dtype == "float64":
+    is_nf4 = section.quantize == "nf4"
+    if is_nf4 and recipe.model.init == "scratch":
+        found.append(
+            "model.init=scratch draws weights, and lora.quantize=nf4 holds those of a trained model in 4 bits: "
+            "set model.init=pretrained, or lora.quantize=none"
+        )
+    if is_nf4 and recipe.checkpoint.init_from:
+        found.append(
+            f"checkpoint.init_from={recipe.checkpoint.init_from} fills the model with a run's weights, and "
+            "lora.quantize=nf4 reads those of model.path: export the run (`dtrain export`), and set model.path to that"
+        )
+    if is_nf4 and recipe.train.dtype == "float64":
         found.append(
             "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits: "
             "set train.dtype=float32 or bfloat16, or lora.quantize=none"
@@ -66,16 +77,14 @@ def notes(recipe: Recipe) -> list[str]:
 def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     """What of the section does not fit `model`, one line each. Nothing where `problems` finds it wrong in itself."""
     section = recipe.lora
+    found = nf4_config.misfits(model, "none" if section is None else section.quantize, recipe.parallel.tp)
+    found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
     if section is None or _expressions(section) or _out_of_range(section):
-        return []
-    try:
-        config = adapter_of(asdict(section))
-    except UserError as error:
-        return [str(error)]
-    layers = linears(model)
+        return found
     if section.path is not None:
-        return _ranks(config, layers)
-    found = _targets(config, list(layers)) + _patterns(config, list(layers))
+        return found + adapter_problems(asdict(section), model)
+    config, layers = adapter_of(asdict(section)), linears(model)
+    found += _targets(config, list(layers)) + _patterns(config, list(layers))
     found += _saved(config, modules(model))
     if not found and not config.adapted(layers):
         found.append(

@@ -14,6 +14,7 @@ from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.layers import weights_in
 from dtrain.parallel.apply import find_plan, in_words
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
@@ -84,8 +85,8 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         step=step,
         time=estimate(step, world, hardware),
         table={pattern: in_words(style) for pattern, style in table.items()},
-        total_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        total_parameters=sum(map(weights_in, model.parameters())),
+        trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
         tokens=recipe.train.global_batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         assumed=tuple(assumed),

@@ -317,9 +317,15 @@ def with_state(**changes):
         (with_state(shape=[1, 2]), r"with shape \[1, 2\], dtrain reads \["),
         (change("quant_map", lambda one: one + 0.1), "quant_map holds other levels than NF4's"),
         (change("absmax", lambda one: one[:-1].clone()), r"absmax is F32 \[\d+\], its layer needs F32 \[\d+\]"),
-        (change("down_proj.weight", lambda one: one[:-1].clone()), r"down_proj.weight is U8 \[16383, 1\], its layer ne"),
+        (
+            change("down_proj.weight", lambda one: one[:-1].clone()),
+            r"down_proj.weight is U8 \[16383, 1\], its layer ne",
+        ),
         (lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight.absmax"), "missing: .*up_proj.weight.absmax"),
-        (lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"), "missing: model.layers.0.mlp.up_proj.weight"),
+        (
+            lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"),
+            "missing: model.layers.0.mlp.up_proj.weight",
+        ),
         (
             change("quant_state.bitsandbytes__nf4", lambda one: one[:-3].clone()),
             r"is U8, and model.*bitsandbytes__nf4 does not say how to read it",
