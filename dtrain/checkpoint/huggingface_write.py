@@ -96,7 +96,8 @@ def write_directory(
 class Layout:
     """How a directory like `source` is written: its config.json, the names its files use, what is copied from it.
 
-    chat_template, held: as `write_directory` takes them.
+    chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
+    place of the source's.
     """
 
     source: Path
@@ -104,6 +105,7 @@ class Layout:
     files: WeightFiles | None
     chat_template: str | None = None
     held: Mapping[str, Any] | None = None
+    companions: Path | None = None
 
     @property
     def text_tower_alone(self) -> bool:
@@ -311,6 +313,8 @@ def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, tra
         config = with_dtype(config, str(*trained).removeprefix("torch."))
     write_config(config, partial)
     copy_companions(layout.source, partial)
+    if layout.companions is not None:
+        copy_companions(layout.companions, partial)
     if layout.chat_template is not None:
         write_new(partial / CHAT_TEMPLATE, layout.chat_template)
     if layout.held is not None:
