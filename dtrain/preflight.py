@@ -126,11 +126,11 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
     where this one cannot."""
     directory = Path(path)
     if not directory.is_dir():
-        words = {"dpo.reference": "start, none", "grpo.reference": "start"}.get(key)
+        words = {"dpo.reference": "start, base, none", "grpo.reference": "start, base"}.get(key)
         named = f"{words} (start: the weights that training starts from), " if words else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(directory):
-        raise UserError("it is an adapter in PEFT's layout: give the directory of the model that it was merged into")
+        raise UserError(f"it is an adapter in PEFT's layout: `dtrain export {path} OUT` merges it into its base; set {key}=OUT")
     if not (directory / "config.json").is_file():
         export = directory / "export"
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
