@@ -18,6 +18,7 @@ from dtrain.checkpoint.files import set_aside
 from dtrain.checkpoint.identity import digest, digests
 from dtrain.checkpoint.model_files import read_model_config
 from dtrain.checkpoint.origin import Origin
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.rng import random_state, set_random_state
 from dtrain.checkpoint.rundir import MODELS, RunDirectory, guard
 from dtrain.checkpoint.safetensor_files import weight_files
@@ -31,6 +32,7 @@ from dtrain.methods.facts import facts_of
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
 NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
 # A key that says where something lies, and the digest that tells what lies there.
@@ -40,6 +42,7 @@ PLACES = {
     "data.train.sources": "data.fingerprint",
     "data.val.path": "data.val.fingerprint",
     "data.val.sources": "data.val.fingerprint",
+    "lora.path": "lora.path",
     **{key: key for key in ("data.chat_template", *MODELS)},
 }
 
@@ -160,6 +163,10 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
     ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weights:
         found["model.weights"] = digest(others)
+    if recipe.lora is not None and recipe.lora.path is not None:
+        adapter = Path(recipe.lora.path)
+        others = digests([adapter / name for name in ADAPTER_FILES], wrong("lora.path", adapter), ranks)
+        found["lora.path"] = digest(others)
     for key, other in facts_of(recipe).other_models(recipe):
         others = digests(weight_files(Path(other)), wrong(key, other), ranks)
         kind = digest(read_model_config(Path(other)))
@@ -168,11 +175,29 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
     return found
 
 
-def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str]) -> str:
-    """The digest of the weights that the run trains from; `found` is what `identities` gave."""
+def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str], named: str) -> str:
+    """The digest of the weights that the run trains from, or with named="base" of these without an adapter; `found` is
+    what `identities` gave."""
+    own = found.get("model.weights") or digest(recipe.run.seed, found["model.config"])
     if recipe.checkpoint.init_from is not None and INIT in start.began:
-        return start.began[INIT]["identity"]
-    return found.get("model.weights") or digest(recipe.run.seed, found["model.config"])
+        own = start.began[INIT]["identity"]
+    if recipe.lora is None:
+        return own
+    return digest(own, None if named == "base" else found.get("lora.path"), recipe.lora.quantize, named)
+
+
+def refuse_other_base(start: Start, found: Mapping[str, str]) -> None:
+    """For weights of `checkpoint.init_from` that are those of an adapter, or of what was not frozen, alone. Raises
+    UserError where the run that trained them had other weights beside them."""
+    if start.weights is None:
+        return
+    store, step = start.weights
+    saved = store.read_state(step).get("identities", {}).get("model.weights")
+    if saved != found.get("model.weights"):
+        raise UserError(
+            f"{INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those of "
+            "model.path: set model.path to the model that its run began from"
+        )
 
 
 def compare(recipe: Recipe, start: Start, found: Mapping[str, str], fingerprint: str) -> list[str]:

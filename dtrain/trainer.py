@@ -103,15 +103,17 @@ class Trainer:
         self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
         self.store = CheckpointStore(self.run.checkpoints, self.ranks)
         needs_start, say = self.method.needs_start, self.metrics.say
-        self.start = resume.find_start(recipe, self.run, self.store, needs_start, self.ranks, say)
-        if needs_start:
-            self.identities[f"{recipe.method}.reference"] = resume.start_identity(recipe, self.start, self.identities)
+        self.start = resume.find_start(recipe, self.run, self.store, needs_start is not None, self.ranks, say)
+        if needs_start is not None:
+            identity = resume.start_identity(recipe, self.start, self.identities, needs_start)
+            self.identities[f"{recipe.method}.reference"] = identity
         self.total_steps = recipe.train.steps or self._last_step_of_epochs()
         self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
         background = keep.async_save and keep.every is not None
-        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
+        beside = self.policy.beside
+        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background, beside=beside)
         self.saver = stack.enter_context(saver)
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -138,7 +140,8 @@ class Trainer:
             changed = resume.compare(self.recipe, start, self.identities, self.rows.fingerprint)
         if start.weights is not None:
             store, step = start.weights
-            self.policy.load_weights(store, step)
+            if not self.policy.load_weights(store, step):
+                resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         try:
@@ -234,6 +237,7 @@ class Trainer:
             "identities": self.identities,
             "began": self.start.began,
             "save": self._held["save"],
+            "dtype": str(self.policy.precision.compute).removeprefix("torch."),
         }
         contents = resume.contents(self.policy, self.method, step, cursor, known, self._measured)
         with self.runtime.stop.saving():

@@ -17,12 +17,9 @@ transformers = pytest.importorskip("transformers")
 STEPS, ROWS, LR, DECAY = 10, 6, 5e-3, 0.1
 
 
-def by_hand(directory, batches, trains=lambda name: True):
-    """The trajectory [(loss, grad norm)] and final weights of transformers' model, of which the parameters are trained
-    that `trains` names. A batch is a list of documents (input_ids, labels), labels shifted already."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trains(name))
+def by_hand(model, batches):
+    """The trajectory [(loss, grad norm)] and final weights of transformers' model, whose parameters that require a
+    gradient are trained. A batch is a list of documents (input_ids, labels), labels shifted already."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
@@ -97,8 +94,8 @@ def test_ten_steps_of_some_parameters_equal_transformers(tmp_path, family, case)
     assert_equal(tmp_path, family, tied, section, lambda name: trains(name, tied))
 
 
-def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: True):
-    """Ten steps of a recipe, `section` in its `train`, and the same by hand."""
+def prepared(tmp_path, family, packing, train=None, **sections):
+    """transformers' model with random weights, a recipe of ten steps that trains them, and the path of its rows."""
     directory = write_model(tmp_path / "model", family, tied=family in ("qwen3", "gemma3"))
     torch.manual_seed(0)
     source = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
@@ -109,15 +106,26 @@ def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: Tr
             "run": {"name": "run", "dir": str(tmp_path / "runs")},
             "model": {"path": str(directory)},
             "data": {"train": {"path": str(path)}, "max_length": 40 if packing else 20, "packing": packing},
-            "train": {"steps": STEPS, "global_batch": ROWS, "micro_batch": 3, "dtype": "float32", **(section or {})},
+            "train": {"steps": STEPS, "global_batch": ROWS, "micro_batch": 3, "dtype": "float32", **(train or {})},
             "optimizer": {"lr": LR, "weight_decay": DECAY},
             "scheduler": {"warmup_steps": 3},
             "checkpoint": {"every": None},
             "metrics": {"tensorboard": False},
+            **sections,
         },
         ["data.shuffle=false"],
     )
-    expected, weights = by_hand(directory, packed_batches(recipe) if packing else padded_batches(path), trains)
+    return source, recipe, path
+
+
+def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: True):
+    """Ten steps of a recipe, `section` in its `train`, and the same by hand."""
+    source, recipe, path = prepared(tmp_path, family, packing, train=section)
+    directory = recipe.model.path
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    expected, weights = by_hand(model, packed_batches(recipe) if packing else padded_batches(path))
     start = source.state_dict()
     run(recipe)
     for (loss, norm, *_), (want, want_norm) in zip(trajectory(recipe), expected, strict=True):

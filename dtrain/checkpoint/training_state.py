@@ -44,12 +44,20 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     return {found[0]: found for found in names.values()}
 
 
-def training_tensors(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names in `model_tensors` of parameters that are not trained."""
+    tensors = model_tensors(model).items()
+    return {name for name, one in tensors if isinstance(one, nn.Parameter) and not one.requires_grad}
+
+
+def training_tensors(model: nn.Module, optimizer: Optimizer | None = None, *, frozen: bool = True) -> dict[str, Tensor]:
     """Every tensor, [any shape], of `model` and of the state that `optimizer` has by now, under a checkpoint's names.
 
-    The tensors share storage with the originals: to save them, and to load into them. No collective.
+    The tensors share storage with the originals: to save them, and to load into them. frozen: whether parameters that
+    are not trained are among them. No collective.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    left_out = set() if frozen else frozen_names(model)
+    tensors = {f"model.{name}": one for name, one in model_tensors(model).items() if name not in left_out}
     if optimizer is None:
         return tensors
     names = _parameter_names(model)

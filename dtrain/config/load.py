@@ -273,9 +273,11 @@ def _converted(value: Any, kinds: list) -> Any:
         return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
     if isinstance(value, int | float | Path) and str in kinds and not numeric:
         return str(value)
-    inner = next((get_args(kind) for kind in kinds if get_origin(kind) is list), None)
-    if isinstance(value, list) and inner:
-        return [_converted(entry, list(inner)) for entry in value]
+    inner = {origin: get_args(kind)[-1:] for kind in kinds if (origin := get_origin(kind)) in (list, dict)}
+    if isinstance(value, list) and list in inner:
+        return [_converted(entry, list(inner[list])) for entry in value]
+    if isinstance(value, dict) and dict in inner:
+        return {key: _converted(entry, list(inner[dict])) for key, entry in value.items()}
     return value
 
 

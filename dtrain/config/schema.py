@@ -316,7 +316,8 @@ class Dpo:
     label_smoothing: float = 0.0
     """The share of preferences taken to be wrong."""
     reference: str | None = "start"
-    """start: the weights that training starts from; none (also null); or the path of a model of the same shapes."""
+    """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
+    even where that was trained before; or the path of a model of the same shapes."""
     sft_weight: float = 0.0
     """Weight of the chosen completions' own negative log-likelihood per token in the loss."""
     loss_weights: list[float] | None = None
@@ -414,8 +415,8 @@ class Grpo:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the loss, such as `{delta: 2.0}`."""
     reference: str = "start"
-    """What `beta` pulls towards. start: the weights that training starts from; or the path of a model of the same
-    shapes."""
+    """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
+    (`lora`), even where that was trained before; or the path of a model of the same shapes."""
     sync_every: int | None = None
     """Steps after which the reference moves towards the policy. null: it stands still."""
     sync_mix: float = 0.6

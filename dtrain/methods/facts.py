@@ -90,7 +90,7 @@ class DpoFacts(Facts):
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
         path = recipe.dpo.reference
-        return [("dpo.reference", path)] if path not in (None, "none", "start") else []
+        return [("dpo.reference", path)] if path not in (None, "none", "start", "base") else []
 
     def needs_reference(self, recipe: Recipe) -> bool:
         """Not where every loss of the list goes without."""
@@ -117,7 +117,7 @@ class GrpoFacts(Facts):
         return None
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
-        is_another = self.needs_reference(recipe) and recipe.grpo.reference != "start"
+        is_another = self.needs_reference(recipe) and recipe.grpo.reference not in ("start", "base")
         return [("grpo.reference", recipe.grpo.reference)] if is_another else []
 
     def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:

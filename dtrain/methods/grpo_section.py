@@ -6,6 +6,7 @@ from typing import Any
 
 from dtrain.config.schema import Recipe
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
+from dtrain.methods.dpo_section import base_problems
 from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
 from dtrain.rollout.rewards import options as rewards
 
@@ -47,6 +48,8 @@ def problems(recipe: Recipe) -> list[str]:
     found += _engine(recipe)
     if section.sync_every is not None and not section.beta:
         found.append("grpo.sync_every moves the reference, and grpo.beta=0 keeps none: set grpo.beta above 0")
+    if section.beta:
+        found += base_problems(recipe, "grpo", section.reference, section.sync_every)
     if section.dynamic_sampling == "refill" and recipe.train.epochs is not None:
         found.append(
             "grpo.dynamic_sampling=refill takes as many prompts as it needs, so that train.epochs cannot be counted in "

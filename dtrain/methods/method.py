@@ -49,7 +49,8 @@ class Method:
                  the ranks may ask for other pieces of them than were saved.
     """
 
-    needs_start = False  # whether `begin` wants the weights that training starts from, on a resume too
+    # "start" where `begin` wants the weights that training starts from, on a resume too; "base": without an adapter.
+    needs_start: str | None = None
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -154,15 +155,16 @@ class MethodWithReference(Method):
     def __init__(self, recipe: Recipe, section: Dpo | Grpo):
         super().__init__(recipe)
         self._section = section
-        starts = self.facts.needs_reference(recipe) and section.reference == "start"
-        self.needs_start = starts and section.sync_every is None
+        if self.facts.needs_reference(recipe) and section.sync_every is None and section.reference in ("start", "base"):
+            self.needs_start = section.reference
         self._moving: Mapping[str, Tensor] = {}
 
     def keep_reference(self, policy: Policy) -> None:
-        """The weights as they are, or those of another model of the same shapes. Collective."""
-        path = self._section.reference
-        policy.init_reference_model(None if path == "start" else path)
-        if self._section.sync_every is not None and policy.reference is not None:
+        """The weights as they are, those without adapters, or those of another model of the same shapes. Collective."""
+        named, moves = self._section.reference, self._section.sync_every is not None
+        path = None if named in ("start", "base") else named
+        policy.init_reference_model(path, base=named == "base", moves=moves)
+        if moves and policy.reference is not None:
             self._moving = policy.reference.tensors
 
     def after_step(self, policy: Policy, step: int) -> None:

@@ -15,23 +15,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.batch import PADDING_DOCUMENT, Batch
 from dtrain.models.adapter_config import AdapterConfig
 from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
-from dtrain.randomness import key, uniform
+from dtrain.randomness import key, mix, uniform
 
 NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 
 @dataclass
 class AdapterState:
-    """What all adapters of a model share. on: whether they take part; tokens: [B, S] int64, what dropout draws from for
-    each token of this forward, None for none."""
+    """What all adapters of a model share: what they were made by, and
+    on: whether they take part. dropout: the share of inputs that they do not see in training; seed, step: what it is
+    drawn from beside the tokens. tokens: [B, S] int64, a number for each token of this forward, None where nothing is
+    dropped."""
 
+    config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True
     dropout: float = 0.0
+    seed: int = 0
+    step: int = 0
     tokens: Tensor | None = None
+
+    def numbers(self, batch: Batch) -> Tensor:
+        """[B, S] int64, what dropout draws from: a function of seed, step, the row's own tokens and the place in it,
+        and so the same on every mesh, in whatever micro-batch. Rows of equal tokens get equal numbers."""
+        ids, places = batch["input_ids"], torch.arange(batch["input_ids"].shape[1])
+        words = mix(mix(ids + 1) + places) * (batch["seq_ids"] != PADDING_DOCUMENT)
+        return mix(mix(words.sum(1, keepdim=True) + key(self.seed, self.step)) + places)
 
 
 @dataclass
@@ -89,10 +102,10 @@ class Adapter:
         return _summed(torch.cat(squares), layer.tp).sqrt_()
 
 
-def add_adapters(model: CausalLM, config: AdapterConfig) -> AdapterState:
+def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]."""
-    state = AdapterState(dropout=config.dropout)
+    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]. seed: of dropout."""
+    state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     numbers = {name: number for number, name in enumerate(layers)}
     for name, low in config.adapted(layers).items():

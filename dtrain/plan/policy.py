@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.methods.distill import DistillMethod
+from dtrain.methods.method import MethodWithReference
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
@@ -49,11 +50,17 @@ class PlannedPolicy(Policy):
         for tensor in tensors:
             self.tracer.memory.see(local_tensor(tensor.detach()), part)
 
+    def _read_adapter(self, path: str) -> None:
+        """A plan reads no weights."""
+
     def keep_beside(self, method: Method) -> None:
         """The other models that a method holds: a reference, a teacher."""
         if method.facts.holds_reference(self.recipe):
-            self.reference = Reference(self.model, whole=bool(method.facts.other_models(self.recipe)))
-            self.see_all(self.reference.tensors.values(), "reference")
+            if method.facts.other_models(self.recipe) or not isinstance(method, MethodWithReference):
+                self.reference = Reference(self.model, whole=True, adapters=False)
+            else:
+                method.keep_reference(self)
+            self.see_all(self.reference.tensors.values() if self.reference else (), "reference")
         path = method.facts.teacher(self.recipe)
         if isinstance(method, DistillMethod) and path is not None:
             method.teacher = Teacher(self, path, partial(_build, self.kernel))

@@ -15,7 +15,6 @@ from dtrain import models
 from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.varlen import HALF, VarlenKernel, prove
-from dtrain.checkpoint.adapter_files import read_adapter
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
@@ -45,9 +44,7 @@ def build_model(
         models.init_weights(model, recipe.run.seed)
     else:
         read_weights(model, recipe.model.directory)
-    if recipe.lora is not None and recipe.lora.path is not None:
-        read_adapter(model, recipe.lora.path)
-    elif recipe.lora is not None:
+    if recipe.lora is not None:
         init_adapters(model, recipe.run.seed)
     return model
 

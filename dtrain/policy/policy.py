@@ -7,7 +7,6 @@ per micro-batch (the loss is computed inside the root's forward, from hidden sta
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,6 @@ from torch.optim import Optimizer
 
 from dtrain.batch import COMPLETED, Batch, documents, next_tokens, real_tokens, trained_tokens
 from dtrain.checkpoint.huggingface import read_weights
-from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.checkpoint.model_files import copy_companions
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.checkpoint.training_state import optimizer_state, restore_optimizer, training_tensors
 from dtrain.config.schema import Recipe
 from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
@@ -29,18 +24,18 @@ from dtrain.models.layers import CausalLM
 from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, Fixed, MicroBatch, Taken, assemble, row_lengths, scatter, take
 from dtrain.policy.build import build_model
 from dtrain.policy.memory import Memory
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
+from dtrain.policy.saved import Saved
 from dtrain.policy.score import Loss, Scorer
 from dtrain.policy.weights import WeightsOut
 
 
-class Policy(Memory, WeightsOut):
+class Policy(Saved, Memory, WeightsOut):
     """Built on every rank of `mesh` (collective). `optimizer` is None until `init_optimizer`.
 
     build: what makes the model, with `build_model`'s arguments.
@@ -66,6 +61,10 @@ class Policy(Memory, WeightsOut):
         self.optimizer: Optimizer | None = None
         self._updater: Updater | None = None
         self.reference: Reference | None = None
+        self._base: Reference | None = None
+        self._saves_frozen = recipe.model.init == "scratch"
+        if recipe.lora is not None and recipe.lora.path is not None:
+            self._load_adapter(partial(self._read_adapter, recipe.lora.path))
 
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
@@ -130,6 +129,8 @@ class Policy(Memory, WeightsOut):
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
                 lr = updater.scheduler.get_last_lr()[0]
+                if self.model.adapters is not None:
+                    self.model.adapters.step = updater.scheduler.steps
                 loss, measured = self._backward(batches, loss_fn, divisors)
                 norm = updater.update()
             metrics += measured
@@ -186,13 +187,23 @@ class Policy(Memory, WeightsOut):
         logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"topk_logits": logits, "topk_indices": ids}
 
-    def init_reference_model(self, path: str | None = None) -> None:
+    def init_reference_model(self, path: str | None = None, *, base: bool = False, moves: bool = False) -> None:
         """Keep a copy of the trained weights as they are now, or of all weights of the model at `path`, which must be
-        of the same shapes. Collective with a path. Raises UserError where that model does not fit."""
-        self.reference = Reference(self.model, whole=path is not None)
+        of the same shapes. Collective with a path. Raises UserError where that model does not fit.
+
+        base: the model without its adapters, as are the weights of a model whose adapters are new: nothing of these is
+        copied then, unless the reference `moves`.
+        """
         if path is not None:
+            self.reference = Reference(self.model, whole=True, adapters=False)
             with self.reference.in_place():
                 read_weights(self.model, path)
+        elif base and self._base is not None:
+            self.reference = self._base
+        else:
+            trained = self._updater is not None and self._updater.scheduler.steps > 0
+            is_new = self.recipe.lora is not None and self._base is None and not trained
+            self.reference = Reference(self.model, whole=False, adapters=moves or not (base or is_new))
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
@@ -214,102 +225,6 @@ class Policy(Memory, WeightsOut):
         if self._updater is None:
             raise RuntimeError("Policy.train needs init_optimizer first; with eval_mode=True it does not")
         return self._updater
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the model and of the optimizer's state, under a checkpoint's names. No collective."""
-        return training_tensors(self.model, self.optimizer)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
-        return {
-            "optimizer": optimizer_state(self.model, self._updating.optimizer),
-            "scheduler": self._updating.scheduler.state_dict(),
-            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
-        }
-
-    def load(
-        self,
-        store: CheckpointStore,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        beside: Mapping[str, Tensor],
-        keep: Collection[str] = (),
-        verified: bool = False,
-    ) -> None:
-        """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
-
-        beside: what else the checkpoint holds, filled too. keep: optimizer options (`betas`, ...) that stay as the
-        recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
-        fit.
-        """
-        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"], keep=keep)
-        store.load(step, self.tensors() | dict(beside), verified=verified)
-        self._load_scalars(state)
-
-    def load_weights(self, store: CheckpointStore, step: int) -> None:
-        """Fill the model alone from a checkpoint of whatever mesh. Collective. UserError where it does not fit."""
-        tensors = training_tensors(self.model)
-        frozen = {name for name, tensor in tensors.items() if not tensor.requires_grad}
-        store.load(step, tensors, only=True, cast=frozen)
-
-    def save_checkpoint(
-        self,
-        weights_path: str | Path,
-        optimizer_path: str | Path | None = None,
-        tokenizer_path: str | Path | None = None,
-    ) -> None:
-        """The weights under `weights_path`, and where they are asked for the optimizer's state (with its schedule and
-        loss scale) and the tokenizer's files, each in a directory that holds no other save. Collective.
-
-        Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
-        """
-        CheckpointStore(weights_path).save(0, training_tensors(self.model), {})
-        if optimizer_path is not None:
-            CheckpointStore(optimizer_path).save(0, self._optimizer_tensors(), self.state())
-        if tokenizer_path is not None:
-            target = Path(tokenizer_path)
-            Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
-            Ranks().first(lambda: copy_companions(self.recipe.model.directory, target))
-
-    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """What `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
-        self.load_weights(CheckpointStore(weights_path), 0)
-        if optimizer_path is None:
-            return
-        store = CheckpointStore(optimizer_path)
-        state = store.read_state(0)
-        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"])
-        store.load(0, self._optimizer_tensors())
-        self._load_scalars(state)
-
-    def return_state_dict(self) -> dict[str, Any]:
-        """The model's state dict, DTensors where it is sharded. No collective."""
-        give_weights_back(self.model)
-        return self.model.state_dict()
-
-    def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
-        """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
-
-        source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
-        as of `write_directory`. `out` is replaced once the new directory is complete.
-        """
-        dtype, template = self.precision.compute, self.chat_template
-        write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
-
-    @property
-    def chat_template(self) -> str | None:
-        """The text of the recipe's own chat template; None where the model's is used."""
-        path = self.recipe.data.chat_template
-        return Path(path).read_text() if path else None
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors().items() if name.startswith("optim.")}
-
-    def _load_scalars(self, state: Mapping[str, Any]) -> None:
-        self._updating.scheduler.load_state_dict(state["scheduler"])
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _scored(
         self,

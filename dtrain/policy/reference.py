@@ -1,13 +1,14 @@
-"""The reference: a second set of weights for the same model, frozen, that takes the place of the trained ones for a
-while."""
+"""The reference: other weights for the same model, frozen, that take the place of the trained ones for a while."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint.training_state import model_tensors
+from dtrain.checkpoint.training_state import frozen_names, model_tensors
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.adapters import adapters_off
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.parallel.placement import local_tensor
 
@@ -15,15 +16,20 @@ from dtrain.parallel.placement import local_tensor
 class Reference:
     """A copy of `model`'s weights as they are now, sharded as they are, on their device. No collective, ever.
 
-    whole: of the frozen ones too, which are the model's own otherwise. `tensors` are plain tensors, or DTensors like
-    the parameters', by the parameters' names; tied ones once.
+    whole: of the frozen ones too, which are the model's own otherwise. adapters: with the adapters that the model has;
+    without, they are switched off while the reference is in place, and nothing of them is copied. `tensors` are plain
+    tensors, or DTensors like the parameters', by the parameters' names; tied ones once.
     """
 
-    def __init__(self, model: nn.Module, whole: bool = True):
-        self._model = model
+    def __init__(self, model: nn.Module, *, whole: bool, adapters: bool = True):
+        self._model, self._adapters = model, adapters
         give_weights_back(model)
-        tensors = {name: one for name, one in model_tensors(model).items() if whole or one.requires_grad}
-        self.tensors: dict[str, Tensor] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        left_out = set() if whole else frozen_names(model)
+        self.tensors: dict[str, Tensor] = {
+            name: tensor.detach().clone()
+            for name, tensor in model_tensors(model).items()
+            if name not in left_out and (adapters or not is_adapter(name))
+        }
         self._is_in = False
 
     @contextmanager
@@ -35,7 +41,8 @@ class Reference:
         self._trade()
         self._is_in = True
         try:
-            yield
+            with nullcontext() if self._adapters else adapters_off(self._model):
+                yield
         finally:
             self._trade()
             self._is_in = False

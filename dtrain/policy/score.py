@@ -183,9 +183,14 @@ class Scorer:
         counted = torch.arange(batch["position_ids"].shape[1])
         by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
         count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
+        adapters = self.model.adapters
+        if adapters is not None and adapters.dropout and self.model.training:
+            whole["dropped"] = adapters.numbers(batch)
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
+        if adapters is not None:
+            adapters.tokens = local.pop("dropped", None)
         inputs: Inputs = {
             "input_ids": local["input_ids"],
             "position_ids": local["position_ids"] if by_position else None,

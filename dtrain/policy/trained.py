@@ -27,8 +27,7 @@ def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
         _freeze(model, _left_out(_names(model), recipe.train), dtype)
         return
     config = adapter_of(asdict(recipe.lora))
-    state = add_adapters(model, config)
-    model.adapters = state
+    model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     whole = set(config.saved(modules))
     if recipe.lora.quantize == "nf4":

@@ -144,6 +144,7 @@ def read_on_a_mesh(rank, recipe, adapter):
     mesh = build_mesh(runtime, dp_replicate=1, dp_shard=sizes.dp_shard, cp=1, tp=sizes.tp)
     precision = choose_precision("float32", "cpu")
     model = build_model(recipe, read_config(recipe.model.path), mesh, precision, torch.device("cpu"))
+    read_adapter(model, adapter)
     whole = model_tensors(models.from_pretrained(adapter))
     tensors = model_tensors(model)
     assert tensors.keys() == whole.keys()
@@ -167,6 +168,7 @@ def test_reading_and_writing_on_a_mesh(tmp_path, mesh):
         "model.init=pretrained",
         f"lora={{path: {tmp_path / 'adapter'}}}",
         "train.global_batch=12",
+        "train.micro_batch=1",
         *overrides,
         family="qwen2",
     )

@@ -1,0 +1,212 @@
+"""What a policy saves and reads: in checkpoints, and as a directory that others read.
+
+A checkpoint holds what is trained and its optimizer's state. Frozen parameters are in the files at `model.path`, and a
+checkpoint holds them only where they came from elsewhere: drawn, or from `checkpoint.init_from`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dtrain.checkpoint import hub
+from dtrain.checkpoint.adapter_files import AdapterFiles, read_adapter, write_adapter
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.checkpoint.model_files import copy_companions
+from dtrain.checkpoint.store import Beside, CheckpointStore
+from dtrain.checkpoint.training_state import (
+    frozen_names,
+    model_tensors,
+    optimizer_state,
+    restore_optimizer,
+    training_tensors,
+)
+from dtrain.config.schema import Recipe
+from dtrain.errors import UserError
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.layers import CausalLM
+from dtrain.optim import LossScale, Updater
+from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.ranks import Ranks
+from dtrain.policy.precision import Precision
+from dtrain.policy.reference import Reference
+
+
+class Saved:
+    """The part of `Policy` that does it."""
+
+    recipe: Recipe
+    precision: Precision
+    model: CausalLM
+    optimizer: Optimizer | None
+    loss_scale: LossScale | None
+    _saves_frozen: bool  # whether checkpoints hold the frozen parameters too
+    _base: Reference | None  # the model without its adapters, kept where these were loaded
+
+    @property
+    def _updating(self) -> Updater:
+        """What updates the model; RuntimeError before there is an optimizer."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model and of the optimizer's state, under its names: what is trained, and the
+        frozen parameters that no files hold. No collective."""
+        return training_tensors(self.model, self.optimizer, frozen=self._saves_frozen)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
+        return {
+            "optimizer": optimizer_state(self.model, self._updating.optimizer),
+            "scheduler": self._updating.scheduler.state_dict(),
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
+        }
+
+    def load(
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        beside: Mapping[str, Tensor],
+        keep: Collection[str] = (),
+        verified: bool = False,
+    ) -> None:
+        """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
+
+        beside: what else the checkpoint holds, filled too. keep: optimizer options (`betas`, ...) that stay as the
+        recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
+        fit.
+        """
+        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"], keep=keep)
+        self._saves_frozen = self._holds_frozen(store, step)
+        store.load(step, self.tensors() | dict(beside), verified=verified)
+        self._load_scalars(state)
+
+    def load_weights(self, store: CheckpointStore, step: int) -> bool:
+        """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone
+        where it holds no others; whether it held all. New adapters stay as they are where it has none. Collective.
+        UserError where it does not fit.
+        """
+        tensors = training_tensors(self.model)
+        stored = store.tensors(step)
+        adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}
+        if adapters - tensors.keys():
+            raise UserError(
+                f"{store.path(step)} has an adapter that this run lacks ({min(adapters - tensors.keys())}): set lora "
+                "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
+            )
+        frozen = {f"model.{name}" for name in frozen_names(self.model)}
+        is_whole = not frozen or self._holds_frozen(store, step)
+        left_out = set() if is_whole else frozen
+        if not adapters:
+            left_out |= {name for name in tensors if is_adapter(name)}
+        wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+
+        def load() -> None:
+            store.load(step, wanted, only=True, cast=frozen & wanted.keys())
+
+        self._load_adapter(load) if adapters else load()
+        self._saves_frozen |= bool(frozen) and is_whole
+        return is_whole
+
+    def _load_adapter(self, load: Callable[[], None]) -> None:
+        """Keep what the model is without its adapters, then `load` these and what is trained whole beside them."""
+        self._base = self._base or Reference(self.model, whole=False, adapters=False)
+        load()
+
+    def _read_adapter(self, path: str) -> None:
+        read_adapter(self.model, path)
+
+    def _holds_frozen(self, store: CheckpointStore, step: int) -> bool:
+        return any(f"model.{name}" in store.tensors(step) for name in frozen_names(self.model))
+
+    def save_checkpoint(
+        self,
+        weights_path: str | Path,
+        optimizer_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
+    ) -> None:
+        """The weights that `tensors` has under `weights_path`, and where they are asked for the optimizer's state (with
+        its schedule and loss scale) and the tokenizer's files, each in a directory that holds no other save.
+        Collective.
+
+        Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
+        """
+        weights = training_tensors(self.model, frozen=self._saves_frozen)
+        CheckpointStore(weights_path).save(0, weights, {})
+        if optimizer_path is not None:
+            CheckpointStore(optimizer_path).save(0, self._optimizer_tensors(), self.state())
+        if tokenizer_path is not None:
+            target = Path(tokenizer_path)
+            Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
+            Ranks().first(lambda: copy_companions(self.recipe.model.directory, target))
+
+    def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
+        """What `save_checkpoint` wrote, on whatever mesh. Collective. Raises UserError where it does not fit."""
+        self.load_weights(CheckpointStore(weights_path), 0)
+        if optimizer_path is None:
+            return
+        store = CheckpointStore(optimizer_path)
+        state = store.read_state(0)
+        restore_optimizer(self.model, self._updating.optimizer, state["optimizer"])
+        store.load(0, self._optimizer_tensors())
+        self._load_scalars(state)
+
+    def return_state_dict(self) -> dict[str, Any]:
+        """The model's state dict, DTensors where it is sharded. No collective."""
+        give_weights_back(self.model)
+        return self.model.state_dict()
+
+    def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
+        """The model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone, in
+        PEFT's layout and its own dtype. Collective.
+
+        source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
+        as of `write_directory`. `out` is replaced once the new directory is complete.
+        """
+        dtype, template = self.precision.compute, self.chat_template
+        if self.model.adapters is None:
+            write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
+            return
+        config, tensors = self.model.adapters.config, model_tensors(self.model)
+        write_adapter(
+            out,
+            tensors,
+            config,
+            self.model.config,
+            self._base_name,
+            companions=source,
+            chat_template=template,
+            held=held,
+            replace=True,
+        )
+
+    @property
+    def beside(self) -> Beside | None:
+        """What writes the adapter, in PEFT's layout, into each checkpoint of a run that trains one."""
+        adapters = self.model.adapters
+        if adapters is None:
+            return None
+        return lambda *step: AdapterFiles(adapters.config, self.model.config, self._base_name).beside(*step)
+
+    @property
+    def _base_name(self) -> str | None:
+        """What others find the adapter's base by; None where no files hold it."""
+        directory = self.recipe.model.directory
+        return None if self._saves_frozen else hub.id_of(directory) or str(directory.absolute())
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the recipe's own chat template; None where the model's is used."""
+        path = self.recipe.data.chat_template
+        return Path(path).read_text() if path else None
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors().items() if name.startswith("optim.")}
+
+    def _load_scalars(self, state: Mapping[str, Any]) -> None:
+        self._updating.scheduler.load_state_dict(state["scheduler"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
