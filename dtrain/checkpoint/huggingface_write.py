@@ -95,7 +95,8 @@ def write_directory(
 class Layout:
     """How a directory like `source` is written: its config.json, the names its files use, what is copied from it.
 
-    chat_template, held: as `write_directory` takes them.
+    chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
+    place of the source's.
     """
 
     source: Path
@@ -103,6 +104,7 @@ class Layout:
     files: WeightFiles | None
     chat_template: str | None = None
     held: Mapping[str, Any] | None = None
+    companions: Path | None = None
 
     @property
     def text_tower_alone(self) -> bool:
@@ -140,8 +142,10 @@ class Layout:
 
 
 def layout_of(source: Path) -> Layout:
-    """The layout that `source`, a model's directory with or without weights, asks for."""
-    return Layout(source, read_model_config(source), WeightFiles(source) if WeightFiles.exist(source) else None)
+    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
+    whatever the source is."""
+    config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
+    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
 
 
 def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
@@ -304,6 +308,8 @@ def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, tra
         config = with_dtype(config, str(*trained).removeprefix("torch."))
     write_config(config, partial)
     copy_companions(layout.source, partial)
+    if layout.companions is not None:
+        copy_companions(layout.companions, partial)
     if layout.chat_template is not None:
         write_new(partial / CHAT_TEMPLATE, layout.chat_template)
     if layout.held is not None:

@@ -69,7 +69,9 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         stored = stored_shapes(directory)
     except UserError as error:
         return str(error).splitlines()
-    return misfits(directory, stored, _wanted(config, model), free=lambda name: _is_saved(name, config))
+    ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
+    wanted = adapter_shapes(config, model, ends)
+    return misfits(directory, stored, wanted, free=lambda name: _is_saved(name, config))
 
 
 def base_of(directory: Path) -> Path:
@@ -203,15 +205,17 @@ def _hint(name: str) -> str:
     return ""
 
 
-def _wanted(config: AdapterConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of an adapter's tensors: those of adapted layers, and of embedding and head if trained whole."""
+def adapter_shapes(
+    config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
+    those of adapted layers, and what is trained whole."""
     shapes = linears(model)
-    wanted: dict[str, tuple[int, ...]] = {}
+    wanted = dict(parameters)
     for name, low in config.adapted(shapes).items():
         rows, columns = shapes[name]
         wanted |= {f"{name}.lora_A": (low.rank, columns), f"{name}.lora_B": (rows, low.rank)}
         wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
-    wanted |= {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 
 

@@ -128,7 +128,7 @@ class Vllm:
         try:
             call("/v1/load_lora_adapter", fields, is_json=False)
         except (Refused, UserError) as error:
-            raise UserError(f"{error}; {self.start_with(adapter.rank)}") from error
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
@@ -245,7 +245,7 @@ class Sglang:
             if not answer.get("success"):
                 raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
         except (Refused, UserError) as error:
-            raise UserError(f"{error}; {self.start_with(adapter.rank)}") from error
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
