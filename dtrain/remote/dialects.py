@@ -235,7 +235,10 @@ class Sglang:
                 call(*post)
 
     def lacks_adapters(self, call: Call) -> str | None:
-        information = call("/get_server_info", None)
+        try:
+            information = call("/get_server_info", None)
+        except Refused:
+            return None  # a release that does not say
         has = information.get("enable_lora", True) if isinstance(information, dict) else True
         return None if has else "it was started without --enable-lora"
 
