@@ -130,7 +130,9 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
         named = f"{words} (start: the weights that training starts from), " if words else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(directory):
-        raise UserError(f"it is an adapter in PEFT's layout: `dtrain export {path} OUT` merges it into its base; set {key}=OUT")
+        raise UserError(
+            f"it is an adapter in PEFT's layout: `dtrain export {path} OUT` merges it into its base; set {key}=OUT"
+        )
     if not (directory / "config.json").is_file():
         export = directory / "export"
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
