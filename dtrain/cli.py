@@ -102,10 +102,22 @@ def _parser() -> argparse.ArgumentParser:
     copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
     copy.add_argument("target", metavar="TARGET", type=Path, help="a file that is not there yet, or a directory")
     add("cat", _cat, "print a recipe").add_argument("recipe", metavar="RECIPE", help=RECIPE)
-    export = add("export", _export, "write a Hugging Face directory from a run or one of its checkpoints")
-    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="runs/x, or runs/x/checkpoints/step-N")
+    export = add("export", _export, "write a directory that others read from a run, a checkpoint or an adapter")
+    sources = "runs/x, runs/x/checkpoints/step-N, or an adapter's directory"
+    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=sources)
     export.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     export.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as saved)")
+    forms, merged = (
+        export.add_mutually_exclusive_group(),
+        "a whole model, an adapter merged into it (the default)",
+    )
+    forms.add_argument("--merged", dest="form", action="store_const", const="merged", help=merged)
+    alone = "an adapter alone, as PEFT writes it, with the tokenizer's files"
+    forms.add_argument("--adapter", dest="form", action="store_const", const="adapter", help=alone)
+    folded = "an adapter alone, its scale multiplied into B, for readers of plain LoRA (llama.cpp, vLLM)"
+    forms.add_argument("--folded", dest="form", action="store_const", const="folded", help=folded)
+    original = "merge into the base's files as they are, and not as the run held them (nf4, a lower precision)"
+    export.add_argument("--original-base", action="store_true", help=original)
     download = add("download", _download, "fetch a model from the Hugging Face hub into its cache on this machine")
     download.add_argument("model", metavar="OWNER/NAME", help="such as Qwen/Qwen3-0.6B; model.path takes it as it is")
     generate = add("generate", _generate, "complete prompts with a model")
@@ -206,7 +218,8 @@ def _cat(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint.export import export
 
-    said = export(arguments.source, arguments.out, arguments.dtype)
+    asked = arguments.form, arguments.original_base
+    said = export(arguments.source, arguments.out, arguments.dtype, *asked)
     print(f"wrote {arguments.out} from {said}")
     return 0
 

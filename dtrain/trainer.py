@@ -112,7 +112,8 @@ class Trainer:
         keep = recipe.checkpoint
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
         background = keep.async_save and keep.every is not None
-        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background)
+        beside = self.policy.beside
+        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background, beside=beside)
         self.saver = stack.enter_context(saver)
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -236,6 +237,7 @@ class Trainer:
             "identities": self.identities,
             "began": self.start.began,
             "save": self._held["save"],
+            "dtype": str(self.policy.precision.compute).removeprefix("torch."),
         }
         contents = resume.contents(self.policy, self.method, step, cursor, known, self._measured)
         with self.runtime.stop.saving():

@@ -1,9 +1,184 @@
-"""Adapters in and out in PEFT's files."""
+"""Adapters in and out, in PEFT's layout: adapter_model.safetensors beside the adapter_config.json of `peft_config`.
 
+Names of tensors come from the model's own names, which no wrapper changes, so that a file fits wherever it is read.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtrain.checkpoint.files import Record, checksum, real, replace_text, write_new
+from dtrain.checkpoint.huggingface_write import Entry, SafetensorsFile, write_files
+from dtrain.checkpoint.model_files import CHAT_TEMPLATE, HELD, copy_companions
+from dtrain.checkpoint.peft_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    misfits,
+    peft_config,
+    peft_names,
+    read_adapter_config,
+)
+from dtrain.checkpoint.safetensor_files import WeightFiles
+from dtrain.checkpoint.training_state import model_tensors
+from dtrain.errors import UserError
+from dtrain.models.adapter_config import AdapterConfig
+from dtrain.models.config import ModelConfig
+from dtrain.models.layers import CausalLM
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.ranks import Ranks
+
+ADAPTER = "adapter"  # the folder of a step
+_COMPARED = 1 << 24  # elements of two tensors that are compared at a time
+Read = Callable[[str], Tensor]
+Sizes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def read_adapter(model: nn.Module, directory: str | Path) -> None:
-    raise NotImplementedError
+def read_adapter(model: CausalLM, directory: str | Path) -> None:
+    """Fill the adapters of `model`, and its modules that they train whole, from an adapter's directory.
+
+    model: with the parameters that the directory's adapter_config.json asks for, on CPU or CUDA, plain tensors or
+    DTensors of any mesh: a rank reads the slices that it holds, cast to the parameter's dtype. No collective.
+
+    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes that
+    are not read; another for damaged files, and for a tied embedding whose two copies differ. Nothing is written then.
+    """
+    directory = Path(directory)
+    config, tensors = read_adapter_config(directory), model_tensors(model)
+    outer = {name: names for name in tensors if (names := peft_names(name, config, model.config))}
+    files = adapter_weights(directory, {one: tuple(tensors[name].shape) for name in outer for one in outer[name]})
+    for first, *others in outer.values():
+        for other in others:
+            _refuse_differing(files, first, other)
+    for name, (source, *_) in outer.items():
+        local = local_tensor(tensors[name]).detach()
+        if local.numel():
+            files.copy_into(local, source, local_slices(tensors[name]))
+
+
+def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]]) -> WeightFiles:
+    """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists what
+    does not fit."""
+    files = WeightFiles(directory, ADAPTER_WEIGHTS)
+    problems = misfits(directory, {name: one.shape for name, one in files.stored.items()}, wanted)
+    problems += [
+        f"{one.file}: dtype: {name} is {one.kind}; quantized adapters are not read"
+        for name, one in files.stored.items()
+        if one.dtype is None
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+    return files
+
+
+def _refuse_differing(files: WeightFiles, first: str, second: str) -> None:
+    """Every rank compares all of the two, so that all find the same."""
+    stored = [files.stored[name] for name in (first, second)]
+    rows, *rest = stored[0].shape
+    most = max(1, _COMPARED // max(1, torch.Size(rest).numel()))
+    for start in range(0, rows, most):
+        part = slice(start, min(start + most, rows)), *(slice(0, size) for size in rest)
+        pair = [torch.empty(part[0].stop - start, *rest, dtype=one.dtype) for one in stored]
+        for tensor, name in zip(pair, (first, second), strict=True):
+            files.copy_into(tensor, name, part)
+        if not torch.equal(*pair):
+            raise UserError(
+                f"{stored[0].file}: {first} and {second} differ, and the model's head is tied to its embedding, one "
+                "weight: train the adapter with PEFT's ensure_weight_tying, or give an untied model as model.path"
+            )
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """How an adapter of a model of this kind, which lies at `base`, is written."""
+
+    config: AdapterConfig
+    model: ModelConfig
+    base: str | None
+
+    def entries(self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None) -> list[Entry]:
+        """What is written of tensors with these shapes and dtypes, by parameter name; other names are passed over. A
+        tied embedding under both of PEFT's names. dtype: None for theirs."""
+        return [
+            Entry(outer, shape, dtype or own, partial(read, name))
+            for name, (shape, own) in sizes.items()
+            for outer in peft_names(name, self.config, self.model)
+        ]
+
+    def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
+        """Write `adapter/` into a step's directory that is not yet published, from the step's own tensors; the files'
+        records. As `CheckpointStore.save` asks for it."""
+        prefix = "model."
+        own = {name.removeprefix(prefix): size for name, size in sizes.items() if name.startswith(prefix)}
+        return self.write_into(step / ADAPTER, self.entries(own, lambda name: read(prefix + name)))
+
+    def write_into(self, directory: Path, entries: Iterable[Entry]) -> dict[str, Record]:
+        """Write an adapter of these tensors to a new directory, synced; the files' records, under `adapter/NAME`."""
+        directory.mkdir()
+        listed = list(entries)
+        file = SafetensorsFile(directory / ADAPTER_WEIGHTS, listed)
+        for entry in listed:
+            file.add(entry, None)
+        file.close()
+        self.finish(directory)
+        return {f"{directory.name}/{name}": checksum(directory / name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)}
+
+    def finish(self, directory: Path) -> None:
+        """Put adapter_config.json into `directory`."""
+        text = json.dumps(peft_config(self.config, self.model, self.base), indent=2, sort_keys=True) + "\n"
+        replace_text(directory / ADAPTER_CONFIG, text)
+
+
+def write_adapter(
+    directory: str | Path,
+    tensors: Mapping[str, Tensor],
+    config: AdapterConfig,
+    model: ModelConfig,
+    base: str | None,
+    *,
+    dtype: torch.dtype | None = None,
+    companions: Path | None = None,
+    chat_template: str | None = None,
+    held: Mapping[str, Any] | None = None,
+    replace: bool = False,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write an adapter, `config`, of a model of this kind in PEFT's layout.
+
+    tensors: by the model's parameter names, [any shape], plain or DTensors; others than the adapter's are passed over.
+    base: what base_model_name_or_path says. dtype: of the file; None for the tensors' own. companions: the directory
+    whose tokenizer and template are copied along; chat_template, held, replace: as of `write_directory`.
+
+    Collective over `ranks` (default: all): one all-gather per sharded tensor. `directory` appears whole or not at all.
+    Raises UserError where it is there and not empty, or cannot be written.
+    """
+    form = AdapterFiles(config, model, base)
+    sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(name: str) -> Tensor:
+        tensor = tensors[name].detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    entries = [
+        Entry(one.name, one.shape, one.dtype, one.read, collective=is_sharded)
+        for one in form.entries(sizes, read, dtype)
+    ]
+
+    def finish(new: Path) -> None:
+        form.finish(new)
+        if companions is not None:
+            copy_companions(companions, new)
+        if chat_template is not None:
+            write_new(new / CHAT_TEMPLATE, chat_template)
+        if held is not None:
+            write_new(new / HELD, json.dumps(held))
+
+    files = {ADAPTER_WEIGHTS: entries}
+    write_files(files, finish, real(Path(directory)), replace=replace, ranks=ranks or Ranks())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtrain.checkpoint.pieces import Piece
 from dtrain.checkpoint.retention import Retention
-from dtrain.checkpoint.store import CheckpointStore
+from dtrain.checkpoint.store import Beside, CheckpointStore
 from dtrain.parallel.ranks import Ranks
 
 
@@ -25,14 +25,24 @@ class Saver:
     """Saves the steps of one run into `directory`, one after the other, and deletes those that `retention` drops.
 
     background: let training go on while a save is written. Pinned memory for the copies of CUDA tensors is kept from
-    save to save; copies of host tensors are given back. Made by every rank alike: one new process group (collective).
+    save to save; copies of host tensors are given back. beside: as of `CheckpointStore.save`. Made by every rank alike:
+    one new process group (collective).
 
     As a context manager it ends the save in flight in order, whatever ends the block, except for a KeyboardInterrupt:
     who presses Ctrl-C twice does not want to wait.
     """
 
-    def __init__(self, directory: Path, retention: Retention, device: torch.device, *, background: bool):
+    def __init__(
+        self,
+        directory: Path,
+        retention: Retention,
+        device: torch.device,
+        *,
+        background: bool,
+        beside: Beside | None = None,
+    ):
         self.background = background
+        self.beside = beside
         self.retention = retention
         self.device = device
         self.store = CheckpointStore(directory, Ranks(dist.new_group(backend="gloo") if background else None))
@@ -91,7 +101,7 @@ class Saver:
             flying.set_exception(error)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Any, rank_state: Any) -> None:
-        self.store.save(step, tensors, state, rank_state)
+        self.store.save(step, tensors, state, rank_state, self.beside)
         self.store.ranks.first(lambda: self.store.prune(self.retention))
 
     def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:

@@ -1,60 +1,72 @@
-"""From a run or one of its checkpoints to a Hugging Face directory, on one process, tensor by tensor."""
+"""A run, one of its checkpoints or an adapter, as a directory that others read: one process, tensor by tensor."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
+from dtrain.checkpoint.adapter_export import StoredAdapter
+from dtrain.checkpoint.adapter_files import ADAPTER
+from dtrain.checkpoint.base_weights import BaseWeights, RunFacts
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, layout_of, write_entries
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory
 from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
-from dtrain.json_files import check_shape, read_text
+from dtrain.json_files import read_json
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 
-_RECIPE_PARTS = 100_000  # entries, with what aliases repeat
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+FORMS = ("merged", "adapter", "folded")
+Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def export(source: str | Path, out: str | Path, dtype: str | None = None) -> str:
-    """Write a Hugging Face directory `out` from `source`: a run's directory (its newest whole checkpoint), a
-    `checkpoints/step-N`, or a directory that is in that format already. Returns a line that says what was read.
+def export(
+    source: str | Path, out: str | Path, dtype: str | None = None, form: str | None = None, original_base: bool = False
+) -> str:
+    """Write a directory `out` from `source`: a run's directory (its newest whole checkpoint), a `checkpoints/step-N`,
+    an adapter's directory in PEFT's layout, or a model's in Hugging Face's. Returns a line that says what was read.
 
-    dtype: "bfloat16", "float16", "float32" or "float64"; None keeps that of each tensor. config.json, tokenizer and
-    chat template come from the run's `model/`, weights that dtrain does not train from its `model.path`. Memory: one
-    tensor. No process group is needed or used. UserError where something is missing or damaged; `out` is whole or
-    absent.
+    form: of an adapter, or of a run that trained one. "merged", which is also None: a model in Hugging Face's layout,
+    the adapter merged into the base as it was trained, rounded to the dtype of computation or to 4 bits, or with
+    original_base as its files are; "adapter": alone, in PEFT's layout; "folded": that with its scale in B, for readers
+    of plain LoRA.
+
+    dtype: "bfloat16", "float16", "float32" or "float64"; None keeps that of each tensor, of merged ones the base's.
+    config.json, tokenizer and chat template come from the run's `model/`, weights that the run did not train from its
+    `model.path`, which must hold what it held then. Memory: one tensor. No process group is needed or used. UserError
+    where something is missing or damaged; `out` is whole or absent.
     """
     source, out = Path(source), Path(out)
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
+    if original_base and form not in (None, "merged"):
+        raise UserError("--original-base says what --merged merges into; it has no meaning with another form")
     wanted = _DTYPES[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
-    ranks = Ranks(alone=True)
+    if is_adapter_directory(source):
+        return _export_adapter(source, out, wanted, form or "merged")
     if (source / CONFIG).is_file() and WeightFiles.exist(source):
-        layout, said = layout_of(source), f"weights of {source}"
+        if form is not None:
+            raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
+        layout = layout_of(source)
         model, files = _model(layout), WeightFiles(source)
         entries = [layout.entry(files, name, wanted) for name in check_fit(model, files).values()]
-    else:
-        store, step = locate(source, ranks)
-        run = store.directory.absolute().parent
-        held = {"step": step, "save": store.read_state(step).get("save")}
-        layout, said = _run_layout(run, held), f"step {step} of {run}"
-        model = _model(layout)
-        entries = _saved_entries(model, store, step, layout, wanted)
-    write_entries(model, entries, layout, out, ranks=ranks)
-    return said
+        write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+        return f"weights of {source}"
+    return _export_step(*locate(source, Ranks(alone=True)), out, wanted, form, original_base)
 
 
-def _model(layout: Layout) -> nn.Module:
+def _model(layout: Layout) -> CausalLM:
     """The model that config.json describes, without memory: it knows its tensors' names in files."""
     # Imported here: models reads its weights through this room.
     from dtrain import models
@@ -62,60 +74,117 @@ def _model(layout: Layout) -> nn.Module:
     return models.build(models.read_config(layout.source), device="meta")
 
 
-def _saved_entries(
-    model: nn.Module, store: CheckpointStore, step: int, layout: Layout, dtype: torch.dtype | None
-) -> list[Entry]:
-    fill, saved, tensors = store.opened(step), store.tensors(step), model_tensors(model)
-    names = {names[0]: layout.name(model, names) for names in aliases(model).values()}
-    entries = []
-    for key, (shape, kept) in saved.items():
-        if not key.startswith("model."):
-            continue
-        name = key.removeprefix("model.")
-        if name not in names or tuple(tensors[name].shape) != shape:
-            raise UserError(
-                f"{store.path(step)} has {name} of {list(shape)}, which the model of its run's config.json lacks"
-            )
-
-        def read(key: str = key, shape: tuple[int, ...] = shape, kept: torch.dtype = kept) -> Tensor:
-            tensor = torch.empty(shape, dtype=kept)
-            fill({key: tensor})
-            return tensor
-
-        entries.append(Entry(names.pop(name), shape, dtype or kept, read))
-    if names:
-        raise UserError(f"{store.path(step)} lacks {len(names)} tensors of its model, the first {next(iter(names))}")
-    return entries
+def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str) -> str:
+    base = base_of(source)
+    layout = layout_of(base)
+    model = _model(layout)
+    adapter = StoredAdapter.of(source, model)
+    if form != "merged":
+        return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
+    weights = BaseWeights(_model(layout), WeightFiles(base), whole=adapter.whole)
+    entries = list(_entries(model, layout, dtype, {}, None, weights, adapter))
+    layout = Layout(base, _unquantized(layout.config), layout.files, companions=source)
+    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    return f"the adapter {source}, merged into {base}"
 
 
-def _run_layout(run: Path, held: dict[str, Any]) -> Layout:
+def _export_step(
+    store: CheckpointStore, step: int, out: Path, dtype: torch.dtype | None, form: str | None, original_base: bool
+) -> str:
+    directory, run = store.path(step), store.directory.absolute().parent
+    facts, state = RunFacts.of(run), store.read_state(step)
+    said, trains_adapter = f"step {step} of {run}", (directory / ADAPTER / ADAPTER_CONFIG).is_file()
+    if (form is not None or original_base) and not trains_adapter:
+        asked = f"--{form}" if form is not None else "--original-base"
+        raise UserError(f"{asked}: {run} trained no adapter: leave it out")
+    held = {"step": step, "save": state.get("save")}
+    layout = _run_layout(run, facts, held)
+    model, fill = _model(layout), store.opened(step)
+    adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
+    if adapter is not None and form in ("adapter", "folded"):
+        said = f"the adapter of {said}"
+        if read_json(adapter.directory / ADAPTER_CONFIG).get("base_model_name_or_path") is None:
+            said += ", whose base lies in no files but the run's steps: --merged writes both"
+        return _write_form(adapter, form, out, [layout.source], dtype, said)
+    tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}
+    saved = {name: size for name, size in tensors.items() if not is_adapter(name)}
+    lacking = model_tensors(model).keys() - saved.keys()
+    if lacking and not facts.freezes:
+        raise UserError(f"{directory} lacks {len(lacking)} tensors of its model, the first {min(lacking)}")
+    if original_base and not lacking:
+        raise UserError(f"--original-base: the base of {run} lies in no files, its steps hold it: leave it out")
+    weights = None
+    if lacking:
+        files, kept = WeightFiles(facts.base(state)), None if original_base else facts.trained_in(state)
+        whole = adapter.whole if adapter is not None else ()
+        weights = BaseWeights(_model(layout), files, kept, in_4_bits=facts.nf4 and not original_base, whole=whole)
+    if adapter is not None:
+        base = weights.files.directory if weights is not None else "the base that the step holds"
+        said = f"{said}, its adapter merged into {base}"
+
+    def read(name: str) -> Tensor:
+        shape, kept = saved[name]
+        tensor = torch.empty(shape, dtype=kept)
+        fill({f"model.{name}": tensor})
+        return tensor
+
+    for name, (shape, _) in saved.items():
+        if name not in model_tensors(model) or tuple(model_tensors(model)[name].shape) != shape:
+            raise UserError(f"{directory} has {name} of {list(shape)}, which the model of its run's config.json lacks")
+    entries = list(_entries(model, layout, dtype, saved, read, weights, adapter))
+    write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
+    return said
+
+
+def _entries(
+    model: nn.Module,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    saved: Stored,
+    read: Callable[[str], Tensor] | None,
+    base: BaseWeights | None,
+    adapter: StoredAdapter | None,
+) -> Iterator[Entry]:
+    """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
+    them."""
+    tensors = model_tensors(model)
+    known = aliases(model)
+    for name in [*saved, *(one for one in tensors if one not in saved)]:
+        if name in saved and read is not None:
+            own, weight = saved[name][1], partial(read, name)
+        elif base is not None:
+            own, weight = base.dtype_of(name), partial(base.read, name)
+        else:
+            raise ValueError(f"{name} is nowhere")
+        if base is not None and adapter is not None:
+            own = base.dtype_of(name)
+        act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
+        yield Entry(layout.name(model, known[name]), tuple(tensors[name].shape), dtype or own, act)
+
+
+def _write_form(
+    adapter: StoredAdapter, form: str, out: Path, companions: list[Path], dtype: torch.dtype | None, said: str
+) -> str:
+    (adapter.fold if form == "folded" else adapter.copy)(out, companions, dtype)
+    return f"{said}, its scale folded into B" if form == "folded" else said
+
+
+def _run_layout(run: Path, facts: RunFacts, held: dict[str, Any]) -> Layout:
     """Small files from the run's own copy; weights that are copied through from the model that it started from."""
-    path, scratch = _model_path(run)
-    own = run / "model"
+    path, own = facts.path, run / "model"
     source = own if (own / CONFIG).is_file() else path
     if source is None:
         raise UserError(f"{run} has neither model/{CONFIG} nor a config.yaml that says model.path")
     config = read_model_config(source)
     files = WeightFiles(path) if path is not None and WeightFiles.exist(path) else None
-    if files is None and has_untrained_parts(config) and not scratch:
+    if files is None and has_untrained_parts(config) and not facts.scratch:
         raise UserError(
             f"the model of {run} has parts that dtrain does not train (a vision tower); they are copied from its "
             f"model.path, and {path} has no weights: put them there again"
         )
-    return Layout(source, config, files, held=held)
+    return Layout(source, _unquantized(config), files, held=held)
 
 
-def _model_path(run: Path) -> tuple[Path | None, bool]:
-    """model.path of the run's recipe, and whether the model started from scratch."""
-    if not (run / "config.yaml").is_file():
-        return None, False
-    text = read_text(run / "config.yaml")
-    try:
-        check_shape(yaml.load(text, Loader=yaml.BaseLoader), _RECIPE_PARTS)
-        recipe = OmegaConf.create(text)
-        init, path = (  # of an environment that is gone, perhaps
-            OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in ("model.init", "model.path")
-        )
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{run / 'config.yaml'}: {str(error) or 'it is nested too deep'}") from error
-    return Path(path) if path and isinstance(path, str) else None, init == "scratch"
+def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """What is written is no longer in 4 bits."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -11,12 +11,20 @@ from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE, ind
 from dtrain.errors import UserError
 
 FETCHED = [CONFIG, *COMPANIONS, SINGLE, "model-*.safetensors", INDEX]
+_SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_id(path: str) -> bool:
     """Whether `path` reads as a model's id on the hub. A directory of that name comes first."""
     return _ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def id_of(directory: Path) -> str | None:
+    """The id of the model whose directory in the cache this is; None for another directory."""
+    repository = directory.absolute().parent.parent
+    found = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
+    return f"{found[1]}/{found[2]}" if found else None
 
 
 def cached(name: str, *, weights: bool = True) -> Path | None:

@@ -16,10 +16,10 @@ from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, passed_over
+from dtrain.checkpoint.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
     HELD,
@@ -31,7 +31,6 @@ from dtrain.checkpoint.model_files import (
     write_config,
 )
 from dtrain.checkpoint.safetensor_files import DTYPES, INDEX, SINGLE, WeightFiles
-from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError, in_words
 from dtrain.parallel.ranks import Ranks
 
@@ -72,6 +71,7 @@ def write_directory(
 ) -> None:
     """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
     index where there are several), config.json, generation_config.json, tokenizer and chat template.
+    An adapter is merged.
 
     source: the directory that the model came from: config.json and the small files are copied from it, and the weights
     that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
@@ -85,8 +85,7 @@ def write_directory(
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     layout = ranks.together(lambda: layout_of(source))
     entries = [
-        _model_entry(layout.name(model, names), tensor, dtype)
-        for tensor, names in zip(model_tensors(model).values(), aliases(model).values(), strict=True)
+        _model_entry(layout.name(model, weight.names), weight, dtype) for weight in whole_weights(model).values()
     ]
     layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
@@ -96,7 +95,8 @@ def write_directory(
 class Layout:
     """How a directory like `source` is written: its config.json, the names its files use, what is copied from it.
 
-    chat_template, held: as `write_directory` takes them.
+    chat_template, held: as `write_directory` takes them. companions: a directory whose tokenizer and template take the
+    place of the source's.
     """
 
     source: Path
@@ -104,6 +104,7 @@ class Layout:
     files: WeightFiles | None
     chat_template: str | None = None
     held: Mapping[str, Any] | None = None
+    companions: Path | None = None
 
     @property
     def text_tower_alone(self) -> bool:
@@ -141,19 +142,15 @@ class Layout:
 
 
 def layout_of(source: Path) -> Layout:
-    """The layout that `source`, a model's directory with or without weights, asks for."""
-    return Layout(source, read_model_config(source), WeightFiles(source) if WeightFiles.exist(source) else None)
+    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
+    whatever the source is."""
+    config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
+    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
 
 
-def _model_entry(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Entry:
-    written = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-    def read() -> Tensor:
-        # Cast before the gather: half the bytes travel where the file is in half precision.
-        cast = tensor.detach().to(written)
-        return cast.full_tensor() if isinstance(cast, DTensor) else cast
-
-    return Entry(name, tuple(tensor.shape), written, read, collective=isinstance(tensor, DTensor))
+def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
+    written = dtype if dtype is not None and weight.dtype.is_floating_point else weight.dtype
+    return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
 def write_entries(
@@ -174,6 +171,19 @@ def write_entries(
     if foreign:
         raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
+    write_files(files, lambda partial: _finish(partial, files, layout, trained), out, replace=replace, ranks=ranks)
+
+
+def write_files(
+    files: Mapping[str, Sequence[Entry]],
+    finish: Callable[[Path], None],
+    out: Path,
+    *,
+    replace: bool = False,
+    ranks: Ranks,
+) -> None:
+    """Write safetensors `files`, by name, and what rank 0's `finish` puts beside them, to the directory `out`, which
+    appears whole or not at all. Collective; `replace` as of `write_directory`."""
     partial = staged(out)
 
     def begin() -> None:
@@ -182,11 +192,18 @@ def write_entries(
         refuse_unwritable(out)
         partial.mkdir()
 
+    def end() -> None:
+        finish(partial)
+        replaced = set_aside(out) if out.exists() else None
+        publish(partial, out)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
     ranks.first(begin)
     try:
         for start in range(0, len(files), ranks.size):
             _write_side_by_side(list(files.items())[start : start + ranks.size], partial, ranks)
-        ranks.first(lambda: _finish(partial, out, files, layout, trained))
+        ranks.first(end)
     except UserError:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -208,10 +225,10 @@ def _files(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": one for number, one in enumerate(shards, start=1)}
 
 
-def _write_side_by_side(files: list[tuple[str, list[Entry]]], directory: Path, ranks: Ranks) -> None:
+def _write_side_by_side(files: list[tuple[str, Sequence[Entry]]], directory: Path, ranks: Ranks) -> None:
     """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
     name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
-    file = _SafetensorsFile(directory / name, mine) if name else None
+    file = SafetensorsFile(directory / name, mine) if name else None
     for position in range(max(len(entries) for _, entries in files)):
         kept = None
         for writer, (_, entries) in enumerate(files):
@@ -223,11 +240,11 @@ def _write_side_by_side(files: list[tuple[str, list[Entry]]], directory: Path, r
     ranks.every(file.close if file is not None else lambda: None)
 
 
-class _SafetensorsFile:
+class SafetensorsFile:
     """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
     gathering meanwhile, and would hang without this one."""
 
-    def __init__(self, path: Path, entries: list[Entry]):
+    def __init__(self, path: Path, entries: Sequence[Entry]):
         self.path = path
         self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
@@ -280,9 +297,7 @@ class _SafetensorsFile:
         self._attempt(write)
 
 
-def _finish(
-    partial: Path, out: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]
-) -> None:
+def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]) -> None:
     if len(files) > 1:
         places = {entry.name: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
@@ -293,11 +308,9 @@ def _finish(
         config = with_dtype(config, str(*trained).removeprefix("torch."))
     write_config(config, partial)
     copy_companions(layout.source, partial)
+    if layout.companions is not None:
+        copy_companions(layout.companions, partial)
     if layout.chat_template is not None:
         write_new(partial / CHAT_TEMPLATE, layout.chat_template)
     if layout.held is not None:
         write_new(partial / HELD, json.dumps(layout.held))
-    replaced = set_aside(out) if out.exists() else None
-    publish(partial, out)
-    if replaced is not None:
-        shutil.rmtree(replaced)

@@ -1,60 +1,407 @@
-"""adapter_config.json of an adapter in PEFT's layout, in and out, and its names for parameters. Imports no torch.
+"""adapter_config.json of an adapter in PEFT's layout, in and out, and its names for tensors. Imports no torch.
 
-The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint
+The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. Every field of the file is used, known to
+change nothing, or refused by name, all problems at once.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from dtrain.models.adapter_config import AdapterConfig
+from dtrain.checkpoint import hub
+from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
+from dtrain.errors import UserError
+from dtrain.json_files import SMALL, loads, read_json
+from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, is_adapter, linears, matches
+from dtrain.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
+_LISTED = 10
+
+# Fields that change no number of an adapter that is there: how it began, or where it came from.
+_FREE = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode "
+    "loftq_config lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config".split()
+)
+_MERGE = "merge it in PEFT (merge_and_unload), and give the merged model as model.path"
+_CONVERT = (
+    "such a start changes the base's own weights: save it with PEFT's "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=...), which gives an adapter of the unchanged base"
+)
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
+
+
+def is_adapter_directory(path: str | Path) -> bool:
+    """Whether a directory holds an adapter in PEFT's layout, and no model of its own."""
+    directory = Path(path)
+    holds_model = (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+    return (directory / ADAPTER_CONFIG).is_file() and not holds_model
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
-    """The adapter that the values of a recipe's section `lora` describe. Raises UserError where `path` holds none that
-    can be read."""
-    return AdapterConfig.of(section)
+    """The adapter that the values of a recipe's section `lora` describe: of the one at `path` where that is set, with
+    the section's dropout where that is not 0. Raises UserError that lists what of it cannot be used."""
+    if section.get("path") is None:
+        return AdapterConfig.of(section)
+    config, problems = _read(Path(section["path"]))
+    problems += [] if config is None else _contradictions(section, config)
+    if problems or config is None:
+        raise UserError("\n".join(problems))
+    return AdapterConfig.of(vars(config) | {"dropout": section.get("dropout") or config.dropout})
 
 
-def peft_name(name: str) -> str:
-    """PEFT's name for the model's trained parameter `name`: of an adapter, or of a module that is trained whole."""
+def read_adapter_config(directory: Path) -> AdapterConfig:
+    """What `directory`/adapter_config.json says. Raises UserError that lists what of it cannot be used."""
+    return adapter_of({"path": directory})
+
+
+def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """What is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields that
+    cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
+    directory = Path(section["path"])
+    try:
+        config = adapter_of(section)
+        stored = stored_shapes(directory)
+    except UserError as error:
+        return str(error).splitlines()
+    ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
+    wanted = adapter_shapes(config, model, ends)
+    return misfits(directory, stored, wanted, free=lambda name: _is_saved(name, config))
+
+
+def base_of(directory: Path) -> Path:
+    """The directory of the model that the adapter in `directory` belongs to: base_model_name_or_path, from here or from
+    the adapter's own place, or of that id in the hub's cache. Raises UserError."""
+    file, key = directory / ADAPTER_CONFIG, "base_model_name_or_path"
+    name = read_json(file).get(key)
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{file} names no base ({key}): write the base model's directory, or its id on the hub, there")
+    for path in (Path(name), directory / name):
+        if (path / CONFIG).is_file():
+            return path
+    if not hub.is_id(name):
+        raise UserError(f"{file}: {key} is {name}, and no model is there: write the base model's directory there")
+    found = hub.cached(name)
+    if found is None:
+        raise UserError(
+            f"{file}: {key} is {name}, which is no directory here and not in the hub's cache on this machine: "
+            f"`dtrain download {name}` fetches it, or write its directory there"
+        )
+    return found
+
+
+def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
+    """PEFT's names for the parameter `name` of a model of this kind: of an adapter, or of a module that is trained
+    whole; none for another. A tied embedding is written under two."""
     module, _, parameter = name.rpartition(".")
-    if parameter in ("lora_A", "lora_B"):
-        return f"base_model.model.{module}.{parameter}.weight"
-    if parameter == "lora_magnitude":
-        return f"base_model.model.{module}.lora_magnitude_vector"
-    return f"base_model.model.{name}"
+    if is_adapter(name):
+        kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
+        return [_outer(f"{module}.{kind}", model)]
+    modules = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
+    return [_outer(f"{one}.{parameter}", model) for one in modules] if config.saved(modules) else []
 
 
-def peft_config(config: AdapterConfig, linears: Iterable[str], base: str | None) -> dict[str, Any]:
-    """adapter_config.json of an adapter of the model at `base`, whose linear layers are `linears`.
+def _outer(name: str, model: ModelConfig) -> str:
+    return _PREFIX + (re.sub(r"^model\.", _TOWER, name) if model.is_text_tower else name)
+
+
+def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
+    """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
     The targets are the last parts of the adapted layers' names where these mean no others, else the names.
     """
-    names = list(linears)
+    names = list(linears(model))
     adapted = config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     by_end = {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
+    if model.is_text_tower:  # a vision tower has layers of the same names
+        by_end, adapted = False, {re.sub(r"^model\.", _TOWER, name): low for name, low in adapted.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": config.alpha,
+        "lora_alpha": _whole(config.alpha),
         "lora_dropout": config.dropout,
         "target_modules": ends if by_end else sorted(adapted),
         "exclude_modules": None,
         "layers_to_transform": None,
         "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
+        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in config.alpha_pattern.items()},
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "modules_to_save": list(config.modules_to_save) or None,
+        "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
         "bias": "none",
         "lora_bias": False,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def _whole(number: float) -> float:
+    """As an integer where it is one, which is what PEFT declares."""
+    return int(number) if number == int(number) else number
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of an adapter's file, by name, from its header. Raises UserError."""
+    path = directory / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise UserError(_no_weights(directory))
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= SMALL:
+                raise ValueError(f"a header of {size} bytes")
+            header = loads(stream.read(size))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if path.stat().st_size != 8 + size + max(ends, default=0):
+            raise ValueError("its header tells of another size")
+        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
+
+
+def misfits(
+    directory: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    free: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """What of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all do.
+    free: names of tensors that are no mistake beside these."""
+    missing = [f"missing: {name}{_TIED if 'lm_head' in name else ''}" for name in wanted if name not in stored]
+    shapes = [
+        f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
+        for name, shape in stored.items()
+        if name in wanted and shape != wanted[name]
+    ]
+    unknown = [name for name in sorted(stored.keys() - wanted) if not free(name)]
+    unexpected = [f"unexpected: {name}{_hint(name)}" for name in unknown]
+    problems = []
+    for found in (missing, shapes, unexpected):
+        problems += found[:_LISTED]
+        if len(found) > _LISTED:
+            problems.append(f"... and {len(found) - _LISTED} more {found[0].split(':')[0]}")
+    file = directory / ADAPTER_WEIGHTS
+    return [f"{file}: {problem}; is it an adapter of this model?" for problem in problems]
+
+
+_TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes both, with equal values)"
+
+
+def _hint(name: str) -> str:
+    if "_orig_mod." in name:
+        return " (of a compiled model: leave `_orig_mod.` out of its names)"
+    if ".default" in name:
+        return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
+    if not name.startswith(_PREFIX):
+        return f" (PEFT's names begin with {_PREFIX})"
+    return ""
+
+
+def adapter_shapes(
+    config: AdapterConfig, model: ModelConfig, parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
+    those of adapted layers, and what is trained whole."""
+    shapes = linears(model)
+    wanted = dict(parameters)
+    for name, low in config.adapted(shapes).items():
+        rows, columns = shapes[name]
+        wanted |= {f"{name}.lora_A": (low.rank, columns), f"{name}.lora_B": (rows, low.rank)}
+        wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
+    return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
+
+
+def _is_saved(name: str, config: AdapterConfig) -> bool:
+    """Whether a tensor may be of a module other than embedding and head that is trained whole."""
+    module = name.removeprefix(_PREFIX).rpartition(".")[0]
+    return module not in ENDS and bool(config.saved([module]))
+
+
+def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
+    """The adapter that a directory's adapter_config.json describes, where it can be read, and what is wrong with it."""
+    file = directory / ADAPTER_CONFIG
+    if not file.is_file():
+        there = "there is no such directory" if not directory.is_dir() else f"it has no {ADAPTER_CONFIG}"
+        return None, [f"lora.path={directory}: {there}; give the directory of an adapter in PEFT's layout"]
+    try:
+        found = read_json(file)
+    except UserError as error:
+        return None, [str(error)]
+    fields = {key: found.pop(key, default) for key, (default, _, _) in _USED.items()}
+    problems = [
+        f"{file}: {key} is {value!r}, and must be {words}"
+        for key, value in fields.items()
+        for _, holds, words in [_USED[key]]
+        if not holds(value)
+    ]
+    for key, value in found.items():  # also what a later PEFT adds: set away from "off", it may change numbers
+        if key not in _FREE and value not in (None, False, [], {}, ""):
+            problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        problems.append(_no_weights(directory))
+    if problems:
+        return None, problems
+    config = _config(fields)
+    if isinstance(config.target, str) and config.layers is not None:
+        problems.append(
+            f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
+        )
+    ends = [end for end in ENDS if matches(end, config.target) and not matches(end, config.exclude or ())]
+    if config.target != ALL_LINEAR and config.layers is None and (ends := [e for e in ends if not config.saved([e])]):
+        problems.append(
+            f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
+            f"{_MERGE}"
+        )
+    return config, problems
+
+
+def _config(fields: Mapping[str, Any]) -> AdapterConfig:
+    layers, target = fields["layers_to_transform"], fields["target_modules"]
+    return AdapterConfig(
+        rank=fields["r"],
+        alpha=fields["lora_alpha"],
+        dropout=fields["lora_dropout"] or 0.0,
+        target=_names(target),
+        exclude=_names(fields["exclude_modules"] or ()),
+        rslora=bool(fields["use_rslora"]),
+        dora=bool(fields["use_dora"]),
+        rank_pattern=dict(fields["rank_pattern"] or {}),
+        alpha_pattern=dict(fields["alpha_pattern"] or {}),
+        modules_to_save=tuple(fields["modules_to_save"] or ()),
+        layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+    )
+
+
+def _names(value: str | Iterable[str]) -> str | tuple[str, ...]:
+    """Names of modules as dtrain has them: those of a multimodal model's text tower are a text model's."""
+    if isinstance(value, str):
+        return value
+    return tuple(re.sub(rf"^{re.escape(_TOWER)}", "model.", name) for name in value)
+
+
+def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[str]:
+    """Keys of the section that were set, and say otherwise than the adapter's file."""
+    keys = {
+        "rank": "r",
+        "alpha": "lora_alpha",
+        "target": "target_modules",
+        "exclude": "exclude_modules",
+        "rslora": "use_rslora",
+        "dora": "use_dora",
+        "rank_pattern": "rank_pattern",
+        "alpha_pattern": "alpha_pattern",
+        "modules_to_save": "modules_to_save",
+    }
+    given, plain = AdapterConfig.of(section), AdapterConfig()
+    return [
+        f"lora.{key} is {_shown(getattr(given, key))}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
+        f"{_shown(getattr(config, key))}: leave lora.{key} out, for the adapter has its own"
+        for key, key_there in keys.items()
+        if key in section and _set(getattr(given, key)) not in (_set(getattr(plain, key)), _set(getattr(config, key)))
+    ]
+
+
+def _set(value: Any) -> Any:
+    return set(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _no_weights(directory: Path) -> str:
+    if (directory / _PICKLE).is_file():
+        return (
+            f"{directory} has its tensors as {_PICKLE}, a pickle, which dtrain does not open. Convert it with PEFT, "
+            'once: python -c "from peft import AutoPeftModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\""
+        )
+    return f"{directory} has no {ADAPTER_WEIGHTS}: the adapter is not whole; copy or save it again"
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value != "" and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
+    is_table = isinstance(value, dict) and all(_is_pattern(key) and holds(one) for key, one in value.items())
+    return value is None or is_table
+
+
+def _means_layers(value: Any) -> bool:
+    """Whether layers_pattern, PEFT's regular expression for the name of the list of layers, means the decoder's."""
+    patterns = [value] if isinstance(value, str) else value
+    if not patterns:
+        return True
+    if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
+        return False
+    return any(re.match(rf"(?:^|.*?\.){pattern}\.\d+\.", "model.layers.0.self_attn.q_proj") for pattern in patterns)
+
+
+# Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.
+_USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
+    "task_type": (None, lambda v: v in (None, "CAUSAL_LM"), f"CAUSAL_LM: {_MERGE}"),
+    "r": (8, lambda v: _is_natural(v) and v > 0, "a whole number, at least 1"),
+    "lora_alpha": (8, _is_number, "a number"),
+    "lora_dropout": (0.0, lambda v: v is None or (_is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
+    "target_modules": (
+        None,
+        lambda v: _is_pattern(v) or (_is_names(v) and len(v) > 0),
+        "a list of names of layers, or a regular expression for them",
+    ),
+    "exclude_modules": (
+        None,
+        lambda v: not v or _is_pattern(v) or _is_names(v),
+        "a list of names of layers, or a regular expression for them, or null",
+    ),
+    "layers_to_transform": (
+        None,
+        lambda v: v is None or _is_natural(v) or (isinstance(v, list) and all(map(_is_natural, v))),
+        "the numbers of layers, or null",
+    ),
+    "layers_pattern": (
+        None,
+        _means_layers,
+        "null, or the name of the list of layers, which is `layers` in the models that dtrain knows",
+    ),
+    "rank_pattern": (
+        None,
+        lambda v: _is_table(v, lambda one: _is_natural(one) and one > 0),
+        "a table of regular expressions for names and ranks",
+    ),
+    "alpha_pattern": (None, lambda v: _is_table(v, _is_number), "a table of regular expressions for names and numbers"),
+    "use_rslora": (False, lambda v: v in (None, False, True), "true or false"),
+    "use_dora": (False, lambda v: v in (None, False, True), "true or false"),
+    "modules_to_save": (None, lambda v: v is None or _is_names(v), "a list of ends of names of modules, or null"),
+    "bias": ("none", lambda v: v in (None, "none"), f"none: {_MERGE}"),
+    "init_lora_weights": (True, lambda v: v in _STARTS, f"true, false, gaussian, orthogonal or eva: {_CONVERT}"),
+}

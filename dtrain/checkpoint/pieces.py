@@ -9,6 +9,7 @@ it, and their table is JSON:
         "chunks": [{"offsets": [0, 0], "sizes": [3, 4], "file": "__0_0.distcp", "start": 0, "length": 1234}, ...]}}}
 """
 
+import io
 import json
 import math
 from contextlib import contextmanager
@@ -175,6 +176,21 @@ class Table:
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, StoredPlace]
+
+
+def read_whole(directory: Path, table: Table, name: str) -> Tensor:
+    """A tensor of `directory`, [its whole size], from its chunks, which this process has seen written. No collective,
+    in whatever thread."""
+    stored = table.tensors[name]
+    whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+    for chunk in stored.chunks:
+        place = table.places[MetadataIndex(name, chunk.offsets)]
+        with (directory / place.relative_path).open("rb") as stream:
+            stream.seek(place.offset)
+            part = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+        where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[where] = part
+    return whole
 
 
 def _as_json(metadata: Metadata, places: dict[MetadataIndex, Any]) -> str:

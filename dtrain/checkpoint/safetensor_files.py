@@ -32,17 +32,17 @@ class Stored:
 
 
 class WeightFiles:
-    """The tensors of `directory`, a single model.safetensors or what its index lists, by name in `stored`.
+    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`.
 
     Reads the headers only. UserError, naming the file, for a directory without weights, a file that the index names and
     the directory lacks, a file that is cut short or damaged, and a tensor that its file lacks.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, single: str = SINGLE):
         self.directory = directory
         self.stored: dict[str, Stored] = {}
-        if (directory / SINGLE).is_file():
-            self._add(directory / SINGLE, None)
+        if (directory / single).is_file():
+            self._add(directory / single, None)
         elif (directory / INDEX).is_file():
             for file, names in indexed_files(directory).items():
                 self._add(directory / file, names)

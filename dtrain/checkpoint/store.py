@@ -5,6 +5,7 @@
       tensors.json       where each tensor's chunks lie (see `pieces`)
       state.json         everything that is not a tensor and the same for all ranks
       rank-0.json ...    what a rank keeps for itself (random number generators)
+      adapter/           of a run that trains one, in PEFT's layout
       manifest.json      size and checksum of every other file, and its own checksum; written last
 
 A save goes to `.partial-step-N`, is synced by every rank, and gets its name in one rename; readers look at no other
@@ -20,6 +21,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial as bound
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dtrain.checkpoint.files import Record, checksum, publish, set_aside, write_new
-from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, Table, read_table
+from dtrain.checkpoint.pieces import Piece, PieceReader, PieceWriter, Table, read_table, read_whole
 from dtrain.checkpoint.retention import Retention
 from dtrain.errors import UserError, in_words
 from dtrain.json_files import OWN, digest, loads, read_json
@@ -43,7 +45,13 @@ _FORMAT = 1
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
 _LISTED = 10
+_FOLDERS = ("adapter/",)  # of a step, beside its own files
 SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
+
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Beside = Callable[[Path, Sizes, Callable[[str], Tensor]], Mapping[str, Record]]
+"""What rank 0 writes into a step's directory, from the tensors that the step holds: given the directory, their sizes
+and dtypes by name, and a function that reads one, it returns the records of its files, by their names there."""
 
 
 class Damaged(UserError):
@@ -130,11 +138,13 @@ class CheckpointStore:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
     ) -> Path:
         """Save a step and publish it; returns its directory. Collective.
 
         tensors: [any shape], plain (the same on every rank), DTensors or Pieces, under the same names on every rank.
-        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists.
+        state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists. beside: writes
+        more files, which rank 0 makes of what all ranks have written.
         Raises UserError where the step is already there (it is never written again), and for a full disk and the like;
         then nothing of this save remains and the steps before it stand.
         """
@@ -159,7 +169,7 @@ class CheckpointStore:
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
             records = self.ranks.every(written)
-            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records))
+            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, records, beside))
         except UserError:
             if self.ranks.is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -191,8 +201,7 @@ class CheckpointStore:
 
     def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Size and dtype of every tensor of a step, by name. No collective."""
-        stored = self._table(step).tensors
-        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in stored.items()}
+        return _sizes(self._table(step))
 
     def load(
         self,
@@ -258,9 +267,20 @@ class CheckpointStore:
         steps = (step_of(entry) for entry in self.directory.iterdir() if entry.is_dir())
         return sorted(step for step in steps if step is not None)
 
-    def _publish(self, step: int, partial: Path, table: str, state: str, records: list[dict[str, Record]]) -> None:
+    def _publish(
+        self,
+        step: int,
+        partial: Path,
+        table: str,
+        state: str,
+        records: list[dict[str, Record]],
+        beside: Beside | None,
+    ) -> None:
         files = {name: record for written in records for name, record in written.items()}
         self._refuse_apart(partial, files)
+        if beside is not None:
+            held = read_table(partial / TABLE, table.encode())
+            files |= beside(partial, _sizes(held), bound(read_whole, partial, held))
         files[TABLE] = write_new(partial / TABLE, table)
         files[STATE] = write_new(partial / STATE, state)
         content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
@@ -302,7 +322,7 @@ class CheckpointStore:
                 raise UserError(f"{path}: is of step {content['step']}; a checkpoint's directory keeps its name")
             files, ranks = content["files"], content["world_size"]
             files[TABLE], files[STATE]
-            sound = [Path(name).name == name and "bytes" in record.keys() for name, record in files.items()]
+            sound = [_is_inside(name) and "bytes" in record.keys() for name, record in files.items()]
             if type(ranks) is not int or ranks < 1 or not all(sound):
                 raise Damaged(f"{path}: damaged, or not written by dtrain")
         except (KeyError, TypeError, AttributeError) as error:
@@ -403,6 +423,17 @@ class CheckpointStore:
 
 # What torch.load raises for a file that torch.save did not write, beside what the file system does.
 _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a manifest is that of a file of the step, or of one of its folders."""
+    folder = next((folder for folder in _FOLDERS if name.startswith(folder)), "")
+    file = name.removeprefix(folder)
+    return Path(file).name == file and file != ".."
+
+
+def _sizes(table: Table) -> Sizes:
+    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in table.tensors.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

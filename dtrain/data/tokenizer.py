@@ -37,8 +37,10 @@ class Tokenizer:
     id_limit        what ids of tokenized rows must stay below: config.json's vocab_size, or `size` if that is larger
     """
 
-    def __init__(self, directory: Path, tokenizer_json: str, files: Mapping[str, Mapping[str, Any]]):
-        self.directory = directory
+    def __init__(
+        self, directory: Path, tokenizer_json: str, files: Mapping[str, Mapping[str, Any]], base: Path | None = None
+    ):
+        self.directory, self._base = directory, base
         config, tokens_map, generation, model = (files.get(name, {}) for name in FILES)
         self._whole = _backend(directory, tokenizer_json, config)
         self._plain = _backend(directory, tokenizer_json, config)
@@ -60,21 +62,25 @@ class Tokenizer:
         self._source = (tokenizer_json, config.get("added_tokens_decoder"))
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer of a model's directory. Raises UserError where there is none that `tokenizers` reads."""
+    def from_directory(cls, path: str | Path, base: Path | None = None) -> "Tokenizer":
+        """The tokenizer of a model's directory, or of an adapter's, whose `base` has the files that name a model's own
+        special tokens. Raises UserError where there is none that `tokenizers` reads."""
         directory = Path(path).expanduser()
         file = directory / "tokenizer.json"
         if not directory.is_dir():
             raise UserError(f"model.path: there is no directory {path}")
         if not file.is_file():
             raise UserError(_missing(directory))
-        files = {name: read_json(directory / name) for name in FILES if (directory / name).is_file()}
+        found = {name: directory / name for name in FILES if (directory / name).is_file()}
+        if base is not None:
+            found = {name: base / name for name in FILES[2:] if (base / name).is_file()} | found
+        files = {name: read_json(file) for name, file in found.items()}
         if not isinstance(read_json(file, most=LARGE).get("model"), dict):
             raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
-        return cls(directory, read_text(file, LARGE), files)
+        return cls(directory, read_text(file, LARGE), files, base)
 
     def __reduce__(self):
-        return Tokenizer.from_directory, (self.directory,)
+        return Tokenizer.from_directory, (self.directory, self._base)
 
     @property
     def eos_id(self) -> int | None:

@@ -61,11 +61,11 @@ class AdapterConfig:
     def _is_target(self, name: str) -> bool:
         if name in ENDS or (self.exclude and matches(name, self.exclude)):
             return False
-        if self.layers is not None:
+        if self.layers is not None and name not in self.target:  # whole names count in any layer, as in PEFT
             number = re.search(r"\.layers\.(\d+)\.", name)
             if number is None or int(number[1]) not in self.layers:
                 return False
-        return (self.target == ALL_LINEAR and not self.saved([name])) or matches(name, self.target)
+        return not self.saved([name]) and (self.target == ALL_LINEAR or matches(name, self.target))
 
     def _low(self, name: str) -> Low:
         rank = _by_pattern(self.rank_pattern, name, self.rank)
@@ -78,6 +78,11 @@ def matches(name: str, wanted: Names) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def by_end(pattern: str, name: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def is_adapter(name: str) -> bool:
@@ -105,6 +110,16 @@ def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def modules(config: ModelConfig) -> list[str]:
+    """The names of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.architecture.startswith(("Qwen3", "Gemma3")):
+        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+    if config.architecture.startswith("Gemma3"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    numbers = range(config.num_hidden_layers)
+    return [*ENDS, "model.norm", *linears(config), *(f"model.layers.{n}.{norm}" for n in numbers for norm in norms)]
+
+
 def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
-    return next(found, otherwise)
+    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)

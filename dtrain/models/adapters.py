@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.batch import PADDING_DOCUMENT, Batch
+from dtrain.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.models.adapter_config import AdapterConfig
 from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -27,10 +27,12 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 @dataclass
 class AdapterState:
-    """What all adapters of a model share. on: whether they take part. dropout: the share of inputs that they do not see
-    in training; seed, step: what it is drawn from beside the tokens. tokens: [B, S] int64, a number for each token of
-    this forward, None where nothing is dropped."""
+    """What all adapters of a model share: what they were made by, and
+    on: whether they take part. dropout: the share of inputs that they do not see in training; seed, step: what it is
+    drawn from beside the tokens. tokens: [B, S] int64, a number for each token of this forward, None where nothing is
+    dropped."""
 
+    config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True
     dropout: float = 0.0
     seed: int = 0
@@ -38,11 +40,13 @@ class AdapterState:
     tokens: Tensor | None = None
 
     def numbers(self, batch: Batch) -> Tensor:
-        """[B, S] int64, what dropout draws from: a function of seed, step, the row's own tokens and the place in it,
-        and so the same on every mesh, in whatever micro-batch. Rows of equal tokens get equal numbers."""
-        ids, places = batch["input_ids"], torch.arange(batch["input_ids"].shape[1])
-        words = mix(mix(ids + 1) + places) * (batch["seq_ids"] != PADDING_DOCUMENT)
-        return mix(mix(words.sum(1, keepdim=True) + key(self.seed, self.step)) + places)
+        """[B, S] int64, what dropout draws from: a function of seed, step, the document's tokens and the place in it.
+        So it is the same on every mesh, whatever row or micro-batch the document is in; equal documents are dropped
+        alike."""
+        of, places = document_ids(batch), batch["position_ids"]
+        words = mix(mix(batch["input_ids"] + 1) + places)
+        sums = sum_by_document(words, of, documents(batch)) + key(self.seed, self.step)  # [documents]
+        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)  # padding is −1, the last
 
 
 @dataclass
@@ -76,7 +80,7 @@ class Adapter:
         """x [B, S, in] with a share of its elements zero and the others scaled up: a function of the token, the layer
         and the element's number in the whole layer's input."""
         tokens, share = self.shared.tokens, self.shared.dropout
-        if tokens is None or not share:
+        if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
         # Sequence parallel has padded the sequence.
@@ -103,7 +107,7 @@ class Adapter:
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
     each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]. seed: of dropout."""
-    state = AdapterState(dropout=config.dropout, seed=seed)
+    state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     numbers = {name: number for number, name in enumerate(layers)}
     for name, low in config.adapted(layers).items():

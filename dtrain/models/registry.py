@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 from dtrain.attention.kernels import choose_kernel
+from dtrain.models.adapter_config import AdapterConfig
+from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
 from dtrain.models.layers import CausalLM
@@ -23,13 +25,19 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
 
 
 def build(
-    config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", kernel: str = "sdpa"
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    kernel: str = "sdpa",
+    adapter: AdapterConfig | None = None,
 ) -> CausalLM:
     """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
     `checkpoint.huggingface.read_weights` fills them. device "meta" takes no memory; `to_empty` gives it later.
 
-    kernel: of attention, by name; UserError if it cannot do what this model needs. No collective, no randomness.
+    kernel: of attention, by name; UserError if it cannot do what this model needs. adapter: whose parameters it gets
+    beside its own, for `checkpoint.adapter_files.read_adapter` to fill. No collective, no randomness.
     """
+
     device = torch.device(device)
     chosen = choose_kernel(
         kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
@@ -37,6 +45,8 @@ def build(
     with torch.device("meta"):
         model = FAMILIES[config.architecture](config)
     model.to(dtype)
+    if adapter is not None:
+        model.adapters = add_adapters(model, adapter)
     if device.type != "meta":
         model.to_empty(device=device)
     model.tie_weights()
@@ -47,12 +57,22 @@ def build(
 def from_pretrained(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> CausalLM:
-    """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`.
+    """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
+    an adapter in PEFT's layout, with its base.
 
-    Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit.
+    Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit, a base
+    that is not found.
     """
+    from dtrain.checkpoint.adapter_files import read_adapter
     from dtrain.checkpoint.huggingface import read_weights
+    from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_adapter_config
 
-    model = build(read_config(path), dtype, device)
-    read_weights(model, path)
+    if not is_adapter_directory(path):
+        model = build(read_config(path), dtype, device)
+        read_weights(model, path)
+        return model
+    base = base_of(Path(path))
+    model = build(read_config(base), dtype, device, adapter=read_adapter_config(Path(path)))
+    read_weights(model, base)
+    read_adapter(model, path)
     return model

@@ -11,11 +11,18 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtrain.checkpoint.adapter_files import read_adapter
+from dtrain.checkpoint import hub
+from dtrain.checkpoint.adapter_files import AdapterFiles, read_adapter, write_adapter
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.model_files import copy_companions
-from dtrain.checkpoint.store import CheckpointStore
-from dtrain.checkpoint.training_state import frozen_names, optimizer_state, restore_optimizer, training_tensors
+from dtrain.checkpoint.store import Beside, CheckpointStore
+from dtrain.checkpoint.training_state import (
+    frozen_names,
+    model_tensors,
+    optimizer_state,
+    restore_optimizer,
+    training_tensors,
+)
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
 from dtrain.models.adapter_config import is_adapter
@@ -153,13 +160,42 @@ class Saved:
         return self.model.state_dict()
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
-        """The model as a Hugging Face directory, in the dtype that the run computes in. Collective.
+        """The model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone, in
+        PEFT's layout and its own dtype. Collective.
 
         source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
         as of `write_directory`. `out` is replaced once the new directory is complete.
         """
         dtype, template = self.precision.compute, self.chat_template
-        write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
+        if self.model.adapters is None:
+            write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
+            return
+        config, tensors = self.model.adapters.config, model_tensors(self.model)
+        write_adapter(
+            out,
+            tensors,
+            config,
+            self.model.config,
+            self._base_name,
+            companions=source,
+            chat_template=template,
+            held=held,
+            replace=True,
+        )
+
+    @property
+    def beside(self) -> Beside | None:
+        """What writes the adapter, in PEFT's layout, into each checkpoint of a run that trains one."""
+        adapters = self.model.adapters
+        if adapters is None:
+            return None
+        return lambda *step: AdapterFiles(adapters.config, self.model.config, self._base_name).beside(*step)
+
+    @property
+    def _base_name(self) -> str | None:
+        """What others find the adapter's base by; None where no files hold it."""
+        directory = self.recipe.model.directory
+        return None if self._saves_frozen else hub.id_of(directory) or str(directory.absolute())
 
     @property
     def chat_template(self) -> str | None:

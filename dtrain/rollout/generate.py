@@ -6,13 +6,19 @@ from pathlib import Path
 import torch
 
 from dtrain import models
-from dtrain.checkpoint.model_files import held_by
+from dtrain.checkpoint.adapter_files import ADAPTER
+from dtrain.checkpoint.base_weights import RunFacts
+from dtrain.checkpoint.huggingface import read_weights
+from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, held_by
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
 from dtrain.checkpoint.store import CheckpointStore, locate, step_of
 from dtrain.checkpoint.training_state import training_tensors
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
+from dtrain.models.adapter_config import linears
 from dtrain.models.layers import CausalLM
+from dtrain.models.nf4 import quantize_linears
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
@@ -55,10 +61,10 @@ def generate_text(
 ) -> Iterator[str]:
     """The completion of each prompt as text, special tokens left out, in order, each as soon as those before it are.
 
-    directory: in Hugging Face's layout; or a run's, of which `export/` serves where it is of the newest checkpoint,
-    else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat template, or with `raw`,
-    or where the model has no template, the beginning of a text. dtype and device: as `train.dtype` and `launch.device`
-    of a recipe. Raises UserError.
+    directory: in Hugging Face's layout, or an adapter's in PEFT's; or a run's, of which `export/` serves where it is of
+    the newest checkpoint, else that checkpoint; or a checkpoint's. A prompt is a user's message in the model's chat
+    template, or with `raw`, or where the model has no template, the beginning of a text. dtype and device: as
+    `train.dtype` and `launch.device` of a recipe. Raises UserError.
     """
     torch_device = choose_device(device)
     model, tokenizer = load(Path(directory), choose_dtype(dtype, torch_device), torch_device)
@@ -76,31 +82,57 @@ def generate_text(
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Tokenizer]:
-    """Model and tokenizer of a Hugging Face directory, a run's directory or a checkpoint's. Raises UserError."""
+    """Model and tokenizer of a Hugging Face directory, an adapter's in PEFT's layout (with its base; the tokenizer is
+    its own, else the base's), a run's directory or a checkpoint's. Raises UserError."""
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; give a model's directory, a run's or a checkpoint's")
+        raise UserError(f"{directory}: no such directory; give a model's directory, an adapter's, a run's or a step's")
     for candidate in (directory, directory / "export"):
-        if (candidate / "config.json").is_file() and (candidate == directory or _is_newest(candidate)):
-            return models.from_pretrained(candidate, dtype, device), Tokenizer.from_directory(candidate)
+        is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
+        if is_one and (candidate == directory or _is_newest(candidate)):
+            return models.from_pretrained(candidate, dtype, device), _tokenizer(candidate)
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
         raise UserError(
-            f"{directory} holds neither a model (config.json), nor a run (checkpoints/ or export/), nor a checkpoint"
+            f"{directory} holds neither a model (config.json), nor an adapter ({ADAPTER_CONFIG}), nor a run "
+            "(checkpoints/ or export/), nor a checkpoint"
         )
     store, step = locate(directory, Ranks(alone=True))
     source = store.directory.parent / "model"
-    kept = next(dtype for name, (_, dtype) in store.tensors(step).items() if name.startswith("model."))
-    model = models.build(models.read_config(source), kept)
-    store.load(step, training_tensors(model), only=True)
-    return model.to(device, dtype), Tokenizer.from_directory(source)
+    return _model_of(store, step, source, dtype, device), Tokenizer.from_directory(source)
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    if not is_adapter_directory(directory):
+        return Tokenizer.from_directory(directory)
+    base = base_of(directory)
+    return Tokenizer.from_directory(directory if (directory / TOKENIZER).is_file() else base, base)
+
+
+def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model of a run's step: what the step lacks is read from the run's base."""
+    sizes = store.tensors(step)
+    folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
+    adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
+    model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)
+    if facts.nf4 and adapter is not None:
+        quantize_linears(model, dtype, adapter.saved(linears(model.config)))
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    tensors = training_tensors(model)
+    held = {name: tensor for name, tensor in tensors.items() if name in sizes}
+    if facts.freezes and len(held) < len(tensors):
+        read_weights(model, facts.base(store.read_state(step)))
+        tensors = held
+    store.load(step, tensors, only=True, cast=tensors)
+    return model.to(device)
 
 
 def _is_newest(export: Path) -> bool:
     """Whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
     store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
     step, held = store.latest(), held_by(export)
-    if step is None:
-        return True
+    if step is None or is_adapter_directory(export):  # whose base may be in the step alone
+        return step is None
     save = store.read_state(step).get("save")
     return held.get("save") == save and (save is not None or held.get("step") == step)
 

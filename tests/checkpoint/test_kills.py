@@ -25,9 +25,10 @@ SHAPE = ("train.dtype=float32", "checkpoint.every=1", "launch.nproc=2")
 
 def recipe_of(method, root, kills, *overrides):
     """Of a run that is long enough for so many kills."""
-    if method == "sft":
+    if method in ("sft", "lora"):
+        adapter = ["lora={rank: 3, dropout: 0.1}"] * (method == "lora")
         sizes = (f"train.steps={20 + 10 * kills}", "train.global_batch=4", "train.micro_batch=1")
-        return tiny_recipe(root, *SHAPE, *sizes, *overrides)
+        return tiny_recipe(root, *SHAPE, *sizes, *adapter, *overrides)
     # A rollout every fourth step: kills meet the drawing, the rewards and the updates.
     sizes = (f"train.steps={16 + 4 * kills}", "grpo.updates_per_rollout=2", "grpo.beta=0.1")
     return tiny_grpo(root, *SHAPE, *sizes, *overrides)
@@ -42,7 +43,7 @@ def uninterrupted(request, tmp_path_factory):
 
 def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
     """Start the run once per target and kill that at a random instant, then let it end; compare it with one piece."""
-    recipe = recipe_of(uninterrupted.method, tmp_path, len(targets))
+    recipe = recipe_of("lora" if uninterrupted.lora else uninterrupted.method, tmp_path, len(targets))
     store, steps = checkpoints(recipe), recipe.train.steps
     for target in targets:
         before = max(store.published(), default=0)
@@ -79,14 +80,14 @@ def kill_and_go_on(tmp_path, uninterrupted, draw, targets):
     assert hidden == []
 
 
-@pytest.mark.parametrize("uninterrupted", [("sft", 1), ("grpo", 1)], indirect=True)
+@pytest.mark.parametrize("uninterrupted", [("sft", 1), ("lora", 1), ("grpo", 1)], indirect=True)
 @pytest.mark.parametrize("target", ["worker", "launcher", "all"])
 def test_killed_runs_go_on(tmp_path, uninterrupted, target):
     kill_and_go_on(tmp_path, uninterrupted, random.Random(0), [target])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("uninterrupted", [("sft", 4), ("grpo", 4)], indirect=True)
+@pytest.mark.parametrize("uninterrupted", [("sft", 4), ("lora", 4), ("grpo", 4)], indirect=True)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_killed_runs_go_on_whenever(tmp_path, uninterrupted, seed):
     draw = random.Random(seed)

@@ -1,0 +1,143 @@
+"""An adapter's directory for others: alone, folded, or merged into its base. On one process, tensor by tensor."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.adapter_files import AdapterFiles, adapter_weights
+from dtrain.checkpoint.files import real, replace_text
+from dtrain.checkpoint.huggingface_write import Entry, write_files
+from dtrain.checkpoint.merged import merge
+from dtrain.checkpoint.model_files import copy_companions
+from dtrain.checkpoint.peft_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_shapes,
+    peft_names,
+    read_adapter_config,
+)
+from dtrain.checkpoint.safetensor_files import WeightFiles
+from dtrain.errors import UserError
+from dtrain.json_files import read_json
+from dtrain.models.adapter_config import AdapterConfig, Low, linears
+from dtrain.models.layers import CausalLM
+from dtrain.parallel.ranks import Ranks
+
+Weight = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The adapter in `directory`. model: of its base, on meta. Raises UserError for one that does not fit that."""
+
+    directory: Path
+    config: AdapterConfig
+    model: CausalLM
+
+    @classmethod
+    def of(cls, directory: Path, model: CausalLM) -> "StoredAdapter":
+        found = cls(directory, read_adapter_config(directory), model)
+        _ = found.files
+        return found
+
+    @cached_property
+    def files(self) -> WeightFiles:
+        parameters = {name: tuple(one.shape) for name, one in self.model.named_parameters()}
+        wanted = adapter_shapes(self.config, self.model.config, parameters)
+        return adapter_weights(self.directory, wanted)
+
+    @cached_property
+    def adapted(self) -> dict[str, Low]:
+        return self.config.adapted(linears(self.model.config))
+
+    @cached_property
+    def whole(self) -> tuple[str, ...]:
+        """The linear layers that are trained whole."""
+        return tuple(self.config.saved(linears(self.model.config)))
+
+    def read(self, name: str) -> Tensor:
+        """The parameter that the model calls `name`, [its shape], as it is stored."""
+        return self.files.read(self._outer(name)[0])
+
+    def saves(self, name: str) -> bool:
+        """Whether the model's parameter of this name is trained whole."""
+        return bool(self._outer(name))
+
+    def merged(self, name: str, base: Weight, dtype: torch.dtype) -> Weight:
+        """What reads the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
+        module, _, parameter = name.rpartition(".")
+        if self.saves(name):
+            return lambda: self.read(name).to(dtype)
+        if parameter != "weight" or module not in self.adapted:
+            return lambda: base().to(dtype)
+
+        def read() -> Tensor:
+            a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
+            magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
+            return merge(base(), a, b, self.adapted[module].scale, magnitude, dtype)
+
+        return read
+
+    def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
+        """Write it to the directory `out` as it is, in `dtype` or its own."""
+        entries = [
+            Entry(name, one.shape, dtype or _own(one.dtype), partial(self.files.read, name))
+            for name, one in self.files.stored.items()
+        ]
+        text = json.dumps(read_json(self.directory / ADAPTER_CONFIG), indent=2, sort_keys=True) + "\n"
+        _write(out, entries, lambda new: replace_text(new / ADAPTER_CONFIG, text), companions)
+
+    def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
+        """Write the adapter to `out` that is the same to a reader of r and lora_alpha alone: the scale is multiplied
+        into B, lora_alpha is r, and all ranks are the largest, by zeros. UserError where that cannot be."""
+        if self.config.dora or self.config.modules_to_save:
+            has = "DoRA's magnitudes" if self.config.dora else "modules that are trained whole (modules_to_save)"
+            raise UserError(
+                f"--folded: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
+            )
+        rank = max(low.rank for low in self.adapted.values())
+        names = tuple(self.adapted)
+        config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
+        base = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+        form = AdapterFiles(config, self.model.config, base)
+        sizes = {}
+        for module in names:
+            for name, dim in ((f"{module}.lora_A", 0), (f"{module}.lora_B", 1)):
+                stored = self.files.stored[self._outer(name)[0]]
+                shape = (rank, stored.shape[1]) if dim == 0 else (stored.shape[0], rank)
+                sizes[name] = shape, torch.promote_types(_own(stored.dtype), torch.float32)
+
+        def read(name: str) -> Tensor:
+            module, _, parameter = name.rpartition(".")
+            shape, wide = sizes[name]
+            stored = self.read(name).to(wide)
+            whole = torch.zeros(shape, dtype=wide)
+            whole[: stored.shape[0], : stored.shape[1]] = stored
+            return whole * self.adapted[module].scale if parameter == "lora_B" else whole
+
+        _write(out, form.entries(sizes, read, dtype), form.finish, companions)
+
+    def _outer(self, name: str) -> list[str]:
+        return peft_names(name, self.config, self.model.config)
+
+
+def _write(out: Path, entries: list[Entry], config: Callable[[Path], None], companions: list[Path]) -> None:
+    """companions: the directories whose tokenizer and template are copied along, a later one's over an earlier's."""
+
+    def finish(new: Path) -> None:
+        config(new)
+        for source in companions:
+            copy_companions(source, new)
+
+    write_files({ADAPTER_WEIGHTS: entries}, finish, real(out), ranks=Ranks(alone=True))
+
+
+def _own(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:  # `adapter_weights` has refused it
+        raise ValueError("an adapter of a dtype that is not read")
+    return dtype

@@ -1,0 +1,133 @@
+"""The base of an adapter, or of frozen parameters, on one process: where it lies, and its weights as they were trained.
+
+A run that freezes weights holds them in the dtype that it computes in, or in 4 bits; its steps leave them out, for the
+files at its model.path have them. What they hold is compared with what the run read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+
+from dtrain.checkpoint import hub, quantized
+from dtrain.checkpoint.huggingface import check_fit
+from dtrain.checkpoint.identity import digests
+from dtrain.checkpoint.model_files import CONFIG
+from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles, weight_files
+from dtrain.errors import UserError
+from dtrain.json_files import check_shape, digest, read_text
+from dtrain.models import nf4
+from dtrain.models.layers import CausalLM, Linear
+from dtrain.parallel.ranks import Ranks
+
+_RECIPE_PARTS = 100_000  # entries, with what aliases repeat
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run's config.yaml says of its model. path: model.path, or of an id the directory in the hub's cache;
+    freezes: whether some of its weights are not trained."""
+
+    file: Path
+    path: Path | None = None
+    scratch: bool = False
+    freezes: bool = False
+    nf4: bool = False
+    dtype: torch.dtype | None = None  # of computation, where the recipe names one
+
+    @classmethod
+    def of(cls, run: Path) -> "RunFacts":
+        """UserError for a damaged config.yaml; nothing is known without one."""
+        file = run / "config.yaml"
+        if not file.is_file():
+            return cls(file)
+        text = read_text(file)
+        try:
+            check_shape(yaml.load(text, Loader=yaml.BaseLoader), _RECIPE_PARTS)
+            recipe = OmegaConf.create(text)
+            keys = "model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze"
+            path, init, dtype, lora, *chosen = (  # of an environment that is gone, perhaps
+                OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys
+            )
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+            raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
+        found = _model_directory(path) if path and isinstance(path, str) else None
+        is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
+        return cls(file, found, init == "scratch", lora is not None or any(chosen), is_nf4, _DTYPES.get(dtype))
+
+    def base(self, state: dict[str, Any]) -> Path:
+        """The directory of the run's base, which holds what `state`, of one of its steps, says that it read. Raises
+        UserError."""
+        if self.path is None or not WeightFiles.exist(self.path):
+            name = hub.id_of(self.path) if self.path is not None else None
+            fetch = f", or run `dtrain download {name}`" if name else ""
+            raise UserError(
+                f"{self.file}: the run's steps hold what it trained alone, and there are no weights at model.path="
+                f"{self.path}, which has the others: put that model there again{fetch}"
+            )
+        wanted = state.get("identities", {}).get("model.weights")
+        if wanted is not None and digest(digests(weight_files(self.path), ranks=Ranks(alone=True))) != wanted:
+            raise UserError(
+                f"{self.file}: merging onto a base that differs: the weights at model.path={self.path} are not those "
+                "that this run trained on: put these there again"
+            )
+        return self.path
+
+    def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
+        """What the run computed in, where that is known."""
+        return _DTYPES.get(state.get("dtype", "")) or self.dtype
+
+
+def _model_directory(path: str) -> Path:
+    """Where the weights of `model.path` lie: the directory, or that of the id that it has, or had, in the cache."""
+    if (Path(path) / CONFIG).is_file():
+        return Path(path)
+    name = path if hub.is_id(path) else hub.id_of(Path(path))
+    return (hub.cached(name) if name is not None else None) or Path(path)
+
+
+class BaseWeights:
+    """The weights of the model in `files`, by the names of `model`, which is on meta and has no adapters.
+
+    dtype: that they were held in while they were trained; None for the files' own. in_4_bits: whether the linear layers
+    were, but for those in `whole`, as they always are of a checkpoint that is in 4 bits. Raises UserError where the
+    files do not fit.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        files: WeightFiles,
+        dtype: torch.dtype | None = None,
+        *,
+        in_4_bits: bool = False,
+        whole: tuple[str, ...] = (),
+    ):
+        is_stored_so = model.config.unquantized is not None
+        self.files, self.dtype = files, dtype
+        if in_4_bits or is_stored_so:
+            own = getattr(torch, model.config.dtype or "float32")
+            nf4.quantize_linears(model, dtype or own, whole)
+        layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear) and one.weight is None}
+        self._coded = {f"{name}.weight": layer for name, layer in layers.items()}
+        self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That of the files; of weights that they have in 4 bits what these were computed in."""
+        return self.files.stored[self._sources[name]].dtype or self._coded[name].weight_dtype
+
+    def read(self, name: str) -> Tensor:
+        """The weight `name`, whole, [its shape], as it was trained, in a dtype that holds that."""
+        source, layer = self._sources[name], self._coded.get(name)
+        if layer is not None:
+            codes, scales = (torch.empty_like(one, device="cpu") for one in (layer.weight_codes, layer.weight_scales))
+            quantized.fill(self.files, source, codes, scales)
+            return nf4.dequantize(codes, scales, layer.weight_dtype)
+        stored = self.files.read(source)
+        return stored if self.dtype is None else stored.to(self.dtype)

@@ -1,0 +1,108 @@
+"""Checkpoints of a run with an adapter hold what is trained; they resume exactly, on the model that they were trained
+on and on no other."""
+
+import shutil
+
+import pytest
+import torch
+
+from dtrain.errors import UserError
+from dtrain.models.adapter_config import is_adapter
+from tests.test_trainer import metrics, run, weights
+from tests.tiny import save_weights, tiny_recipe, write_model
+
+pytestmark = pytest.mark.turns(4)
+
+STEPS = ["train.steps=8", "checkpoint.every=4", "model.init=pretrained"]
+LORA = "lora={rank: 3, dora: true, dropout: 0.2, modules_to_save: [norm]}"
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_weights(write_model(tmp_path / "base"))
+
+
+def recipe_of(tmp_path, base, *overrides, name="run"):
+    return tiny_recipe(tmp_path, f"model.path={base}", *STEPS, *overrides, name=name)
+
+
+def losses(recipe):
+    return [row["loss"] for row in metrics(recipe) if "loss" in row]
+
+
+def test_a_step_holds_what_is_trained_and_its_state(tmp_path, base):
+    held = weights(run(recipe_of(tmp_path, base, LORA)), 8)
+    trained = {name.removeprefix("model.") for name in held if name.startswith("model.")}
+    assert trained and all(is_adapter(name) or name.endswith("norm.weight") for name in trained)
+    assert {name.rpartition(".")[0].removeprefix("optim.") for name in held if name.startswith("optim.")} == trained
+
+
+def test_a_frozen_part_is_not_saved_where_files_hold_it(tmp_path, base):
+    held = weights(run(recipe_of(tmp_path, base, "train.train_only=[model.layers.1.*]")), 8)
+    assert {name.split(".layers.")[1][0] for name in held} == {"1"}
+
+
+@pytest.mark.parametrize("overrides", [[LORA], ["train.train_only=[model.layers.1.*]"]])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base, overrides, ranks):
+    whole = run(recipe_of(tmp_path, base, *overrides, name="whole"))
+    resume = f"checkpoint.resume={whole.run.directory}/checkpoints/step-4"
+    again = run(recipe_of(tmp_path, base, *overrides, resume, *["parallel.tp=2"] * (ranks - 1), name="again"), ranks)
+    if ranks == 1:
+        assert losses(again) == losses(whole)[4:]
+    assert losses(again) == pytest.approx(losses(whole)[4:], rel=1e-9)
+    expected, found = weights(whole, 8), weights(again, 8)
+    assert found.keys() == expected.keys()
+    assert ranks > 1 or all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_another_base_is_refused_and_the_same_elsewhere_is_not(tmp_path, base):
+    run(recipe_of(tmp_path, base, LORA, "train.steps=4"))
+    moved = shutil.copytree(base, tmp_path / "moved")
+    run(recipe_of(tmp_path, moved, LORA, "train.steps=6"))
+    assert len(losses(recipe_of(tmp_path, moved, LORA))) == 6
+    save_weights(base, seed=1)
+    with pytest.raises(UserError, match=r"model\.weights"):
+        run(recipe_of(tmp_path, base, LORA))
+
+
+@pytest.mark.parametrize("change", ["lora.rank=4", "lora.dora=false", "lora=null", "lora.dropout=0.0"])
+def test_another_adapter_is_refused(tmp_path, base, change):
+    run(recipe_of(tmp_path, base, LORA, "train.steps=4"))
+    with pytest.raises(UserError, match=r"(?s)lora.*checkpoint\.allow_changes=\[lora"):
+        run(recipe_of(tmp_path, base, LORA, change))
+
+
+def test_one_run_s_adapter_is_where_another_begins(tmp_path, base):
+    """The adapter alone is taken, on the same base; the new run's saves hold no more than it."""
+    first = run(recipe_of(tmp_path, base, LORA, name="first"))
+    second = recipe_of(
+        tmp_path, base, LORA, f"checkpoint.init_from={first.run.directory}", "optimizer.lr=0", name="two"
+    )
+    run(second)
+    before, after = weights(first, 8), weights(second, 8)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if name.startswith("model."))
+    save_weights(base, seed=1)
+    with pytest.raises(UserError, match="model.path"):
+        run(recipe_of(tmp_path, base, LORA, f"checkpoint.init_from={first.run.directory}", name="three"))
+
+
+def test_a_whole_run_s_weights_are_a_base_that_the_saves_then_hold(tmp_path, base):
+    whole = run(recipe_of(tmp_path, base, name="whole"))
+    went = [LORA, f"checkpoint.init_from={whole.run.directory}"]
+    one = run(recipe_of(tmp_path, base, *went, name="one"))
+    trained, held = weights(whole, 8), weights(one, 8)
+    kept = [name for name in trained if name.startswith("model.") and not name.endswith("norm.weight")]
+    assert all(torch.equal(held[name], trained[name]) for name in kept)
+    cut = run(recipe_of(tmp_path, base, *went, "train.steps=4", name="cut"), 2)
+    assert losses(cut) == pytest.approx(losses(one)[:4], rel=0.2)  # of another schedule
+    resume = f"checkpoint.resume={one.run.directory}/checkpoints/step-4"
+    again = run(recipe_of(tmp_path, base, LORA, resume, name="again"))
+    assert losses(again) == losses(one)[4:]
+
+
+def test_a_run_without_an_adapter_does_not_take_half_of_one(tmp_path, base):
+    first = run(recipe_of(tmp_path, base, LORA, name="first"))
+    with pytest.raises(UserError, match="export RUN OUT --merged"):
+        run(recipe_of(tmp_path, base, f"checkpoint.init_from={first.run.directory}", name="two"))

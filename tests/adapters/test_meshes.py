@@ -1,0 +1,96 @@
+"""Adapters on every mesh: the trajectory of one process, to 1e-9 in float64.
+
+A gradient of a replicated A or B that is not summed over tp moves the loss by about 2e-3, so nothing looser would do.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from dtrain.checkpoint.peft_config import adapter_of
+from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
+from tests.test_trainer import metrics, run, trajectory, weights
+from tests.tiny import tiny_grpo, tiny_recipe
+
+pytestmark = pytest.mark.turns(8)
+
+CASES = {
+    "LoRA": "lora={rank: 8}",
+    "DoRA": "lora={rank: 4, dora: true, rslora: true}",
+    "dropout": "lora={rank: 3, dropout: 0.3, target: [q_proj, v_proj, down_proj]}",
+    "DoRA with dropout": "lora={rank: 5, dora: true, dropout: 0.2, exclude: [k_proj]}",
+    "embedding and norms": "lora={rank: 2, modules_to_save: [embed_tokens, norm], target: [o_proj, up_proj]}",
+}
+MODELS = [
+    ("llama", "untied", "packed"),
+    ("qwen2", "untied", "padded"),
+    ("gemma3", "tied", "packed"),
+    ("qwen3", "tied", "padded"),
+]
+GRID = list(itertools.product(MESHES, CASES, MODELS))
+CHOSEN = {(mesh, list(CASES)[i % 5], MODELS[i % 4]) for i, mesh in enumerate(MESHES)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "case", "model"),
+    [
+        pytest.param(*one, marks=[] if one in CHOSEN else pytest.mark.full, id=f"{one[0]}: {one[1]}, {one[2][0]}")
+        for one in GRID
+    ],
+)
+def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, case, model):
+    ranks, options = MESHES[mesh]
+    one = run(recipe_of(tmp_path, "one", *model, CASES[case], "train.micro_batch=12", "train.dtype=float64"))
+    many = run(recipe_of(tmp_path, "many", *model, CASES[case], *overrides_of(ranks, options, "float64")), ranks)
+    assert_parity(many, trajectory(one), weights(one))
+    assert any(name.endswith("lora_A") for name in weights(one))
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        (["train.activation_checkpointing=full", "parallel.tp=2"], 2),
+        (["train.activation_checkpointing=selective", "parallel.reduce_each=true", "parallel.tp=2"], 2),
+        (["train.activation_checkpointing=mlp", "parallel.cp=2"], 2),
+        (["parallel.dp_shard=8", "lora.rank=4"], 8),  # ranks without a row of A
+        pytest.param(["train.compile=true"], 1, marks=pytest.mark.full),
+    ],
+)
+def test_other_ways_give_the_same(tmp_path, more, ranks):
+    rank = [one for one in more if one.startswith("lora")]
+    case = [CASES["DoRA with dropout"], *rank, "train.dtype=float64", "train.global_batch=16"]
+    one = run(recipe_of(tmp_path, "one", *MODELS[0], *case, "train.micro_batch=16"))
+    two = run(
+        recipe_of(tmp_path, "two", *MODELS[0], *case, *more, f"train.micro_batch={16 // (2 * ranks) or 1}"), ranks
+    )
+    assert_parity(two, trajectory(one), weights(one))
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["parallel.tp=2"])])
+def test_grpo_draws_with_the_adapter_and_without_its_dropout(tmp_path, ranks, more):
+    section = ["lora={rank: 4, dropout: 0.3}", "grpo.beta=0.1", "train.steps=6", "optimizer.lr=3e-2"]
+    one = run(tiny_grpo(tmp_path, *section, name="one"))
+    two = run(tiny_grpo(tmp_path, *section, *more, "train.micro_batch=1", name="two"), ranks)
+    rows = [row for row in metrics(one) if "mismatch_kl" in row]
+    assert rows and all(abs(row["mismatch_kl"]) < 1e-12 for row in rows)
+    assert len({row["loss"] for row in metrics(one)}) > 1
+    for found, expected in zip(trajectory(two), trajectory(one), strict=True):
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-9, abs=1e-14)
+
+
+def test_a_rank_that_has_too_few_rows_for_the_adapter_holds_none_of_it(tmp_path):
+    recipe = tiny_recipe(tmp_path, "lora={rank: 2}", "train.steps=2", "checkpoint.every=2", "train.global_batch=6")
+    run(recipe, 3)
+    held = weights(recipe, 2)
+    assert held["model.model.layers.0.self_attn.q_proj.lora_A"].shape[0] == 2
+    assert all(torch.isfinite(one.double()).all() for one in held.values())
+
+
+def test_values_of_a_section_are_those_of_an_adapter(tmp_path):
+    from dataclasses import asdict
+
+    section = tiny_recipe(tmp_path, "lora={rank: 3, alpha: 6, target: '.*o_proj'}").lora
+    config = adapter_of(asdict(section))
+    assert (config.rank, config.alpha, config.target) == (3, 6.0, ".*o_proj")
+    assert list(config.adapted(["model.layers.0.self_attn.o_proj", "lm_head"])) == ["model.layers.0.self_attn.o_proj"]

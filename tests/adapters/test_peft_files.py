@@ -1,0 +1,350 @@
+"""Adapters in PEFT's layout, in and out, with PEFT as the oracle."""
+
+import json
+import random
+import shutil
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("peft")
+
+from dtrain import models
+from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
+from dtrain.checkpoint.peft_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_of,
+    adapter_problems,
+    base_of,
+    is_adapter_directory,
+    read_adapter_config,
+)
+from dtrain.checkpoint.training_state import model_tensors
+from dtrain.config.schema import Lora
+from dtrain.errors import UserError
+from dtrain.models.adapter_config import linears
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.runtime import Runtime
+from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
+from tests.tiny import save_weights, tiny_recipe, write_model
+from tests.world import run_world
+
+CASES = [("qwen3", shape) for shape in SHAPES] + [("qwen2", "dora"), ("gemma3", "lora"), ("llama-biases", "dora")]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A qwen3, and an adapter that PEFT has saved."""
+    save_adapter(save_base(tmp_path / "base", "qwen3"), tmp_path / "adapter")
+    return tmp_path
+
+
+def change(directory, **fields):
+    file = directory / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return directory
+
+
+@pytest.mark.parametrize(("variant", "shape"), CASES)
+def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, variant, shape):
+    base = save_base(tmp_path / "base", variant)
+    theirs = save_adapter(base, tmp_path / "theirs", **SHAPES[shape])
+    model = models.from_pretrained(tmp_path / "theirs").eval()
+    assert (model(IDS) - logits(load_base(base))).abs().max() > 0.1  # it does something
+    assert (model(IDS) - logits(theirs)).abs().max() < 5e-5
+    config = read_adapter_config(tmp_path / "theirs")
+    assert not adapter_problems({"path": tmp_path / "theirs"}, model.config)
+    write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))
+    before, after = (load_file(tmp_path / name / ADAPTER_WEIGHTS) for name in ("theirs", "ours"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert (logits(load_adapter(base, tmp_path / "ours")) - model(IDS)).abs().max() < 5e-5
+    assert read_adapter_config(tmp_path / "ours").adapted(["x"]) == {}
+    again = models.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("shape", ["lora", "dora"])
+def test_in_float64_the_logits_are_those_of_peft_s_merged_model(tmp_path, shape):
+    """transformers itself computes norms and rotary tables in float32."""
+    base = save_base(tmp_path / "base", "qwen2", torch.float64)
+    theirs = save_adapter(base, tmp_path / "adapter", torch.float64, **SHAPES[shape]).double()
+    theirs.save_pretrained(tmp_path / "adapter")
+    mine = models.from_pretrained(tmp_path / "adapter", torch.float64).eval()
+    theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = models.from_pretrained(tmp_path / "merged", torch.float64).eval()
+    assert (mine(IDS) - merged(IDS)).abs().max() < 1e-12
+
+
+def test_a_tied_embedding_is_written_twice_and_read_as_one(tmp_path):
+    base = save_base(tmp_path / "base", "qwen3-tied")
+    theirs = save_adapter(base, tmp_path / "adapter", **TIED)
+    model = models.from_pretrained(tmp_path / "adapter").eval()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model(IDS) - logits(theirs)).abs().max() < 5e-5
+    write_adapter(
+        tmp_path / "ours", model_tensors(model), read_adapter_config(tmp_path / "adapter"), model.config, str(base)
+    )
+    found = load_file(tmp_path / "ours" / ADAPTER_WEIGHTS)
+    both = [found[f"base_model.model.{name}.weight"] for name in ("lm_head", "model.embed_tokens")]
+    assert torch.equal(*both)
+    loaded = load_adapter(base, tmp_path / "ours")
+    assert (logits(loaded) - model(IDS)).abs().max() < 5e-5
+    assert json.loads((tmp_path / "ours" / ADAPTER_CONFIG).read_text())["ensure_weight_tying"] is True
+
+
+def test_tied_embeddings_that_peft_trained_apart_are_refused(tmp_path):
+    base = save_base(tmp_path / "base", "qwen3-tied")
+    save_adapter(base, tmp_path / "one", modules_to_save=["embed_tokens"])
+    with pytest.raises(UserError, match=r"missing: base_model.model.lm_head.weight \(the head is tied"):
+        models.from_pretrained(tmp_path / "one")
+    config = models.read_config(base)
+    assert "tied" in "".join(adapter_problems({"path": tmp_path / "one"}, config))
+    save_adapter(base, tmp_path / "two", **TIED)
+    tensors = load_file(tmp_path / "two" / ADAPTER_WEIGHTS)
+    tensors["base_model.model.lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "two" / ADAPTER_WEIGHTS)
+    with pytest.raises(UserError, match=r"lm_head.weight and .*differ|embed_tokens.weight and .*differ"):
+        models.from_pretrained(tmp_path / "two")
+
+
+def test_a_multimodal_model_s_text_tower(tmp_path):
+    base = save_base(tmp_path / "base", "gemma3-vision")
+    theirs = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*(q|down)_proj")
+    names = [name for name, _ in load_base(base).named_modules() if "language_model" in name]
+    listed = [name for name in names if name.endswith(("q_proj", "down_proj"))]
+    change(tmp_path / "adapter", target_modules=listed)
+    model = models.from_pretrained(tmp_path / "adapter").eval()
+    assert (model(IDS) - logits(theirs)).abs().max() < 5e-5
+    config = read_adapter_config(tmp_path / "adapter")
+    assert not adapter_problems({"path": tmp_path / "adapter"}, model.config)
+    write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))
+    assert (logits(load_adapter(base, tmp_path / "ours")) - model(IDS)).abs().max() < 5e-5
+
+
+MESHES = {
+    "dp3": (3, []),
+    "dp4": (4, []),
+    "tp2": (2, ["parallel.tp=2"]),
+    "tp4": (4, ["parallel.tp=4"]),  # more ranks than key heads
+    "dp3 tp2": (6, ["parallel.tp=2"]),
+}
+
+
+def read_on_a_mesh(rank, recipe, adapter):
+    from dtrain import config
+    from dtrain.models.config import read_config
+    from dtrain.parallel.mesh import build_mesh
+    from dtrain.policy.build import build_model
+    from dtrain.policy.precision import choose_precision
+
+    ranks = torch.distributed.get_world_size()
+    sizes = config.sizes(recipe, ranks)
+    runtime = Runtime(rank=rank, world_size=ranks)
+    mesh = build_mesh(runtime, dp_replicate=1, dp_shard=sizes.dp_shard, cp=1, tp=sizes.tp)
+    precision = choose_precision("float32", "cpu")
+    model = build_model(recipe, read_config(recipe.model.path), mesh, precision, torch.device("cpu"))
+    read_adapter(model, adapter)
+    whole = model_tensors(models.from_pretrained(adapter))
+    tensors = model_tensors(model)
+    assert tensors.keys() == whole.keys()
+    for name, tensor in tensors.items():
+        held = local_tensor(tensor)
+        if held.numel():
+            assert torch.equal(held, whole[name][local_slices(tensor)]), name
+    out = adapter.parent / "gathered"
+    write_adapter(out, tensors, read_adapter_config(adapter), model.config, None)
+    before, after = (load_file(path / ADAPTER_WEIGHTS) for path in (adapter, out))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_reading_and_writing_on_a_mesh(tmp_path, mesh):
+    ranks, overrides = MESHES[mesh]
+    base = save_weights(write_model(tmp_path / "qwen2-tied", "qwen2"))
+    save_adapter(base, tmp_path / "adapter", r=3, use_dora=True, **TIED)
+    recipe = tiny_recipe(
+        tmp_path,
+        "model.init=pretrained",
+        f"lora={{path: {tmp_path / 'adapter'}}}",
+        "train.global_batch=12",
+        "train.micro_batch=1",
+        *overrides,
+        family="qwen2",
+    )
+    run_world(read_on_a_mesh, ranks, recipe, tmp_path / "adapter")
+
+
+def test_the_section_s_own_keys(made):
+    path = str(made / "adapter")
+    config = adapter_of(asdict(Lora(path=path)))
+    assert (config.rank, config.alpha, config.dropout) == (4, 12, 0.0)
+    assert adapter_of(asdict(Lora(path=path, dropout=0.1))).dropout == 0.1
+    change(made / "adapter", lora_dropout=0.3)
+    assert adapter_of(asdict(Lora(path=path))).dropout == 0.3
+    assert adapter_of(asdict(Lora(path=path, rank=4, alpha=12.0, target=list(config.target)))).rank == 4
+    with pytest.raises(UserError) as caught:
+        adapter_of(asdict(Lora(path=path, rank=8, dora=True, target=["q_proj"])))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("lora.rank is 8, and r of ") and "is 4: leave lora.rank out" in lines[0]
+    assert "use_dora" in lines[2] and "target_modules" in lines[1]
+
+
+FIELDS = {
+    "target_modules": [["q_proj"], ["self_attn.k_proj", "down_proj"], ["model.layers.1.mlp.up_proj", "o_proj"]]
+    + [r".*\.1\..*(up|v)_proj", r"model\.layers\.[02]\.mlp\..*"],
+    "exclude_modules": [None, ["1.self_attn.q_proj", "up_proj"], r".*\.2\..*"],
+    "layers_to_transform": [None, 1, [0, 2]],
+    "layers_pattern": [None, "layers", ["blocks", "layers"]],
+    "modules_to_save": [None, ["1.mlp.down_proj"], ["lm_head", "o_proj"]],
+    "rank_pattern": [{}, {"q_proj": 2, ".*proj": 3}, {r"layers\.1\..*": 5, "down_proj": 6}],
+    "alpha_pattern": [{}, {"^model.layers.0.self_attn.*": 7, "proj": 9}],
+    "use_rslora": [False, True],
+}
+
+
+def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
+    """Of 300 random files, by PEFT's own functions."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config = models.read_config(write_model(tmp_path, num_hidden_layers=3))
+    names, draw, seen = list(linears(config)), random.Random(0), set()
+    (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
+    for _ in range(300):
+        fields = {field: draw.choice(values) for field, values in FIELDS.items()}
+        if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
+            fields |= {"layers_to_transform": None, "layers_pattern": None}
+        theirs = LoraConfig(r=4, lora_alpha=8, **fields)
+        (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 8, **fields}))
+        expected = {}
+        for name in names:
+            if check_target_module_exists(theirs, name):
+                rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern.keys(), name), 4)
+                alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), name), 8)
+                expected[name] = rank, alpha / (rank**0.5 if theirs.use_rslora else rank)
+        found = read_adapter_config(tmp_path).adapted(names)
+        assert {name: (low.rank, low.scale) for name, low in found.items()} == expected, fields
+        seen.add(len(expected))
+    assert len(seen) >= 6
+
+
+REFUSED = {
+    "peft_type": ("LOHA", "peft_type is 'LOHA', and must be LORA"),
+    "task_type": ("SEQ_CLS", ".*must be CAUSAL_LM"),
+    "r": (0, "r is 0, and must be a whole number"),
+    "target_modules": (None, ".*must be a list of names of layers"),
+    "bias": ("all", ".*must be none: merge it in PEFT"),
+    "lora_bias": (True, "lora_bias=True is not supported"),
+    "target_parameters": (["mlp.experts"], "target_parameters=.* is not supported"),
+    "trainable_token_indices": ([1], "trainable_token_indices=.* is not supported"),
+    "layer_replication": ([[0, 2]], "layer_replication=.* is not supported"),
+    "use_qalora": (True, "use_qalora=True is not supported"),
+    "alora_invocation_tokens": ([3], "alora_invocation_tokens=.* is not supported"),
+    "of_a_later_peft": ({"x": 1}, "of_a_later_peft=.* is not supported"),
+    "init_lora_weights": ("pissa_niter_4", ".*changes the base's own weights"),
+    "layers_pattern": (["blocks"], "layers_pattern is .*`layers`"),
+    "rank_pattern": ({"(": 2}, "rank_pattern is"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_fields_that_cannot_be_used_are_refused_by_name(made, field):
+    value, words = REFUSED[field]
+    change(made / "adapter", **{field: value})
+    with pytest.raises(UserError, match=f"{ADAPTER_CONFIG}: {words}"):
+        read_adapter_config(made / "adapter")
+
+
+def test_all_of_them_at_once(made):
+    change(made / "adapter", **{field: value for field, (value, _) in REFUSED.items()})
+    assert len(adapter_problems({"path": made / "adapter"}, models.read_config(made / "base"))) == len(REFUSED)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva"])
+def test_starts_that_leave_the_base_alone_are_read(made, start):
+    read_adapter_config(change(made / "adapter", init_lora_weights=start, peft_version="9", eva_config={"rho": 2.0}))
+
+
+@pytest.mark.parametrize("target", [["q_proj", "lm_head"], ".*(embed_tokens|q_proj)"])
+def test_an_adapter_of_head_or_embedding_is_refused(made, target):
+    with pytest.raises(UserError, match="target_modules means (lm_head|model.embed_tokens), and dtrain adapts"):
+        read_adapter_config(change(made / "adapter", target_modules=target))
+
+
+def test_tensors_that_do_not_fit_are_listed(made):
+    file = made / "adapter" / ADAPTER_WEIGHTS
+    tensors = load_file(file)
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    moved = tensors.pop(first)
+    tensors[first.replace(".weight", ".default.weight")] = moved
+    tensors[first.replace("model.model.", "model._orig_mod.model.")] = moved.clone()
+    tensors[first.replace("lora_A", "lora_B")] = torch.zeros(3, 4)
+    save_file(tensors, file)
+    expected = [
+        f"{file}: missing: {first}; is it an adapter of this model?",
+        f"{file}: shape: {first.replace('lora_A', 'lora_B')} is [3, 4], the model has [64, 4]; is it an",
+        "(of a compiled model: leave `_orig_mod.` out of its names)",
+        "(an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)",
+    ]
+    found = adapter_problems({"path": made / "adapter"}, models.read_config(made / "base"))
+    with pytest.raises(UserError) as caught:
+        models.from_pretrained(made / "adapter")
+    for problems in (found, str(caught.value).splitlines()):
+        assert len(problems) == 4
+        for one in expected:
+            assert any(one in problem for problem in problems), (one, problems)
+
+
+def test_an_adapter_of_another_model_writes_nothing(made):
+    other = save_base(made / "other", "llama3")
+    model = models.build(models.read_config(other), adapter=read_adapter_config(made / "adapter"))
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with pytest.raises(UserError, match="q_proj.lora_B.weight is"):
+        read_adapter(model, made / "adapter")
+    assert not any(parameter.any() for parameter in model.parameters())
+    assert adapter_problems({"path": made / "adapter"}, model.config)
+
+
+def test_a_pickle_and_other_directories_are_refused(made):
+    adapter = made / "adapter"
+    (adapter / ADAPTER_WEIGHTS).rename(adapter / "adapter_model.bin")
+    with pytest.raises(UserError, match="adapter_model.bin, a pickle.*save_pretrained"):
+        read_adapter_config(adapter)
+    (adapter / "adapter_model.bin").unlink()
+    with pytest.raises(UserError, match="has no adapter_model.safetensors"):
+        read_adapter_config(adapter)
+    (adapter / ADAPTER_WEIGHTS).write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(UserError, match="cut short or damaged"):
+        models.from_pretrained(adapter)
+    assert "cut short or damaged" in adapter_problems({"path": adapter}, models.read_config(made / "base"))[0]
+    with pytest.raises(UserError, match=f"lora.path={made / 'base'}: it has no adapter_config.json"):
+        read_adapter_config(made / "base")
+    with pytest.raises(UserError, match="there is no such directory"):
+        read_adapter_config(made / "nowhere")
+    assert is_adapter_directory(adapter) and not is_adapter_directory(made / "base")
+
+
+def test_the_base_is_found_or_named(made, monkeypatch):
+    adapter = made / "adapter"
+    change(adapter, base_model_name_or_path="../base")
+    assert base_of(adapter) == adapter / "../base"
+    models.from_pretrained(adapter)
+    monkeypatch.chdir(made)
+    change(adapter, base_model_name_or_path="base")
+    assert str(base_of(adapter)) == "base"
+    shutil.rmtree(made / "base")
+    change(adapter, base_model_name_or_path="nobody/no-such-model")
+    with pytest.raises(UserError, match=f"{ADAPTER_CONFIG}: base_model_name.* is .*dtrain download nobody/no-such"):
+        models.from_pretrained(adapter)
+    change(adapter, base_model_name_or_path="/gone/base")
+    with pytest.raises(UserError, match="is /gone/base, and no model is there"):
+        models.from_pretrained(adapter)
+    change(adapter, base_model_name_or_path=None)
+    with pytest.raises(UserError, match="names no base"):
+        models.from_pretrained(adapter)

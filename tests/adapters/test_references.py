@@ -1,0 +1,108 @@
+"""What a run with an adapter is compared with: the model without it, a copy of what is trained, another model."""
+
+import pytest
+import torch
+
+from dtrain import models
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.adapters import adapted_layers, adapters_off
+from dtrain.policy.reference import Reference
+from dtrain.policy.trained import choose_trained
+from dtrain.preflight import preflight
+from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
+from tests.test_parity import assert_parity
+from tests.test_trainer import metrics, run, trajectory, weights
+from tests.tiny import tiny_recipe, write_model
+
+pytestmark = pytest.mark.turns(4)
+
+
+def adapted(tmp_path, section):
+    """A model in float64 whose adapter does something."""
+    recipe = tiny_recipe(tmp_path, f"lora={section}")
+    model = models.build(models.read_config(write_model(tmp_path / "model")), dtype=torch.float64, device="meta")
+    choose_trained(model, recipe, torch.float64)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    models.init_weights(model, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(1 + torch.rand(parameter.shape, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize("section", ["{rank: 3}", "{rank: 2, dora: true, modules_to_save: [norm]}"])
+def test_without_its_adapters_a_model_is_itself(tmp_path, section):
+    model, ids = adapted(tmp_path, section), torch.arange(12).view(2, 6)
+    plain = models.build(model.config, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(model.get_parameter(name))
+    with_adapters = model(ids)
+    with adapters_off(model):
+        assert torch.equal(model(ids), plain(ids))
+    assert torch.equal(model(ids), with_adapters) and not torch.allclose(with_adapters, plain(ids), rtol=1e-3)
+    assert len(adapted_layers(model)) == 14
+
+
+def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path):
+    model, ids = adapted(tmp_path, "{rank: 2, modules_to_save: [norm]}"), torch.arange(12).view(2, 6)
+    with adapters_off(model):
+        expected = model(ids)
+    reference = Reference(model, whole=False, adapters=False)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in reference.tensors} <= {
+        "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"
+    }  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.5)
+    trained = model(ids)
+    with reference.in_place():
+        assert torch.equal(model(ids), expected)
+    assert torch.equal(model(ids), trained)
+
+
+def test_dpo_s_reference_is_the_model_without_a_new_adapter(tmp_path):
+    """Policy and reference are one at the start, and the reference stays: a copy of everything gives the same."""
+    case = ["train.dtype=float64", "checkpoint.every=10", "train.steps=10"]
+    lora = "lora={rank: 4, modules_to_save: [embed_tokens]}"
+    start = run(dpo_recipe(tmp_path, *case, lora, name="start"))
+    base = run(dpo_recipe(tmp_path, *case, lora, "dpo.reference=base", name="base"))
+    # sync_every keeps a copy of what is trained; beyond the last step it never moves.
+    copied = run(dpo_recipe(tmp_path, *case, lora, "dpo.sync_every=100", name="copied"))
+    first, last = metrics(start)[0], metrics(start)[-1]
+    assert abs(first["rewards_margin"]) < 1e-12 < abs(last["rewards_margin"])
+    for other in (base, copied):
+        assert [row[:2] for row in trajectory(other)] == [pytest.approx(row[:2], rel=1e-9) for row in trajectory(start)]
+    many = run(dpo_recipe(tmp_path, *case, lora, "parallel.tp=2", "train.micro_batch=1", name="many"), 4)
+    assert_parity(many, trajectory(start), weights(start))
+
+
+def test_an_adapter_that_was_trained_before_is_its_own_reference(tmp_path):
+    """start: a copy of the adapter as it was loaded; base: the model without."""
+    case = ["train.dtype=float64", "checkpoint.every=4", "train.steps=4", "lora={rank: 4}"]
+    before = run(tiny_recipe(tmp_path, *case, "optimizer.lr=5e-2", name="before"))
+    went = [f"checkpoint.init_from={before.run.directory}"]
+    start = run(dpo_recipe(tmp_path, *case, *went, name="start"))
+    base = run(dpo_recipe(tmp_path, *case, *went, "dpo.reference=base", name="base"))
+    assert abs(metrics(start)[0]["rewards_margin"]) < 1e-12
+    assert abs(metrics(base)[0]["rewards_chosen"]) > 1e-6
+    whole = run(dpo_recipe(tmp_path, *case, *went, "train.steps=8", name="whole"))
+    cut = dpo_recipe(
+        tmp_path,
+        *case,
+        *went,
+        "train.steps=8",
+        f"checkpoint.resume={whole.run.directory}/checkpoints/step-4",
+        name="cut",
+    )
+    run(cut, 2)
+    assert [row["loss"] for row in metrics(cut)] == pytest.approx([r["loss"] for r in metrics(whole)][4:], rel=1e-9)
+
+
+@pytest.mark.parametrize("more", [["lora=null"], ["lora={rank: 2}", "dpo.sync_every=2"]])
+def test_base_is_refused_where_it_means_nothing(tmp_path, more):
+    problems = preflight(dpo_recipe(tmp_path, "dpo.reference=base", *more), 1)
+    assert any("dpo.reference=base" in problem and "set" in problem for problem in problems)
