@@ -58,6 +58,15 @@ def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, family, 
     assert_same(many, one, loss=1e-9, norm=1e-9)
 
 
+def test_ranks_without_a_row_of_a_weight(tmp_path):
+    """Keys of one head of two dimensions: two rows over three ranks."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 2}
+    model, more = base(tmp_path, "qwen3", **sizes), ["lora.dora=true", "train.dtype=float64"]
+    one = run(recipe_of(tmp_path, "one", model, "train.micro_batch=12", *more))
+    many = run(recipe_of(tmp_path, "many", model, "train.micro_batch=2", *more), 3)
+    assert_same(many, one, loss=1e-9, norm=1e-9)
+
+
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "cp2", "dp2 tp2"])
 def test_float32_agrees_to_1e_5_in_loss_and_1e_4_in_the_norm(tmp_path, mesh):
     model = wide(tmp_path, "qwen3")
