@@ -353,7 +353,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, broken, message):
 
 def test_without_nf4_the_checkpoint_is_refused_with_the_key(tmp_path):
     directory, _ = stored_as_bitsandbytes(base(tmp_path), tmp_path / "bnb", False)
-    with pytest.raises(UserError, match=r"down_proj.weight is U8, in 4 bits of bitsandbytes; lora.quantize=nf4"):
+    with pytest.raises(UserError, match=r"down_proj.weight is U8, in 4 bits; lora.quantize=nf4 reads such"):
         models.from_pretrained(directory)
     (problem,) = misfits(models.read_config(directory), "none", 1)
     assert "set lora.quantize=nf4" in problem
