@@ -10,6 +10,7 @@ pytest.importorskip("peft")
 
 from dtrain import models
 from dtrain.checkpoint.export import export
+from dtrain.checkpoint.merged import merge
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.errors import UserError
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
@@ -25,6 +26,15 @@ CASES = [
     ("gemma3", "regex"),
     ("qwen2", "dora patterns"),
 ]
+
+
+@pytest.mark.parametrize("rank", [3, 300])
+def test_rows_are_merged_as_the_whole_matrix_is(rank):
+    weight, a, b = torch.randn(2050, 200), torch.randn(rank, 200), torch.randn(2050, rank)
+    assert torch.equal(merge(weight, a, b, 0.7, None, torch.float32), weight + (b @ a) * 0.7)
+    whole, lengths = weight + (b @ a) * 0.7, torch.rand(2050)
+    expected = (lengths / torch.linalg.norm(whole, dim=1))[:, None] * whole
+    assert torch.equal(merge(weight, a, b, 0.7, lengths, torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
