@@ -219,6 +219,29 @@ def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
     assert found(IDS).isfinite().all()
 
 
+def test_an_adapter_of_a_base_that_is_in_4_bits(tmp_path):
+    from dtrain.models.nf4 import dequantize
+    from tests.adapters.test_nf4 import base as make_base
+    from tests.adapters.test_nf4 import stored_as_bitsandbytes
+
+    floats = make_base(tmp_path)
+    base, held = stored_as_bitsandbytes(floats, tmp_path / "bnb", True)
+    save_adapter(floats, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    file = tmp_path / "adapter" / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    export(tmp_path / "adapter", tmp_path / "merged", "float32")
+    found, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", floats))
+    assert found.keys() == plain.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    for name, (codes, scales) in held.items():
+        dense = dequantize(codes, scales, torch.float32)
+        is_adapted = name.endswith(("q_proj", "down_proj"))
+        assert torch.equal(found[f"{name}.weight"], dense) != is_adapted, name
+    whole = models.from_pretrained(tmp_path / "merged").eval()
+    mine = models.from_pretrained(tmp_path / "adapter").eval()
+    assert (mine(IDS) - whole(IDS)).abs().max() < 5e-5
+
+
 def test_the_command(tmp_path, capsys):
     base = save_base(tmp_path / "base", "qwen3")
     save_adapter(base, tmp_path / "adapter")

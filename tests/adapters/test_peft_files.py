@@ -327,6 +327,9 @@ def test_a_pickle_and_other_directories_are_refused(made):
         read_adapter_config(made / "base")
     with pytest.raises(UserError, match="there is no such directory"):
         read_adapter_config(made / "nowhere")
+    save_adapter(made / "base", made / "again" / "mine")
+    with pytest.raises(UserError, match=f"it has no adapter_config.json, and {made / 'again' / 'mine'} has one"):
+        read_adapter_config(made / "again")
     assert is_adapter_directory(adapter) and not is_adapter_directory(made / "base")
 
 
