@@ -142,8 +142,10 @@ class Layout:
 
 
 def layout_of(source: Path) -> Layout:
-    """The layout that `source`, a model's directory with or without weights, asks for."""
-    return Layout(source, read_model_config(source), WeightFiles(source) if WeightFiles.exist(source) else None)
+    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
+    whatever the source is."""
+    config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
+    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
 
 
 def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:

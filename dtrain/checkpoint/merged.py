@@ -14,7 +14,6 @@ from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.layers import Linear
 
-_ROWS = 1024  # of a weight, whose float32 form is in memory at once
 _CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
 
 
@@ -51,18 +50,13 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
 
 @torch.no_grad()
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """W + s·B·A of W [out, in], A [r, in] and B [out, r], each row scaled to its DoRA magnitude [out] where there is
-    one: [out, in], computed in max(float32, theirs), in PEFT's order, and rounded to `dtype` once. No collective."""
+    """W + s·B·A of W [out, in], A [r, in] and B [out, r], of DoRA each row m / ‖row‖ times that, m [out]: [out, in],
+    computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    change = b.to(wide) @ a.to(wide)  # whole: a product of some of its rows may be rounded otherwise
-    for start in range(0, weight.shape[0], _ROWS):
-        part = slice(start, start + _ROWS)
-        rows = weight[part].to(wide) + change[part] * scale
-        if magnitude is not None:
-            rows *= (magnitude[part].to(wide) / torch.linalg.vector_norm(rows, dim=1))[:, None]
-        out[part] = rows
-    return out
+    merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
+    if magnitude is not None:
+        merged = (magnitude.to(wide) / torch.linalg.norm(merged, dim=1))[:, None] * merged
+    return merged.to(dtype)
 
 
 def gathered(tensor: Tensor) -> Tensor:

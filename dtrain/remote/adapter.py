@@ -75,17 +75,17 @@ class AdapterPublisher(Publisher):
 
 @torch.no_grad()
 def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
-    """The adapter of `model` as servers read it, its tensors whole by parameter name, A [r, in] and B [out, r].
+    """The adapter of `model` as servers read it, its tensors by parameter name, A [r, in] and B [out, r], as they lie.
 
     Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
-    rank, the scale in B. Collective: one all-gather per sharded tensor.
+    rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
     """
     give_weights_back(model)
-    tensors = {name: gathered(tensor) for name, tensor in model_tensors(model).items() if is_adapter(name)}
+    tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
     is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
     if is_plain or config.dora:
         return config, tensors
-    layers = adapted_layers(model)
+    layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
     rank = max(tensors[f"{name}.lora_A"].shape[0] for name in layers)
     for name, layer in layers.items():
         assert layer.adapter is not None

@@ -128,7 +128,7 @@ class Vllm:
         try:
             call("/v1/load_lora_adapter", fields, is_json=False)
         except (Refused, UserError) as error:
-            raise UserError(f"{error}; {self.start_with(adapter.rank)}") from error
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
@@ -235,7 +235,10 @@ class Sglang:
                 call(*post)
 
     def lacks_adapters(self, call: Call) -> str | None:
-        information = call("/get_server_info", None)
+        try:
+            information = call("/get_server_info", None)
+        except Refused:
+            return None  # a release that does not say
         has = information.get("enable_lora", True) if isinstance(information, dict) else True
         return None if has else "it was started without --enable-lora"
 
@@ -245,7 +248,7 @@ class Sglang:
             if not answer.get("success"):
                 raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
         except (Refused, UserError) as error:
-            raise UserError(f"{error}; {self.start_with(adapter.rank)}") from error
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:

@@ -182,10 +182,7 @@ class HttpEngine:
         """Why a server takes no adapter, by what it says of itself; None where all take them. Raises UserError."""
 
         def look(server: ServerClient, stop: threading.Event) -> str | None:
-            try:
-                lacking = server.dialect.lacks_adapters(partial(self._call, server, stop))
-            except Refused as error:
-                lacking = str(error)
+            lacking = server.dialect.lacks_adapters(partial(self._call, server, stop))
             return None if lacking is None else f"{server.wire.url}: {lacking}"
 
         return next((found for found in self._all(self.servers, look) if found), None)

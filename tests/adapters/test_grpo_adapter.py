@@ -101,3 +101,24 @@ def test_a_run_over_a_server_is_the_run_of_the_native_engine(
         assert len(kept) == 2 and all((one / "adapter_config.json").exists() for one in kept)
         assert ask(server.url, "/v1/models")[1]["data"][1]["id"] == "trained"
         ask(server.url, "/v1/unload_lora_adapter", {"lora_name": "trained"})
+
+
+def test_a_name_a_version_draws_with_the_weights_of_now(tmp_path, base, server):
+    """As vLLM is asked, whose draws are its own: the logprobs are the trainer's at every step."""
+    recipe = over_http(tmp_path, base, server, "rslora", "grpo.server.kind=vllm", name="named")
+    run(recipe)
+    rows = [row for row in lines(recipe) if "loss" in row]
+    assert len(rows) == 6 and all(abs(row["mismatch_kl"]) < 1e-9 for row in rows)
+    left = ask(server.url, "/v1/models")[1]["data"][1:]
+    assert [card["id"].rpartition("-")[2] for card in left] == ["4"]  # of the last rollout
+    assert ask(server.url, "/v1/unload_lora_adapter", {"lora_name": left[0]["id"]})[0] == 200
+
+
+def test_rollouts_ahead_are_of_older_adapters_within_bounds(tmp_path, base, server):
+    options = ["grpo.max_off_policy_steps=2", "grpo.server.weights=adapter"]
+    recipe = over_http(tmp_path, base, server, "lora", *options, name="ahead")
+    run(recipe)
+    rows = [row for row in lines(recipe) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[0]["mismatch_kl"] == pytest.approx(0, abs=1e-9) and any(row["mismatch_kl"] > 1e-9 for row in rows[2:])
+    assert ask(server.url, "/v1/unload_lora_adapter", {"lora_name": "trained"})[0] == 200

@@ -105,7 +105,7 @@ def test_vllm_that_takes_no_adapter_is_told_how_to_start(vllm, versions):
     engine = engine_of(vllm, retries=0)
     start = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank 16"
     assert start in refusal(engine, AdapterConfig(rank=9))
-    with pytest.raises(UserError, match=f"404: Not Found; start it with {start}$"):
+    with pytest.raises(UserError, match=f"404: Not Found; to take this adapter, start it with {start}$"):
         engine.update_adapter(versions(1, 9))
     vllm.max_lora_rank = 8
     assert refusal(engine, AdapterConfig(rank=9)) is None  # it does not say how much it takes

@@ -134,8 +134,13 @@ def test_in_place_what_is_under_way_goes_on_and_says_its_oldest_version(server, 
     assert got[0]["weight_version"] == 4
     before, after = (naive(one, GREEDY["prompt"], 60, stop_ids=())[0] for one in (merged, other))
     assert got[0]["token_ids"][0] == before[0] and got[0]["token_ids"] not in (before, after)
+    thread, got = paused_under_way(url, 1, lambda: ask(url, COMPLETIONS, body)[1]["choices"][0])
+    assert load(url, "mine", second, load_inplace=True)[1]["weight_version"] == 6  # the same again: not the model alone
+    ask(url, "/resume", {})
+    thread.join()
+    assert got[0]["weight_version"] == 5 and got[0]["token_ids"] == after
     fresh = ask(url, COMPLETIONS, body)[1]["choices"][0]
-    assert fresh["weight_version"] == 5 and fresh["token_ids"] == after
+    assert fresh["weight_version"] == 6 and fresh["token_ids"] == after
 
 
 def test_unloading_waits_for_what_is_under_way_or_aborts_it(server, adapters):
