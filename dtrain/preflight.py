@@ -130,7 +130,9 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
         named = f"{words} (start: the weights that training starts from), " if words else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(directory):
-        raise UserError(f"it is an adapter in PEFT's layout: `dtrain export {path} OUT` merges it into its base; set {key}=OUT")
+        raise UserError(
+            f"it is an adapter in PEFT's layout: `dtrain export {path} OUT` merges it into its base; set {key}=OUT"
+        )
     if not (directory / "config.json").is_file():
         export = directory / "export"
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
@@ -297,6 +299,12 @@ def _checkpoint(recipe: Recipe) -> list[str]:
         )
     elif "model.config" not in recipe.checkpoint.allow_changes:
         problems += _start(recipe, Path(init_from))
+    is_adapter = any(any(Path(init_from).glob(place)) for place in ("adapter", "checkpoints/step-*/adapter"))
+    if recipe.lora is not None and recipe.lora.quantize == "nf4" and not is_adapter:
+        problems.append(
+            f"checkpoint.init_from={init_from} holds whole weights, and lora.quantize=nf4 rounds those of model.path: "
+            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
+        )
     return problems
 
 
