@@ -12,6 +12,7 @@ from torch import Tensor
 from dtrain.checkpoint.adapter_files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.huggingface_write import Entry, write_files
+from dtrain.checkpoint.merged import merge
 from dtrain.checkpoint.model_files import copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
@@ -28,17 +29,6 @@ from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 
 Weight = Callable[[], Tensor]
-
-
-@torch.no_grad()
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """W + s·B·A of W [out, in], A [r, in] and B [out, r], of DoRA each row m / ‖row‖ times that, m [out]: [out, in],
-    computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
-    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
-    if magnitude is not None:
-        merged = (magnitude.to(wide) / torch.linalg.norm(merged, dim=1))[:, None] * merged
-    return merged.to(dtype)
 
 
 @dataclass(frozen=True)

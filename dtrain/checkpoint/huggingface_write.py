@@ -16,10 +16,10 @@ from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, passed_over
+from dtrain.checkpoint.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
     HELD,
@@ -31,7 +31,6 @@ from dtrain.checkpoint.model_files import (
     write_config,
 )
 from dtrain.checkpoint.safetensor_files import DTYPES, INDEX, SINGLE, WeightFiles
-from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError, in_words
 from dtrain.parallel.ranks import Ranks
 
@@ -72,6 +71,7 @@ def write_directory(
 ) -> None:
     """Write `model` to the directory `out` in Hugging Face's layout: safetensors of at most `max_shard_bytes` (with an
     index where there are several), config.json, generation_config.json, tokenizer and chat template.
+    An adapter is merged.
 
     source: the directory that the model came from: config.json and the small files are copied from it, and the weights
     that dtrain does not train (a vision tower), where it has weights, under their own names; without them the text
@@ -85,8 +85,7 @@ def write_directory(
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     layout = ranks.together(lambda: layout_of(source))
     entries = [
-        _model_entry(layout.name(model, names), tensor, dtype)
-        for tensor, names in zip(model_tensors(model).values(), aliases(model).values(), strict=True)
+        _model_entry(layout.name(model, weight.names), weight, dtype) for weight in whole_weights(model).values()
     ]
     layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
@@ -143,19 +142,15 @@ class Layout:
 
 
 def layout_of(source: Path) -> Layout:
-    """The layout that `source`, a model's directory with or without weights, asks for."""
-    return Layout(source, read_model_config(source), WeightFiles(source) if WeightFiles.exist(source) else None)
+    """The layout that `source`, a model's directory with or without weights, asks for. What is written is in no 4 bits,
+    whatever the source is."""
+    config = {key: value for key, value in read_model_config(source).items() if key != "quantization_config"}
+    return Layout(source, config, WeightFiles(source) if WeightFiles.exist(source) else None)
 
 
-def _model_entry(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Entry:
-    written = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-    def read() -> Tensor:
-        # Cast before the gather: half the bytes travel where the file is in half precision.
-        cast = tensor.detach().to(written)
-        return cast.full_tensor() if isinstance(cast, DTensor) else cast
-
-    return Entry(name, tuple(tensor.shape), written, read, collective=isinstance(tensor, DTensor))
+def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
+    written = dtype if dtype is not None and weight.dtype.is_floating_point else weight.dtype
+    return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
 def write_entries(

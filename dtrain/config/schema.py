@@ -387,9 +387,10 @@ class Server:
     """Seconds that the servers may take to come up, when the run starts."""
     api_key_file: str | None = None
     """A file with the key that the servers want. null: none."""
-    weights: Literal["directory", "broadcast"] = "directory"
-    """How updated weights travel: as safetensors in `weights_dir`, which the servers can read, or over a process group
-    of their own."""
+    weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
+    """How updated weights travel. directory: as safetensors in `weights_dir`, which the servers can read; broadcast:
+    over a process group of their own; with `lora` both are whole weights, the adapter merged. adapter: the adapter
+    alone, in `weights_dir`. auto: with `lora` the adapter where all servers take it, else directory."""
     weights_dir: str | None = None
     """A directory that the servers see under the same path. null: `weights` in the run's directory."""
 

@@ -121,6 +121,8 @@ def _engine(recipe: Recipe) -> list[str]:
             f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, which "
             "needs grpo.engine=http: with grpo.engine=native set it to 0"
         )
+    if section.engine == "http" and section.server.weights == "adapter":
+        found += _adapter_alone(recipe)
     size, batch = section.prompts_per_step * section.group_size, recipe.train.global_batch
     steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
     if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
@@ -129,6 +131,19 @@ def _engine(recipe: Recipe) -> list[str]:
             f"rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or more, or "
             "to 0"
         )
+    return found
+
+
+def _adapter_alone(recipe: Recipe) -> list[str]:
+    kind, lora = recipe.grpo.server.kind, recipe.lora
+    if lora is None:
+        return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
+    found, merged = [], "set grpo.server.weights=directory, which sends merged weights"
+    if lora.modules_to_save:
+        saved = ", ".join(lora.modules_to_save)
+        found.append(f"grpo.server.weights=adapter: servers take no lora.modules_to_save=[{saved}]; {merged}")
+    if lora.dora and kind in ("vllm", "sglang"):
+        found.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
     return found
 
 

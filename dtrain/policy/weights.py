@@ -1,4 +1,5 @@
 """Weights out of a policy: full tensors under Hugging Face's names to whoever generates with them, a bucket at a time.
+An adapter is merged into what is sent.
 
 Three ways: the tensors themselves (`full_tensors`), a broadcast over a process group of its own (`init_collective`,
 `broadcast_weights_for_collective`; the receiving side is rollout/weights.py), or handles of shared memory on one host
@@ -9,10 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dtrain.checkpoint.training_state import model_tensors
+from dtrain.checkpoint.merged import whole_weights
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.policy.precision import Precision
@@ -34,19 +34,17 @@ class WeightsOut:
         """Name → (shape, dtype) of what will be sent, in its order, tied weights once; `dtype`: None for that of
         computation. No collective."""
         dtype = dtype or self.precision.compute
-        return {name: (tensor.shape, dtype) for name, tensor in model_tensors(self.model).items()}
+        return {name: (weight.shape, dtype) for name, weight in whole_weights(self.model).items()}
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
         """(name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
-        `prepare_refit_info`, or of `names`. An all-gather per sharded weight."""
+        `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
         give_weights_back(self.model)
         dtype = dtype or self.precision.compute
-        tensors = model_tensors(self.model)
-        for name in tensors if names is None else names:
-            cast = tensors[name].detach().to(dtype)
-            full = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            yield name, full.to(self.device)
+        weights = whole_weights(self.model)
+        for name in weights if names is None else names:
+            yield name, weights[name].read(dtype).to(self.device)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Meet `world_size` − 1 receivers at ip:port, where this run's rank 0 listens; its other ranks return at once.

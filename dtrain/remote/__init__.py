@@ -4,5 +4,6 @@ training                servers as the engine of a training run
 http, dialects, wire    many requests to many servers; how each kind is asked; one call
 ahead                   the next rollout while training goes on
 publish                 new weights, by broadcast or through a directory
+adapter                 an adapter alone, through a directory
 shared_directory        that directory, as trainer and servers share it
 """

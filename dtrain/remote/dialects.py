@@ -3,23 +3,29 @@
 vllm    /v1/completions with token ids in and `return_token_ids`, `return_tokens_as_token_ids` and `logprobs: 0` for
         token ids and logprobs out (vLLM's openai/completion/protocol.py). Start it with --logprobs-mode
         processed_logprobs: its default gives logprobs before the temperature and the filters. New weights from a
-        directory: collective_rpc reload_weights, which needs VLLM_SERVER_DEV_MODE=1 (docs/training/async_rl.md).
+        directory: collective_rpc reload_weights, which needs VLLM_SERVER_DEV_MODE=1 (docs/training/async_rl.md). An
+        adapter: load_lora_adapter (docs/features/lora.md), without load_inplace: it stays on the stored request, so
+        that every step of a completion reads the files again (SkyRL#1606), and keys of the prompts are cached by name.
 sglang  /generate with `input_ids` and `return_logprob`; ids and logprobs are meta_info.output_token_logprobs
         (docs/basic_usage/sampling_params.md). Its logprobs are after the temperature, before top-k, top-p and min-p:
-        leave those off. New weights: update_weights_from_disk (docs/advanced_features/sglang_for_rl.md).
+        leave those off. New weights: update_weights_from_disk (docs/advanced_features/sglang_for_rl.md). An adapter:
+        load_lora_adapter, and `lora_path`, its name, with each prompt (docs/advanced_features/lora.ipynb).
 dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the draws are the native engine's; each
-        choice says the `weight_version` that it came from. New weights: SGLang's words.
+        choice says the `weight_version` that it came from. New weights: SGLang's words. An adapter: vLLM's, one that
+        is loaded in place of itself: completions under way go on with it, and say their oldest version.
 
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: what it is told around an update
-there. `read` raises Unanswered for an answer that may be better next time, and UserError, with the fix, for one
-that a setting of the server explains.
+there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is
+known; `dora`: whether it takes DoRA. `load_adapter` gives the name to ask for. `read` raises Unanswered for an answer
+that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dtrain.errors import UserError
 from dtrain.randomness import key
@@ -27,8 +33,28 @@ from dtrain.remote.wire import Refused, Unanswered, Wire
 from dtrain.rollout.request import Completion, Request, SamplingParams
 
 Post = tuple[str, dict[str, Any]]  # path and body
-Call = Callable[[str, dict[str, Any]], Any]  # of these; the answer
 TOKEN = "token_id:"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+ADAPTER = "trained"  # an adapter's name where all versions share one
+
+
+class Call(Protocol):
+    """A POST, or without a body a GET; the answer, without `is_json` in any form. tries: at most, None for the engine's
+    number. Raises Refused, and UserError where no try is answered."""
+
+    def __call__(
+        self, path: str, body: dict[str, Any] | None, *, is_json: bool = True, tries: int | None = None
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """A version of an adapter, in a directory of PEFT's layout. name: no other version's, of no run."""
+
+    directory: Path
+    version: int
+    name: str
+    rank: int
 
 
 class Vllm:
@@ -36,10 +62,12 @@ class Vllm:
     streams = False
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
+    names_versions = True
+    dora = False
 
-    def body(self, requests: Sequence[Request], model: str) -> Post:
+    def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         body = {
-            "model": model,
+            "model": adapter or model,
             "prompt": list(requests[0].prompt),
             "n": len(requests),
             "max_tokens": requests[0].sampling.max_new_tokens,
@@ -87,6 +115,30 @@ class Vllm:
             for post in self.resume if was_paused else []:
                 call(*post)
 
+    def lacks_adapters(self, call: Call) -> str | None:
+        """Why it takes no adapter, by how it was started."""
+        try:
+            call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})  # refused, where the route is there
+        except Refused as error:
+            return "it has no /v1/load_lora_adapter" if error.status in (404, 405) else None
+        return None
+
+    def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        fields = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        try:
+            call("/v1/load_lora_adapter", fields, is_json=False)
+        except (Refused, UserError) as error:
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
+        return adapter.name
+
+    def unload_adapter(self, call: Call, name: str) -> None:
+        call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
+
+    def start_with(self, rank: int) -> str:
+        """What a server that takes adapters of this rank is started with."""
+        most = next((one for one in VLLM_RANKS if one >= rank), rank)
+        return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {most}"
+
     @staticmethod
     def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
         """Whether the server has `path`: releases differ in the routes beside the one that loads."""
@@ -103,10 +155,12 @@ class Dtrain(Vllm):
     name = "dtrain"
     streams = True
     pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
+    names_versions = False
+    dora = True
 
-    def body(self, requests: Sequence[Request], model: str) -> Post:
+    def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         first = requests[0]
-        path, body = super().body(requests, model)
+        path, body = super().body(requests, model, adapter)
         del body["repetition_penalty"]
         indices = {"prompt_index": first.prompt_index, "sample_index": first.sample_index}
         return path, {**body, "seed": first.seed, **indices}
@@ -114,14 +168,24 @@ class Dtrain(Vllm):
     def load(self, call: Call, directory: Path, version: int) -> None:
         call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": version})
 
+    def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        fields = {"lora_name": ADAPTER, "lora_path": str(adapter.directory), "weight_version": adapter.version}
+        call("/v1/load_lora_adapter", {**fields, "load_inplace": True})
+        return ADAPTER
+
+    def start_with(self, rank: int) -> str:
+        return "start it with --control DIR, which holds grpo.server.weights_dir, and --api-key-file FILE"
+
 
 class Sglang:
     name = "sglang"
     streams = True
     pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
     resume: Sequence[Post] = [("/continue_generation", {})]
+    names_versions = True
+    dora = False
 
-    def body(self, requests: Sequence[Request], model: str) -> Post:
+    def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         # One prompt many times, each with a seed of its own, rather than `n`: the server shares the prompt's keys.
         body = {
             "input_ids": [list(requests[0].prompt)] * len(requests),
@@ -137,7 +201,7 @@ class Sglang:
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        return "/generate", body
+        return "/generate", body if adapter is None else {**body, "lora_path": adapter}
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
         answers = answer if isinstance(answer, list) else [answer]
@@ -169,6 +233,29 @@ class Sglang:
         finally:
             for post in self.resume:
                 call(*post)
+
+    def lacks_adapters(self, call: Call) -> str | None:
+        try:
+            information = call("/get_server_info", None)
+        except Refused:
+            return None  # a release that does not say
+        has = information.get("enable_lora", True) if isinstance(information, dict) else True
+        return None if has else "it was started without --enable-lora"
+
+    def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        try:
+            answer = call("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.directory)})
+            if not answer.get("success"):
+                raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
+        except (Refused, UserError) as error:
+            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
+        return adapter.name
+
+    def unload_adapter(self, call: Call, name: str) -> None:
+        call("/unload_lora_adapter", {"lora_name": name}, tries=1)
+
+    def start_with(self, rank: int) -> str:
+        return f"start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
 
 
 Dialect = Vllm | Sglang

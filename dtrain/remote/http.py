@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dtrain.errors import Interrupted, UserError
-from dtrain.remote.dialects import DIALECTS, Dialect, recognise
+from dtrain.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
 from dtrain.remote.wire import Refused, Unanswered, Wire
 from dtrain.rollout.request import AskStop, Completion, Request
 
@@ -27,23 +29,41 @@ ASK_EVERY = 0.5  # seconds between questions whether to stop
 
 @dataclass
 class ServerClient:
-    """One server. version: of the weights that it was last given, None: those it started with; behind: why it did not
-    take the last ones, so that it is asked for nothing until it does."""
+    """One server. version: of the weights that it was last given, None: those it started with; adapter: the name of
+    the one to draw with, None: the model alone; behind: why it did not take the last weights, so that it is asked for
+    nothing until it does. is_held: calls wait for an adapter's next version. loaded: adapters' names there, and how
+    many calls are under way with each."""
 
     wire: Wire
     dialect: Dialect
     model: str
+    adapter: str | None = None
+    is_held: bool = False
+    loaded: dict[str, int] = field(default_factory=dict)
     busy: int = 0
     failures: int = 0  # in a row
     rest_until: float = 0.0
     version: int | None = None
     behind: str | None = None
 
-    def given(self, version: int, problem: str | None) -> None:
-        """Remember that it has this version of the weights, or why it did not take it."""
-        self.behind = problem
+    def given(self, version: int, problem: str | None, adapter: str | None = None) -> None:
+        """Remember that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
+        self.behind, self.is_held = problem, False
         if problem is None:
+            self.adapter = adapter
+            if adapter is not None:
+                self.loaded.setdefault(adapter, 0)
             self.version, self.failures, self.rest_until = version, 0, 0.0
+
+
+@dataclass
+class _Place:
+    """A place for one call at a server, and what that is asked to draw with. others: whether there are more servers."""
+
+    server: ServerClient
+    others: bool
+    version: int | None
+    adapter: str | None
 
 
 @dataclass
@@ -132,15 +152,40 @@ class HttpEngine:
         """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
         next update reaches it; UserError where none took it."""
         directory = directory.absolute()
-        problems = self._all(self.servers, lambda server, stop: self._load(server, directory, version, stop))
-        for server, problem in zip(self.servers, problems, strict=True):
+
+        def give(server: ServerClient, call: Call) -> None:
+            server.dialect.load(call, directory, version)
+
+        self._update(give, version, directory)
+
+    def update_adapter(self, adapter: AdapterVersion) -> None:
+        """Have every server load an adapter from a directory that they all see, and draw with it from here on; earlier
+        versions go when no call is under way with them. New calls wait meanwhile. Fails as `update_from_directory`."""
+        with self._changed:
+            for server in self.servers:
+                server.is_held = True
+
+        def give(server: ServerClient, call: Call) -> str:
             with self._changed:
-                server.given(version, problem)
-            if problem is not None:
-                self.say(f"{server.wire.url} did not take version {version} of the weights: {problem}")
-        if None not in problems:
-            told = "; ".join(f"{server.wire.url}: {server.behind}" for server in self.servers)
-            raise UserError(f"no server took version {version} of the weights ({directory}): {told}")
+                idle = [name for name, calls in server.loaded.items() if not calls and server.dialect.names_versions]
+                for name in idle:
+                    del server.loaded[name]
+            for name in idle:
+                # A server that has dropped it by itself refuses.
+                with suppress(UserError, Refused):
+                    server.dialect.unload_adapter(call, name)
+            return server.dialect.load_adapter(call, adapter)
+
+        self._update(give, adapter.version, adapter.directory)
+
+    def lacks_adapters(self) -> str | None:
+        """Why a server takes no adapter, by what it says of itself; None where all take them. Raises UserError."""
+
+        def look(server: ServerClient, stop: threading.Event) -> str | None:
+            lacking = server.dialect.lacks_adapters(partial(self._call, server, stop))
+            return None if lacking is None else f"{server.wire.url}: {lacking}"
+
+        return next((found for found in self._all(self.servers, look) if found), None)
 
     def close(self) -> None:
         """End the calls under way: `generate` raises UserError in its thread."""
@@ -172,35 +217,55 @@ class HttpEngine:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
         return ServerClient(wire, dialect, model or models[0])
 
-    def _load(self, server: ServerClient, directory: Path, version: int, stop: threading.Event) -> str | None:
-        """Give it weights; why it did not take them, None where it did."""
+    def _update(self, give: Callable[[ServerClient, Call], str | None], version: int, directory: Path) -> None:
+        """Give all servers their weights from `directory`: `give` raises where one does not take them, and names the
+        adapter to draw with."""
 
-        def call(path: str, body: dict[str, Any]) -> Any:
-            tries, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
-            while True:
-                try:
-                    return server.wire.ask(path, body, tries.seconds)
-                except Unanswered as error:
-                    tries.note(url, error)
-                    if self._closed or not tries.wait(url, most=1 + self.retries):
-                        raise UserError(f"{path}: {tries.told()}") from error
+        def attempt(server: ServerClient, stop: threading.Event) -> None:
+            problem = adapter = None
+            try:
+                adapter = give(server, partial(self._call, server, stop))
+            except (UserError, Refused) as error:
+                problem = str(error)
+                self.say(f"{server.wire.url} did not take version {version} of the weights: {problem}")
+            with self._changed:
+                server.given(version, problem, adapter)
+                self._changed.notify_all()
 
-        try:
-            server.dialect.load(call, directory, version)
-        except (UserError, Refused) as error:
-            return str(error)
-        return None
+        self._all(self.servers, attempt)
+        if all(server.behind for server in self.servers):
+            told = "; ".join(f"{server.wire.url}: {server.behind}" for server in self.servers)
+            raise UserError(f"no server took version {version} of the weights ({directory}): {told}")
+
+    def _call(
+        self,
+        server: ServerClient,
+        stop: threading.Event,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        is_json: bool = True,
+        tries: int | None = None,
+    ) -> Any:
+        """The answer to one call, tried `tries` times, 1 + self.retries unless said. Raises Refused and UserError."""
+        met, url = _Tries(time.monotonic() + self.timeout, stop), server.wire.url
+        while True:
+            try:
+                return server.wire.ask(path, body, met.seconds, is_json=is_json)
+            except Unanswered as error:
+                met.note(url, error)
+                if self._closed or not met.wait(url, most=1 + self.retries if tries is None else tries):
+                    raise UserError(f"{path}: {met.told()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
         tries = _Tries(time.monotonic() + self.timeout, stop)
         while True:
-            server, others = self._choose(tries)
-            told = server.version
+            place = self._choose(tries)
+            server, told = place.server, place.version
             # Half of the time that is left for this try, while another server could be asked after it.
-            seconds = tries.seconds / 2 if others else tries.seconds
+            seconds = tries.seconds / 2 if place.others else tries.seconds
             try:
-                path, body = server.dialect.body(requests, server.model)
-                completions = server.dialect.read(server.wire.ask(path, body, seconds), requests)
+                completions = self._ask(place, requests, seconds)
                 for completion, request in zip(completions, requests, strict=True):
                     _check(completion, request.sampling.max_new_tokens, told)
             except Unanswered as error:
@@ -211,14 +276,30 @@ class HttpEngine:
             finally:
                 with self._changed:
                     server.busy -= 1
+                    if place.adapter is not None:
+                        server.loaded[place.adapter] -= 1
                     self._changed.notify_all()
             with self._changed:
                 server.failures = 0
             return [one if one.version is not None else replace(one, version=told) for one in completions]
 
-    def _choose(self, tries: _Tries) -> tuple[ServerClient, bool]:
-        """Wait for a server that may be asked, the one with the fewest calls, and take a place there; whether there are
-        others."""
+    @staticmethod
+    def _ask(place: _Place, requests: Sequence[Request], seconds: float) -> list[Completion]:
+        server, adapter = place.server, place.adapter
+        path, body = server.dialect.body(requests, server.model, adapter)
+        try:
+            answer = server.wire.ask(path, body, seconds)
+        except Refused as error:
+            if adapter is None or error.status != 404:
+                raise
+            raise Unanswered(f"{error} (it had the adapter {adapter}): was it restarted?") from error
+        completions = server.dialect.read(answer, requests)
+        if adapter is None or not server.dialect.names_versions:
+            return completions
+        return [replace(one, version=place.version) for one in completions]  # the name tells, not the base's version
+
+    def _choose(self, tries: _Tries) -> _Place:
+        """Wait for a server that may be asked, the one with the fewest calls, and take a place there."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -227,12 +308,15 @@ class HttpEngine:
                 able = [one for one in self.servers if one.behind is None and tries.count(one.wire.url) <= self.retries]
                 if not able or now > tries.until:
                     raise UserError(self._given_up(tries))
-                ready = [server for server in able if server.rest_until <= now]
+                free = [one for one in able if not one.is_held]
+                ready = [server for server in free if server.rest_until <= now]
                 if ready:
                     server = min(ready, key=lambda one: one.busy)
                     server.busy += 1
-                    return server, len(able) > 1
-                self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in able)]) - now))
+                    if server.adapter is not None:
+                        server.loaded[server.adapter] += 1
+                    return _Place(server, len(able) > 1, server.version, server.adapter)
+                self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
 
     def _given_up(self, tries: _Tries) -> str:
         behind = [f"{one.wire.url} did not take the last weights: {one.behind}" for one in self.servers if one.behind]

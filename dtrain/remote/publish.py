@@ -28,7 +28,7 @@ from dtrain.rollout.weights import BUCKET_BYTES, MEETING, Info, WeightSource, bu
 QUICK_SECONDS = 10.0  # for a question that costs a server nothing
 
 
-class _Publisher:
+class Publisher:
     """engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
 
     def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
@@ -41,7 +41,7 @@ class _Publisher:
         return self._engine
 
 
-class DirectoryPublisher(_Publisher):
+class DirectoryPublisher(Publisher):
     """Writes `shared`/step-N, marked when it is whole, and has the servers read it.
 
     shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
@@ -74,7 +74,7 @@ class DirectoryPublisher(_Publisher):
         self.ranks.first(announce)
 
 
-class StreamPublisher(_Publisher):
+class StreamPublisher(Publisher):
     """Broadcasts weights to the servers over a process group of its own, a bucket in memory at a time.
 
     device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It

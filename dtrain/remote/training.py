@@ -1,13 +1,17 @@
 """Servers as the engine of a training run: given the weights whenever these change, asked by rank 0 alone."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from dtrain.checkpoint.peft_config import adapter_of
 from dtrain.config.schema import Recipe
 from dtrain.errors import Interrupted, Unavailable, UserError
 from dtrain.methods.method import RunContext
+from dtrain.models.adapter_config import AdapterConfig
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
+from dtrain.remote.adapter import MERGED, AdapterPublisher, refusal
 from dtrain.remote.ahead import Ahead
 from dtrain.remote.http import HttpEngine
 from dtrain.remote.publish import DirectoryPublisher, StreamPublisher
@@ -26,7 +30,7 @@ class OverHttp:
         self.policy, self.offload, self.ranks = policy, recipe.grpo.offload, Ranks()
         self._ahead: Ahead | None = None
         self._published: int | None = None
-        self._publisher: StreamPublisher | DirectoryPublisher
+        self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
 
         engine: HttpEngine | None = None
 
@@ -55,13 +59,17 @@ class OverHttp:
 
         if not self.ranks.first(connect):
             raise Interrupted
-        dtype = policy.precision.compute
-        if section.weights == "broadcast":
+        dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
+        config = None if recipe.lora is None else adapter_of(asdict(recipe.lora))
+        way = self.ranks.first(lambda: _choose_way(section.weights, config, engine, run.metrics.say))
+        if way == "adapter" and config is not None:
+            alone = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
+            self._publish: Callable[[int], None] = lambda version: alone.publish(policy.model, version)
+        elif way == "broadcast":
             stream = self._publisher = StreamPublisher(engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
-            self._publish: Callable[[int], None] = lambda version: stream.publish(policy, version)
+            self._publish = lambda version: stream.publish(policy, version)
         else:
-            shared = Path(section.weights_dir or run.path / "weights")
             files = self._publisher = DirectoryPublisher(shared, recipe.model.directory, engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
 
@@ -94,3 +102,20 @@ class OverHttp:
             return self._publisher.engine.generate(requests, ask_stop)
         except Interrupted:
             return None
+
+
+def _choose_way(asked: str, config: AdapterConfig | None, engine: HttpEngine | None, say: Callable[[str], None]) -> str:
+    """How weights travel: of `auto` the adapter alone where there is one and all servers take it, else a directory of
+    whole weights; says which, and why. Raises UserError where `adapter` was asked for and cannot be."""
+    if engine is None:
+        raise ValueError("rank 0 talks to the servers, and was given none")
+    if config is None or asked not in ("auto", "adapter"):
+        return "directory" if asked == "auto" else asked
+    why_not = refusal(engine, config)
+    if why_not is not None and asked == "adapter":
+        raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
+    if why_not is not None:
+        say(f"the servers get merged weights, not the adapter alone: {why_not}")
+        return "directory"
+    say("the servers get the adapter alone, which they all take; " + MERGED)
+    return "adapter"

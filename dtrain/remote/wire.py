@@ -49,9 +49,9 @@ class Wire:
         self._live: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
-    def ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
-        """The JSON that the server answers with 200, to a POST of `body`, else to a GET. Raises Unanswered and
-        Refused."""
+    def ask(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
+        """The JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an answer
+        in another form is its text. Raises Unanswered and Refused."""
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
         with self._lock:
@@ -71,7 +71,7 @@ class Wire:
             with self._lock:
                 self._live.discard(connection)
             connection.close()
-        return _read(response.status, raw)
+        return _read(response.status, raw, is_json)
 
     def hang_up(self) -> None:
         """End every call under way; they raise Unanswered."""
@@ -82,12 +82,12 @@ class Wire:
                         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _read(status: int, raw: bytes) -> Any:
+def _read(status: int, raw: bytes, is_json: bool) -> Any:
     try:
         answer = json.loads(raw) if raw else {}
     except ValueError as error:
         answer = raw.decode(errors="replace")[:500]
-        if status == 200:
+        if status == 200 and is_json:
             raise Unanswered(f"an answer that is no JSON, which begins {answer[:80]!r}") from error
     if status == 200:
         return answer
@@ -96,9 +96,10 @@ def _read(status: int, raw: bytes) -> Any:
 
 
 def _message(answer: Any) -> str:
-    """What an error's body says: OpenAI's error object, FastAPI's detail, or the text itself."""
+    """What an error's body says: OpenAI's error object, FastAPI's detail, SGLang's words, or the text itself."""
     if isinstance(answer, dict):
-        error = answer.get("error", answer.get("detail", answer.get("message", answer)))
+        known = ("error", "detail", "message", "error_message")
+        error = next((answer[key] for key in known if key in answer), answer)
         return str(error.get("message", error) if isinstance(error, dict) else error)
     return str(answer) or "no explanation"
 

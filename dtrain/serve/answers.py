@@ -36,7 +36,6 @@ class Answer:
 
     ask: Ask
     tokenizer: Tokenizer
-    model: str
     id: str = field(init=False)
     created: int = field(init=False)
 
@@ -69,7 +68,7 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         kind = kind if self.ask.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.ask.name}
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(len(request.prompt) for request in self.ask.requests[:: self.ask.samples])

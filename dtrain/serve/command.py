@@ -18,12 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with the key that clients must send")
     controlled = "let clients with the key pause the server and give it weights, by broadcast or from below DIR"
     parser.add_argument("--control", type=Path, metavar="DIR", help=controlled)
+    beside = "an adapter of DIR's model, in PEFT's layout, which clients ask for by this name"
+    parser.add_argument("--adapter", type=_named, metavar="NAME=DIR", help=beside)
     watched = "a directory whose newest whole step-N is read as it appears"
     parser.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
     graced = "seconds to finish what is under way when asked to end (default: 30)"
     parser.add_argument("--grace", type=at_least(0), default=30, metavar="S", help=graced)
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16, float32 or float64")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, _, directory = text.partition("=")
+    if not name or not directory:
+        raise argparse.ArgumentTypeError(f"{text} must be NAME=DIR")
+    return name, Path(directory)
 
 
 def run(arguments: argparse.Namespace) -> int:

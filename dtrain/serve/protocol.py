@@ -131,8 +131,11 @@ CHAT: Table = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One HTTP request: `requests` by prompt, then by sample, and how the answer is to look."""
+    """One HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without; and how
+    the answer is to look."""
 
+    name: str
+    adapter: str | None
     requests: list[Request]
     samples: int
     chat: bool
@@ -146,10 +149,12 @@ class Ask:
 
 
 class Parser:
-    """Bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion together."""
+    """Bodies to `Ask`. encoder: the tokenizer's and the template's; max_length: prompt and completion together.
+    `adapters`: names that a request may say in place of the model's."""
 
     def __init__(self, encoder: PromptEncoder, model: str, max_length: int):
         self.encoder, self.model, self.max_length = encoder, model, max_length
+        self.adapters: tuple[str, ...] = ()
         self.tokenizer = encoder.tokenizer
 
     def completion(self, body: Mapping[str, Any]) -> Ask:
@@ -186,8 +191,9 @@ class Parser:
     def _fields(self, body: Mapping[str, Any], table: Table) -> dict[str, Any]:
         fields = check(body, table)
         model = fields["model"]
-        if model is not None and model != self.model:
-            raise ApiError(404, f"there is no model {model!r} here; this server has {self.model!r}", "model")
+        names = self.model, *self.adapters
+        if model is not None and model not in names:
+            raise ApiError(404, f"there is no model {model!r} here; this server has {', '.join(names)}", "model")
         if fields["top_p"] == 0:
             raise ApiError(400, f"top_p={fields['top_p']} must be above 0", "top_p")
         self._check_ids(fields["stop_token_ids"], "stop_token_ids")
@@ -234,7 +240,10 @@ class Parser:
             for index, prompt in enumerate(prompts)
             for sample in range(fields["n"])
         ]
+        name = fields["model"] or self.model
         return Ask(
+            name=name,
+            adapter=None if name == self.model else name,
             requests=requests,
             samples=fields["n"],
             chat=chat,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dtrain.serve.adapters import Adapters
 from dtrain.serve.connection import RequestHead
 from dtrain.serve.fields import IGNORED, ApiError, Field, check
 from dtrain.serve.protocol import Ask, Parser
@@ -31,6 +32,7 @@ class Service:
 
     def __init__(self, parser: Parser, worker: EngineThread, updates: Updates, key: str | None, hosts: set[str]):
         self.parser, self.worker, self.updates, self.key, self.hosts = parser, worker, updates, key, hosts
+        self.adapters = Adapters(updates, parser)
         self.has_control = key is not None and updates.root is not None
         self.started = int(time.time())
         self.get: dict[str, Act] = {
@@ -56,6 +58,8 @@ class Service:
             "/update_weights_from_distributed": updates.receive,
             "/check_weights": updates.check,
             "/weight_checker": updates.checksums,
+            "/v1/load_lora_adapter": self.adapters.load,
+            "/v1/unload_lora_adapter": self.adapters.unload,
         }
 
     def admit(self, head: RequestHead) -> None:
@@ -109,14 +113,15 @@ class Service:
         }
 
     def models(self) -> dict[str, Any]:
-        card = {
+        base = {
             "id": self.parser.model,
             "object": "model",
             "created": self.started,
             "owned_by": "dtrain",
             "max_model_len": self.parser.max_length,
         }
-        return {"object": "list", "data": [card]}
+        beside = [{**base, "id": name, "parent": self.parser.model} for name in self.parser.adapters]
+        return {"object": "list", "data": [base, *beside]}
 
     def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """{"mode"}: keep (SGLang: in_place), wait or abort, vLLM's and SGLang's default."""

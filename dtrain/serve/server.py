@@ -137,8 +137,8 @@ class HttpServer(socketserver.TCPServer):
 
     def _complete(self, connection: Connection, ask: Ask) -> None:
         service = self.service
-        job = service.worker.submit(ask.requests, ask.stream)
-        answer = Answer(ask, service.parser.tokenizer, service.parser.model)
+        job = service.worker.submit(ask.requests, ask.stream, ask.adapter)
+        answer = Answer(ask, service.parser.tokenizer)
         try:
             if ask.stream:
                 self._stream(connection, job, answer)

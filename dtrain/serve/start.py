@@ -43,6 +43,8 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
     parser = Parser(encoder, asked.name or str(asked.directory), length)
     hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
     service = Service(parser, worker, Updates(model, worker, asked.control), key, hosts)
+    if asked.adapter is not None:
+        service.adapters.begin_with(*asked.adapter)
     try:
         server = HttpServer(address, service)
     except OSError as error:
@@ -52,7 +54,8 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
         ) from error
     kind = str(dtype).removeprefix("torch.")
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
-    say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device})")
+    beside = "".join(f", with its adapter {name}" for name in parser.adapters)
+    say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device}{beside})")
     serve(server, grace=asked.grace, watch=asked.watch, say=say)
 
 

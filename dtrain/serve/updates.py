@@ -36,6 +36,7 @@ def _version(value: Any, name: str) -> int:
     return Field(int, most=2**63 - 1).read(value, name)
 
 
+VERSION = Field(use=_version)
 GROUP_NAME = {"group_name": Field(str, GROUP, most=256)}
 TENSORS: Table = {
     "names": Field(list, [], of=TEXT),
@@ -43,7 +44,7 @@ TENSORS: Table = {
     "shapes": Field(list, [], of=Field(list, of=Field(int))),
 }
 UPDATE: Table = {
-    "weight_version": Field(use=_version),
+    "weight_version": VERSION,
     "mode": Field(str, "keep", among=MODES),
     "abort_all_requests": FLAG,
     **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), IGNORED),  # SGLang's
@@ -72,15 +73,18 @@ class Updates:
     def from_disk(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """{"model_path", "weight_version"?, "mode"?}: the safetensors of a directory that has its marker."""
         fields = check(body, FROM_DISK)
-        directory = Path(os.path.realpath(fields["model_path"].replace("\0", "")))
-        if self.root is None or not directory.is_relative_to(self.root):
-            raise ApiError(403, f"model_path={str(directory)!r} is not below {self.root}", "model_path")
-        if not os.path.isdir(directory):
-            raise ApiError(
-                404, f"model_path={str(directory)!r}: there is no such directory on the server's machine", "model_path"
-            )
+        directory = self.below(fields["model_path"], "model_path")
         self.load(directory, fields["weight_version"], _mode(fields))
         return self._done(f"read {directory}")
+
+    def below(self, path: str, name: str) -> Path:
+        """The directory at `path`, a field called `name`, where that leads below the root. Raises ApiError."""
+        directory = Path(os.path.realpath(path.replace("\0", "")))
+        if self.root is None or not directory.is_relative_to(self.root):
+            raise ApiError(403, f"{name}={str(directory)!r} is not below {self.root}", name)
+        if not os.path.isdir(directory):
+            raise ApiError(404, f"{name}={str(directory)!r}: there is no such directory on the server's machine", name)
+        return directory
 
     def load(self, directory: Path, version: int | None = None, mode: Mode = "keep") -> None:
         """Read a whole directory. Nothing changes where it is not whole (409) or does not fit (UserError)."""
@@ -96,7 +100,7 @@ class Updates:
                 is_read = True
             finally:
                 self.worker.torn = not is_read
-            self._count(version)
+            self.count(version)
 
         self.worker.between_steps(read, mode)
 
@@ -160,13 +164,14 @@ class Updates:
             except RuntimeError as error:  # torch's word for a sender that is gone
                 raise ApiError(504, f"the broadcast broke off: {_first_line(error)}") from error
             if version is not None:
-                self._count(version)
+                self.count(version)
 
         # Between two buckets of one update nothing is decoded, so that there is nothing to wait for.
         self.worker.between_steps(read, "keep" if self.worker.torn else _mode(fields))
         return self._done(f"received {len(info)} tensors")
 
-    def _count(self, version: int | None) -> None:
+    def count(self, version: int | None) -> None:
+        """The weights are whole and changed, to `version`; None for the next. On the worker's thread."""
         self.worker.version = self.worker.version + 1 if version is None else version
         self.worker.torn = False
 

@@ -5,6 +5,9 @@ are under way when the weights change is the caller's choice (`MODES`). The defa
 values: waiting for the longest would leave the device idle, and what a trainer corrects for stays exact, for each
 token's logprob is that of the weights that drew it (in-flight updates, arXiv:2509.19128). A piece says the oldest
 version that drew one of its tokens.
+
+Completions of the model and of its adapter are never in one forward: what was asked for first is let in first, and the
+others wait until it has ended.
 """
 
 import queue
@@ -20,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from dtrain.errors import UserError
+from dtrain.models.adapters import AdapterState
 from dtrain.rollout.engine import Engine, NotFinite
 from dtrain.rollout.request import Request
 from dtrain.serve.answers import StreamChunk
@@ -42,6 +46,7 @@ class Job:
 
     requests: Sequence[Request]
     stream: bool
+    adapter: str | None = None
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     is_over: bool = False  # refused, or its client is gone
 
@@ -68,8 +73,8 @@ class EngineThread(threading.Thread):
     """most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
     than it can decode together: those that wait here start with the weights of the time when they are let in.
 
-    `version` counts the updates of the weights; `torn` says that one began and did not end, so that nothing is decoded
-    until one does. `failure` is why the thread ended, where it was not asked to.
+    `version` counts the updates of the weights and of the adapter; `torn` says that one began and did not end, so that
+    nothing is decoded until one does. `failure` is why the thread ended, where it was not asked to.
     """
 
     def __init__(self, engine: Engine, most_waiting: int = 4096):
@@ -78,6 +83,8 @@ class EngineThread(threading.Thread):
         self.torn = False
         self.failure: str | None = None
         self.paused = False
+        self._adapter: tuple[str, AdapterState] | None = None  # that is loaded, beside the model
+        self._active: str | None = None  # the adapter of the rows that the engine has
         self._engine, self._most_waiting = engine, most_waiting
         self._changed = threading.Condition()
         self._inbox: deque[_Row] = deque()
@@ -92,10 +99,10 @@ class EngineThread(threading.Thread):
         """Sequences that the engine has, and those that wait for it to take them."""
         return len(self._rows), len(self._inbox)
 
-    def submit(self, requests: Sequence[Request], stream: bool) -> Job:
-        """Put requests in the queue. Their job's `pieces` gets one Piece a request, or with `stream` several, the last
-        with a finish. Raises ApiError where the server is full or ends."""
-        job = Job(requests, stream)
+    def submit(self, requests: Sequence[Request], stream: bool, adapter: str | None = None) -> Job:
+        """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one Piece a
+        request, or with `stream` several, the last with a finish. Raises ApiError where the server is full or ends."""
+        job = Job(requests, stream, adapter)
         with self._changed:
             if self._closing is not None:
                 raise ApiError(503, self._closing)
@@ -129,6 +136,11 @@ class EngineThread(threading.Thread):
     def pause(self, mode: Mode) -> None:
         """Decode nothing until `resume`; requests are still taken in."""
         self.between_steps(lambda: setattr(self, "paused", True), mode)
+
+    def use_adapter(self, name: str | None, state: AdapterState | None) -> None:
+        """The one that is beside the model from here on; None for none. For `between_steps`."""
+        self._adapter = None if name is None or state is None else (name, state)
+        self._activate(self._active if self._active == name else None)
 
     def resume(self) -> None:
         """Raises ApiError while the weights are half of one version and half of another."""
@@ -219,15 +231,30 @@ class EngineThread(threading.Thread):
         """
         old = {row.prompt for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()
+        gone: set[Job] = set()
         with self._changed:  # who asks for the load finds each row here or there
             while self._inbox and len(self._rows) < self._engine.budget.rows:
                 row = self._inbox.popleft()
-                if row.prompt in old:
+                adapter = row.job.adapter
+                if row.job.is_over:
+                    continue
+                if row.prompt in old or (adapter != self._active and self._rows):
                     passed_over.append(row)
-                elif not row.job.is_over:
+                    if adapter != self._active:
+                        break
+                elif adapter is not None and (self._adapter is None or self._adapter[0] != adapter):
+                    gone.add(row.job)
+                else:
+                    self._activate(adapter)
                     row.version = self.version
                     self._enter(row)
             self._inbox.extendleft(reversed(passed_over))
+        self._cancel(gone, ApiError(404, "the adapter that was asked for is not here any more", "model"))
+
+    def _activate(self, adapter: str | None) -> None:
+        self._active = adapter
+        if self._adapter is not None:
+            self._adapter[1].on = adapter is not None
 
     def _enter(self, row: _Row) -> None:
         request = row.job.requests[row.index]

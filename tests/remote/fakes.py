@@ -1,7 +1,8 @@
 """Servers that speak vLLM's and SGLang's protocols, written from their documentation, with faults on demand.
 
-vLLM: openai/completion/protocol.py (token_ids, tokens as `token_id:N`), serve/dev/rlhf (pause, resume, collective_rpc).
-SGLang: docs/basic_usage/sampling_params.md (generate) and docs/advanced_features/sglang_for_rl.md.
+vLLM: openai/completion/protocol.py (token_ids, tokens as `token_id:N`), serve/dev/rlhf (pause, resume, collective_rpc),
+openai/models/serving.py (adapters, which it answers in plain text).
+SGLang: docs/basic_usage/sampling_params.md (generate), docs/advanced_features/sglang_for_rl.md and lora.ipynb.
 """
 
 import json
@@ -9,6 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Refusal(Exception):
+    """An answer of `status` that says `message`."""
+
+    def __init__(self, status: int, message: str):
+        self.status, self.message = status, message
+
 
 # A fault gets the handler and the body; it answers itself and returns True, or returns what to change in the answer.
 Fault = Callable[[BaseHTTPRequestHandler, dict], bool | None]
@@ -46,7 +56,9 @@ class Fake:
                 fake.post(self, self.path, body)
 
             def answer(self, status, body):
-                data = json.dumps(body).encode()
+                self.write(status, json.dumps(body).encode())
+
+            def write(self, status, data):
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -72,8 +84,16 @@ class Fake:
             fault = self.faults.pop(0) if self.faults and path == self.completions else None
         if fault is not None and fault(handler, body):
             return
-        answer = self.complete(body) if path == self.completions else self.other(path, body)
+        try:
+            answer = self.complete(body) if path == self.completions else self.other(path, body)
+        except Refusal as error:
+            return handler.answer(error.status, self.problem(error.message))
+        if isinstance(answer, str):
+            return handler.write(200, answer.encode())
         handler.answer(404 if answer is None else 200, answer or {"detail": "Not Found"})
+
+    def problem(self, message):
+        return {"error": {"message": message}}
 
     def close(self):
         self.server.shutdown()
@@ -88,8 +108,21 @@ class FakeVllm(Fake):
     logprobs = True
     samples = 0  # how many more or fewer than asked for
     short = False
+    max_lora_rank: int | None = None  # None: started without runtime updates of adapters
+    max_loras = 1  # that stay in memory
+
+    def __init__(self):
+        super().__init__()
+        self.adapters: dict[str, str] = {}  # directories, by the names that are known
+        self.resident: list[str] = []  # names, the one that came last is the last
+
+    def get(self, path):
+        answer = super().get(path)
+        return {"data": answer["data"] + [{"id": name, "owned_by": "vllm"} for name in self.adapters]}
 
     def complete(self, body):
+        if body["model"] != "policy" and body["model"] not in self.adapters:
+            raise Refusal(404, f"The model `{body['model']}` does not exist.")
         assert body["return_tokens_as_token_ids"] and body["return_token_ids"] and body["logprobs"] == 0
         assert body["ignore_eos"] and body["repetition_penalty"] == 1.0
         choices = [self.choice(body, index) for index in range(body["n"] + self.samples)]
@@ -109,15 +142,55 @@ class FakeVllm(Fake):
         return {**choice, "token_ids": ids} if self.token_ids else choice
 
     def other(self, path, body):
+        if self.max_lora_rank is not None and path == "/v1/load_lora_adapter":
+            return self.load(body["lora_name"], body["lora_path"], self.max_lora_rank)
+        if self.max_lora_rank is not None and path == "/v1/unload_lora_adapter":
+            return self.unload(body["lora_name"])
         return {} if path.split("?")[0] in self.routes else None
+
+    def load(self, name, path, most):
+        if not name or not path:
+            raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if name in self.adapters:
+            raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
+        config = json.loads((Path(path) / "adapter_config.json").read_text())
+        assert (Path(path) / "adapter_model.safetensors").is_file()
+        if config["use_dora"] or config["modules_to_save"]:
+            raise Refusal(400, "vLLM does not yet support DoRA.")
+        if config["r"] > most:
+            raise Refusal(500, f"LoRA rank {config['r']} is greater than max_lora_rank {most}.")
+        self.adapters[name] = path
+        self.resident = [*self.resident, name][-self.max_loras :]
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def unload(self, name):
+        if name not in self.adapters:
+            raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
+        if name not in self.resident:
+            raise Refusal(500, f"Failed to remove lora adapter '{name}' from the engine.")
+        self.resident.remove(name)
+        del self.adapters[name]
+        return f"Success: LoRA adapter '{name}' removed successfully."
 
 
 class FakeSglang(Fake):
     owner = "sglang"
     completions = "/generate"
     succeeds = True
+    enable_lora = True
+
+    def __init__(self):
+        super().__init__()
+        self.adapters: dict[str, str] = {}
+
+    def get(self, path):
+        return {**super().get(path), "enable_lora": self.enable_lora}
+
+    def problem(self, message):
+        return {"success": False, "error_message": message, "loaded_adapters": self.adapters}
 
     def complete(self, body):
+        assert body.get("lora_path") is None or body["lora_path"] in self.adapters
         assert body["return_logprob"] and len(body["input_ids"]) == len(body["sampling_params"])
         return [self.one(*pair) for pair in zip(body["input_ids"], body["sampling_params"], strict=True)]
 
@@ -132,7 +205,19 @@ class FakeSglang(Fake):
             if self.succeeds:
                 self.version = body["weight_version"]
             return {"success": self.succeeds, "message": "no such layer"}
+        if path in ("/load_lora_adapter", "/unload_lora_adapter"):
+            return self.change(path, body)
         return {"message": "ok"}
+
+    def change(self, path, body):
+        if not self.enable_lora:
+            raise Refusal(400, "LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+        if path == "/load_lora_adapter":
+            assert body.keys() == {"lora_name", "lora_path"}
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        elif self.adapters.pop(body["lora_name"], None) is None:
+            raise Refusal(400, "LoRA adapter with that name is not loaded")
+        return {"success": True, "error_message": "", "loaded_adapters": self.adapters}
 
 
 def status(code: int) -> Fault:

@@ -24,20 +24,6 @@ def requests_of(prompts=3, samples=4, sampling=SAMPLING, seed=5):
     ]
 
 
-@pytest.fixture
-def vllm():
-    fake = FakeVllm()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture
-def sglang():
-    fake = FakeSglang()
-    yield fake
-    fake.close()
-
-
 def engine_of(*servers, **options):
     settings = {"timeout": 20.0, "start_timeout": 5.0, **options}
     return HttpEngine([getattr(server, "url", server) for server in servers], **settings)

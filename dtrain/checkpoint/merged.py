@@ -1,0 +1,103 @@
+"""A model's weights as one without adapters has them: whole, one at a time, adapters merged, under the base's names.
+
+The model's own weights are read and never written, so that nothing is left to undo.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtrain.checkpoint.training_state import aliases, model_tensors
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.layers import Linear
+
+_CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
+
+
+@dataclass(frozen=True)
+class WholeWeight:
+    """A weight of [shape]. names: all that the model knows it by. dtype: the base's own. `read(dtype)` gives it whole,
+    a new tensor or the model's own, on the device of its shards; collective: every rank calls it."""
+
+    names: list[str]
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[torch.dtype], Tensor]
+    collective: bool
+
+
+def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
+    """By name, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that still hold
+    gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is merged
+    into it, and the adapter: an all-gather for each that is sharded."""
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
+    tensors, found = model_tensors(model), {}
+    for name, names in aliases(model).items():
+        module, _, parameter = name.rpartition(".")
+        layer = layers.get(module)
+        if is_adapter(name) or (layer is not None and parameter == _SCALES):
+            continue
+        if layer is not None and (parameter == _CODES or (parameter == "weight" and layer.adapter is not None)):
+            name = f"{module}.weight"
+            found[name] = _of_layer(layer, name)
+        else:
+            found[name] = _as_it_is(tensors[name], names)
+    return found
+
+
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """W + s·B·A of W [out, in], A [r, in] and B [out, r], of DoRA each row m / ‖row‖ times that, m [out]: [out, in],
+    computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
+    if magnitude is not None:
+        merged = (magnitude.to(wide) / torch.linalg.norm(merged, dim=1))[:, None] * merged
+    return merged.to(dtype)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """`tensor`, [any shape], whole. One all-gather where it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
+    def read(dtype: torch.dtype) -> Tensor:
+        return gathered(tensor.detach().to(dtype))  # cast before the gather: half the bytes travel in half precision
+
+    return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
+
+
+def _of_layer(layer: Linear, name: str) -> WholeWeight:
+    def read(dtype: torch.dtype) -> Tensor:
+        weight, adapter = _whole_matrix(layer), layer.adapter
+        if adapter is None:
+            return weight.to(dtype)
+        magnitude = gathered(layer.lora_magnitude) if adapter.dora else None
+        return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
+
+    held = _held(layer)
+    own = layer.weight_dtype if layer.weight is None else held.dtype
+    shape = torch.Size((layer.out_features, layer.in_features))
+    return WholeWeight([name], shape, own, read, isinstance(held, DTensor))
+
+
+def _held(layer: Linear) -> Tensor:
+    return layer.weight_codes if layer.weight is None else layer.weight
+
+
+def _whole_matrix(layer: Linear) -> Tensor:
+    """W [out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
+    held = _held(layer)
+    if layer.weight is not None or not isinstance(held, DTensor):
+        return gathered(held) if layer.weight is not None else layer.stored_matrix()
+    # What this rank dequantizes lies in the whole as its codes do.
+    local, shape = layer.stored_matrix(), (layer.out_features, layer.in_features)
+    where = held.device_mesh, held.placements
+    return DTensor.from_local(
+        local, *where, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    ).full_tensor()

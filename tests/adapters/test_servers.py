@@ -1,0 +1,114 @@
+"""A run with an adapter and its servers: merged weights on every mesh, and the adapter alone in files."""
+
+import pytest
+import torch
+
+from dtrain import models
+from dtrain.batch import collate
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.checkpoint.merged import whole_weights
+from dtrain.checkpoint.training_state import model_tensors
+from dtrain.methods.sft import SftMethod
+from dtrain.models import nf4
+from dtrain.models.adapter_config import is_adapter
+from dtrain.models.adapters import adapted_layers
+from tests.adapters.test_nf4 import SIZES
+from tests.policy.test_policy import rows
+from tests.policy.test_weights import policy_of
+from tests.tiny import save_weights, tiny_recipe, write_model
+from tests.world import run_world
+
+ADAPTERS = {
+    "lora": "lora={rank: 4, alpha: 12}",
+    "rslora": "lora={rank: 5, rslora: true, rank_pattern: {down_proj: 3}, exclude: [up_proj]}",
+    "dora": "lora={rank: 4, alpha: 12, dora: true}",
+    "nf4": "lora={rank: 4, alpha: 12, quantize: nf4}",
+    "nf4 dora": "lora={rank: 4, alpha: 12, dora: true, quantize: nf4}",
+    "saved": "lora={rank: 4, modules_to_save: [lm_head]}",
+}
+MESHES = {
+    "one": (1, []),
+    "dp2": (2, []),
+    "tp2": (2, ["parallel.tp=2"]),
+    "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=false"]),  # more ranks than key heads
+    "dp2 tp2": (4, ["parallel.tp=2"]),
+    "dp3": (3, ["train.global_batch=3"]),  # a rank without rows of A
+}
+# Every mesh and every kind of adapter, not each with each.
+CASES = [("one", "dora", "qwen2"), ("dp2", "lora", "llama"), ("tp2", "rslora", "qwen2"), ("tp4", "dora", "qwen2")]
+CASES += [("dp2 tp2", "nf4", "qwen2"), ("one", "nf4 dora", "qwen2")]
+CASES += [("dp3", "dora", "llama"), ("dp2 tp2", "lora", "qwen2"), ("dp2 tp2", "saved", "llama")]
+
+
+def recipe_of(root, mesh, adapter, *overrides, family="llama"):
+    sizes = ["train.global_batch=4", "train.micro_batch=1", *MESHES[mesh][1], ADAPTERS[adapter], *overrides]
+    if "nf4" in adapter:  # which float64 does not go with
+        base = save_weights(write_model(root / "base", family, tied=False, **SIZES))
+        sizes += ["train.dtype=float32", "model.init=pretrained", f"model.path={base}"]
+    return tiny_recipe(root, *sizes, family=family, tied=False, name="run")
+
+
+def trained(rank, recipe, world_size, steps=2):
+    """Two steps, after which neither A nor B is what it began with."""
+    policy = policy_of(rank, recipe, world_size)
+    for _ in range(steps):
+        policy.train(collate(rows(recipe.train.global_batch)), SftMethod(recipe).loss)
+    return policy
+
+
+def dense(model):
+    """The formula, from tensors that torch gathers."""
+    held = {name: getattr(one.detach(), "full_tensor", one.detach)() for name, one in model_tensors(model).items()}
+    found = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
+    for name in [name for name in found if name.endswith(".weight_codes")]:
+        codes, scales = found.pop(name), found.pop(name.replace("codes", "scales"))
+        found[name.removesuffix("_codes")] = nf4.dequantize(codes, scales, torch.float32)
+    for name, layer in adapted_layers(model).items():
+        a, b = held[f"{name}.lora_A"].double(), held[f"{name}.lora_B"].double()
+        assert b.abs().max() > 0
+        whole = found[f"{name}.weight"].double() + layer.adapter.scale * b @ a
+        if layer.adapter.dora:
+            whole *= (held[f"{name}.lora_magnitude"].double() / whole.norm(dim=1)).unsqueeze(1)
+        found[f"{name}.weight"] = whole
+    return found
+
+
+def merge_and_compare(rank, recipe, world_size, out):
+    policy = trained(rank, recipe, world_size)
+    before = {name: tensor.detach().clone() for name, tensor in model_tensors(policy.model).items()}
+    expected, info = dense(policy.model), policy.prepare_refit_info()
+    distances = {}
+    for name, tensor in policy.full_tensors():
+        assert (tensor.shape, tensor.dtype) == info[name]
+        distances[name] = float((tensor.double() - expected[name]).abs().max())
+    assert list(distances) == list(info)
+    assert distances.keys() == expected.keys()  # the base's names, all of them and no others
+    write_directory(policy.model, out, recipe.model.path, policy.precision.compute)
+    after = model_tensors(policy.model)
+    assert all(torch.equal(local(after[name]), local(old)) for name, old in before.items())
+    assert {name: weight.shape for name, weight in whole_weights(policy.model).items()} == {n: info[n][0] for n in info}
+    scores = policy.get_logprobs(collate(rows(4)))["logprobs"]
+    return max(distances.values()), scores.tolist() if rank == 0 else None
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@pytest.mark.parametrize("mesh, adapter, family", CASES)
+def test_merged_weights_are_the_formula_and_the_trained_model_on_every_mesh(tmp_path, mesh, adapter, family):
+    """Float64: against a dense computation to 1e-12, and as a plain model: the same log-probabilities to 1e-10. Where
+    the base is in 4 bits, float32: to 1e-6 and 1e-4."""
+    near, same = (1e-6, 1e-4) if "nf4" in adapter else (1e-12, 1e-10)
+    recipe, world_size = recipe_of(tmp_path, mesh, adapter, family=family), MESHES[mesh][0]
+    found = run_world(merge_and_compare, world_size, recipe, world_size, tmp_path / "merged")
+    assert all(distance <= near for distance, _ in found)
+    plain = models.from_pretrained(tmp_path / "merged", torch.float64)
+    batch = collate(rows(4))
+    with torch.no_grad():
+        logits = plain(batch["input_ids"]).log_softmax(-1)
+    wanted = logits[:, :-1].gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    mine = torch.tensor(found[0][1], dtype=torch.float64)[:, 1:]
+    real = mine != 0
+    assert real.sum() > 20
+    assert (mine - wanted)[real].abs().max() <= same
