@@ -6,7 +6,7 @@ imports run downwards, and config, errors and json_files stand beside:
     cli, arguments           the `dtrain` command
     launch                   the start of a run: in place, in processes of its own, or as a rank of others
     preflight, preview       what is wrong before anything starts; rows as the model sees them
-    check                    what must hold between a recipe's keys
+    check, lora_section      what must hold between a recipe's keys, and in its section `lora`
     trainer, resume          the loop; where it starts
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards

@@ -1,7 +1,7 @@
 """What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
 
 No torch and no file is read here: `dtrain.preflight` adds what the model's directory and the data files tell. What a
-method asks of its section is its own: `dtrain.methods.facts`.
+method asks of its section is its own: `dtrain.methods.facts`; of `lora`, `dtrain.lora_section`.
 """
 
 import difflib
@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dtrain import lora_section
+from dtrain.config import saved
 from dtrain.config.load import keys
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
@@ -47,8 +49,14 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
+    *lora_section.SECTION_RANGES,
     *(one for facts in FACTS.values() for one in facts.ranges),
 )
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """What the user of `recipe` is told before a run, and is no mistake."""
+    return [*saved.notes(recipe), *lora_section.notes(recipe)]
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
@@ -59,6 +67,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _names(recipe)
     problems += _formats(recipe)
     problems += facts_of(recipe).problems(recipe)
+    problems += lora_section.problems(recipe)
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
     problems += _best(recipe)

@@ -8,9 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from dtrain import lora_section
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
+from dtrain.checkpoint.peft_config import base_of, is_adapter_directory
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
@@ -18,6 +20,7 @@ from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
 from dtrain.methods.facts import facts_of
+from dtrain.models import nf4_config
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.rollout.rewards.find import find_file
@@ -84,10 +87,12 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
     """The problems among them that decide what a step holds and computes: of all files, each model's config.json."""
     absent = {key for key, _, _ in _ids(recipe)}
     problems, model = check(recipe, world_size) + not_here(recipe), None
-    if recipe.model.path and "model.path" not in absent:
+    if recipe.model.path and is_adapter_directory(recipe.model.path):
+        problems.append(_is_an_adapter(recipe.model.directory))
+    elif recipe.model.path and "model.path" not in absent:
         try:
             model = read_config(recipe.model.path)
-            problems += _misfits(model, recipe)
+            problems += _misfits(model, recipe) + lora_section.misfits(recipe, model)
         except UserError as error:
             problems.append(str(error))
     for key, path in facts_of(recipe).other_models(recipe):
@@ -101,6 +106,17 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
     return [hidden(problem, recipe) for problem in problems]
 
 
+def _is_an_adapter(directory: Path) -> str:
+    try:
+        base, why = str(base_of(directory)), ""
+    except UserError as error:
+        base, why = "BASE", f" ({error})"
+    return (
+        f"model.path={directory} is an adapter in PEFT's layout, not a model: set model.path={base} and "
+        f"lora.path={directory} to go on from it{why}"
+    )
+
+
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
     return misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
 
@@ -110,14 +126,20 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
     where this one cannot."""
     directory = Path(path)
     if not directory.is_dir():
-        words = {"dpo.reference": "start, none", "grpo.reference": "start"}.get(key)
+        words = {"dpo.reference": "start, base, none", "grpo.reference": "start, base"}.get(key)
         named = f"{words} (start: the weights that training starts from), " if words else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
+    if is_adapter_directory(directory):
+        raise UserError(
+            f"it is an adapter in PEFT's layout: `dtrain export {path} OUT` merges it into its base; set {key}=OUT"
+        )
     if not (directory / "config.json").is_file():
         export = directory / "export"
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
         raise UserError(f"{key}={path}: it has no config.json, so it is no model; {hint}")
     theirs = read_config(directory)
+    if nf4_config.misfits(theirs, "none", 1):
+        return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
     if key == "distill.teacher":
         return _teacher(recipe, ours, theirs)
     return [] if ours is None else _reference(ours, theirs, key, path)

@@ -138,7 +138,8 @@ class Directory:
         if recipe.checkpoint.init_from:
             added.append(f"checkpoint.init_from={self._own_step(recipe.checkpoint.init_from)}")
         self.expect([*words, *added])
-        assert (self.path / "runs" / name / "export" / "model.safetensors").is_file()
+        weights = "model.safetensors" if recipe.lora is None else "adapter_model.safetensors"
+        assert (self.path / "runs" / name / "export" / weights).is_file()
 
     def _found(self, recipe: str) -> str | Path:
         return self.path / recipe if (self.path / recipe).is_file() else recipe
@@ -232,7 +233,7 @@ class Directory:
         """The script itself, as in a checkout whose programs note what they are asked; then each of these commands."""
         if not (self.path / "tools").exists():
             _copy_tools(self.path)
-        if words[0] in ("tools/quickstart-dpo", "tools/quickstart-grpo"):  # which look for it by name
+        if words[0].startswith("tools/quickstart-"):  # which look for it by name
             (self.path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(exist_ok=True)
         assert os.access(ROOT / words[0], os.X_OK), words[0]
         noted = self.path / "noted.txt"

@@ -26,6 +26,7 @@ FLOORS = (
     ("remote", "environments"),
     ("preflight", "preview"),
     ("check",),
+    ("lora_section",),
     ("trainer",),
     ("resume",),
     ("methods",),
@@ -49,7 +50,18 @@ DOORS = {
     ("rollout", "checkpoint"),
     ("rollout", "data"),
 }
-KNOW_THE_RECIPE = {"cli", "launch", "preflight", "preview", "check", "trainer", "resume", "methods", "policy"} | ROOMS
+KNOW_THE_RECIPE = {
+    "cli",
+    "launch",
+    "preflight",
+    "preview",
+    "check",
+    "lora_section",
+    "trainer",
+    "resume",
+    "methods",
+    "policy",
+} | ROOMS
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """

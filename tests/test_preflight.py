@@ -50,7 +50,7 @@ def test_mistakes_of_several_kinds_come_together(tmp_path):
     [
         (["dpo.reference={bare}"], ["dpo.reference={bare}: it has no config.json, so it is no model; give"]),
         (["dpo.reference={run}"], ["dpo.reference={run}: it has no config.json, so it is no model; set dpo.reference"]),
-        (["dpo.reference={file}"], ["dpo.reference={file}: there is no such directory; give start, none (start"]),
+        (["dpo.reference={file}"], ["dpo.reference={file}: there is no such directory; give start, base, none (start"]),
         (["dpo.reference=none"], []),
         (["method=grpo", "grpo.beta=1", "grpo.reference=none"], ["grpo.reference=none: there is no such directory"]),
         (["method=distill", "distill.teacher=/gone"], ["distill.teacher=/gone: there is no such directory; give a"]),

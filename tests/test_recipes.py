@@ -62,6 +62,12 @@ MODELS = {
     "gemma3-4b-sft": (published.GEMMA3_4B, 3880.3),
 }
 OTHERS = {name.replace("-sft", method): shape for name, (shape, _) in MODELS.items() for method in ("-dpo", "-grpo")}
+ADAPTED = {
+    name.replace("-sft", method): shape
+    for name, (shape, _) in MODELS.items()
+    for method in ("-lora-sft", "-lora-dpo", "-lora-grpo", "-qlora-sft")
+}
+OTHERS |= ADAPTED
 NAMES = [name for name, _ in config.shipped()]
 
 
@@ -84,7 +90,7 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 
 
 def test_the_recipes_that_are_promised_ship():
-    quickstarts = {"quickstart", "quickstart-dpo", "quickstart-grpo"}
+    quickstarts = {"quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo"}
     assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", *quickstarts} <= set(NAMES)
 
 
@@ -156,7 +162,7 @@ def test_headers_say_what_how_and_what_to_override(name):
     commands = re.findall(rf"dtrain run {re.escape(name)}\b", text)
     assert commands, "the header shows the command with the recipe's own name"
     known = set(config.keys())
-    sections = "model|data|train|optimizer|launch|run|scheduler|checkpoint|dpo|grpo|distill"
+    sections = "model|data|train|lora|optimizer|launch|run|scheduler|checkpoint|dpo|grpo|distill"
     for key in re.findall(rf"\b((?:{sections})(?:\.\w+)+)", text):
         if not key.endswith((".jsonl", ".py")):
             assert key in known, key

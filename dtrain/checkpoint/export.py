@@ -19,6 +19,7 @@ from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
+from dtrain.json_files import read_json
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
@@ -101,7 +102,10 @@ def _export_step(
     model, fill = _model(layout), store.opened(step)
     adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
-        return _write_form(adapter, form, out, [layout.source], dtype, f"the adapter of {said}")
+        said = f"the adapter of {said}"
+        if read_json(adapter.directory / ADAPTER_CONFIG).get("base_model_name_or_path") is None:
+            said += ", whose base lies in no files but the run's steps: --merged writes both"
+        return _write_form(adapter, form, out, [layout.source], dtype, said)
     tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}
     saved = {name: size for name, size in tensors.items() if not is_adapter(name)}
     lacking = model_tensors(model).keys() - saved.keys()

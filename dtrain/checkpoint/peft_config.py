@@ -127,13 +127,13 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": config.alpha,
+        "lora_alpha": _whole(config.alpha),
         "lora_dropout": config.dropout,
         "target_modules": ends if by_end else sorted(adapted),
         "exclude_modules": None,
         "layers_to_transform": None,
         "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
+        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in config.alpha_pattern.items()},
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "modules_to_save": list(config.modules_to_save) or None,
@@ -143,6 +143,11 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def _whole(number: float) -> float:
+    """As an integer where it is one, which is what PEFT declares."""
+    return int(number) if number == int(number) else number
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

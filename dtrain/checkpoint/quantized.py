@@ -21,7 +21,7 @@ from dtrain.parallel.placement import local_slices, local_tensor
 CODES, SCALES = ".weight_codes", ".weight_scales"
 _STATE = "quant_state.bitsandbytes__nf4"
 _NESTED = 256  # absmax that share one of theirs
-_TILE = 2**24  # elements of the file that are in memory at once
+_TILE = 2**22  # weights that are in memory at once
 
 
 def file_name(name: str) -> str:

@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import Any
 
 from dtrain.config.load import find, keys, load, read, recipes_dir, shipped
-from dtrain.config.saved import diff, hidden, hiding, notes, origins, to_yaml, unsaid, with_origins_of
+from dtrain.config.saved import diff, hidden, hiding, origins, to_yaml, unsaid, with_origins_of
 from dtrain.config.schema import Recipe
 from dtrain.config.world import Sizes, sizes
 
-_ABOVE = {"check": "dtrain.check"}
+_ABOVE = {"check": "dtrain.check", "notes": "dtrain.check"}
 __all__ = [
     "Recipe",
     "Sizes",
@@ -27,7 +27,6 @@ __all__ = [
     "hiding",
     "keys",
     "load",
-    "notes",
     "origins",
     "read",
     "recipes_dir",

@@ -30,7 +30,7 @@ CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
-_PATHS = (("model", "path"), ("run", "dir"), ("data", "cache_dir"), ("data", "chat_template"), ("checkpoint", "resume"))
+_PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
 
@@ -65,8 +65,8 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     made = _section(Recipe, values, "", problems)
     if made.run.name is None:
         made.run.name = stem or made.method
-    for section, key in _PATHS:
-        value = getattr(getattr(made, section), key)
+    for section, key in (path.split(".") for path in _PATHS):
+        value = getattr(getattr(made, section), key, None)
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
@@ -204,7 +204,7 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         elif section or entry:
             # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
             if value is not None or (entry and NoneType not in kinds):
-                problems.append(_not_a_section(dotted, value, section, entry))
+                problems.append(_not_a_section(dotted, value, section, entry, NoneType in kinds))
         elif isinstance(value, str) and value == UNSET:
             if getattr(made, key) is not None:
                 problems.append(f"{dotted} is left open (???): give it a value")
@@ -223,10 +223,11 @@ def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
     return made
 
 
-def _not_a_section(dotted: str, value: Any, section: type | None, entry: type | None) -> str:
+def _not_a_section(dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False) -> str:
     wanted = f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else ""
     wanted += " or " if section and entry else ""
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
+    wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     return f"{dotted}={_shown(value)}: {dotted} is {wanted}"
 
 
@@ -284,7 +285,9 @@ def _converted(value: Any, kinds: list) -> Any:
 def _needed(kinds: list) -> str:
     said = []
     for kind in kinds:
-        if get_origin(kind) is list:
+        if get_origin(kind) is dict and (numbers := {int: "whole numbers", float: "numbers"}.get(get_args(kind)[1])):
+            said.append(f"a mapping from names to {numbers}")
+        elif get_origin(kind) is list:
             inner = _NEEDED[get_args(kind)[0]].removeprefix("a whole ").removeprefix("a ")
             said.append(f"a list of {'texts' if inner == 'text' else 'numbers'}")
         else:

@@ -67,6 +67,37 @@ OURS = _by_word(
         "train.compile": "torch_compile",
         "train.freeze, patterns of parameter names": "freeze",
         "train.train_only, patterns of parameter names": "unfrozen_parameters",
+        "lora={}, a section whose keys have defaults, or null for full fine-tuning": (
+            "lora use_lora use_peft peft peft_config lora_config"
+        ),
+        "lora={} for lora, lora.quantize=nf4 for qlora, or null for full fine-tuning": "adapter finetuning_type",
+        "lora.quantize=nf4": "qlora load_in_4bit quantize_base quantization quantization_config",
+        "lora.quantize, nf4 | none": "quantization_bit quantization_method bnb_4bit_quant_type quantization_type",
+        "train.dtype, in which 4-bit weights are computed with too": "bnb_4bit_compute_dtype",
+        "lora.rank": "r lora_r lora_rank peft.dim lora.dim adapter_dim",
+        "lora.alpha": "lora_alpha peft.alpha",
+        "lora.dropout": "lora_dropout peft.dropout",
+        "lora.target, all-linear | a list of names | a regular expression": (
+            "lora_target lora_target_modules target_modules lora_attn_modules"
+        ),
+        "lora.target=all-linear": "lora_target_linear match_all_linear",
+        "lora.target, a list in which gate_proj, up_proj and down_proj are the MLP's": "apply_lora_to_mlp",
+        "lora.modules_to_save=[lm_head], trained whole: the head gets no adapter": "apply_lora_to_output",
+        "lora.exclude, a list of names or a regular expression": "exclude_modules lora_exclude_modules",
+        "lora.target, a regular expression for whole names": (
+            "layers_to_transform layers_pattern peft_layers_to_transform"
+        ),
+        "lora.modules_to_save": "lora_modules_to_save additional_target modules_to_save",
+        "lora.rslora": "use_rslora peft_use_rslora",
+        "lora.dora": "use_dora peft_use_dora",
+        "lora.rank_pattern": "rank_pattern",
+        "lora.alpha_pattern": "alpha_pattern",
+        "lora.path, an adapter's directory to go on from": (
+            "adapter_path adapter_name_or_path lora_model_dir lora_adapter_path lora_path adapter_checkpoint"
+        ),
+        "lora.path, an adapter's directory to go on from; a run resumes by itself, checkpoint.resume=auto": (
+            "resume_from_adapter resume_from_checkpoint_adapter_only"
+        ),
         "train.validate_every": "eval_steps val_every",
         "train.validate_every, steps between validations or null": "eval_strategy evaluation_strategy",
         "optimizer.name": "optim",
@@ -136,11 +167,16 @@ VALUES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 NOT_YET = _by_word(
     {
-        "LoRA adapters": "lora use_lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules lora_target",
-        "quantised adapters": "qlora",
-        "adapters": "adapter",
-        "adapters (PEFT)": "peft peft_config use_peft",
-        "quantised weights": "load_in_4bit load_in_8bit quantization quantization_config",
+        "weights in 8 bits; lora.quantize=nf4 holds them in 4": "load_in_8bit",
+        "nf4's scales quantised too; lora.quantize=nf4 holds one float32 for 64 weights": (
+            "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization"
+        ),
+        "starts of adapters that change the base, PiSSA and the like; A is drawn, B is zero": (
+            "init_lora_weights pissa_init pissa_iter loftq_config"
+        ),
+        "LoRA+; optimizer.lr is one rate for A and B": "loraplus_lr_ratio loraplus_lr_embedding",
+        "adapters of single parameters; lora.target names linear layers": "lora_target_parameters target_parameters",
+        "biases beside an adapter": "lora_bias",
         "DeepSpeed; parameters are sharded by FSDP2, parallel.dp_shard": "deepspeed",
         "pipeline parallel": "pipeline_parallel_size pipeline_parallel_degree pp",
         "mixture-of-experts models": "expert_parallel_size ep",

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dtrain.config import Recipe, hiding, notes
+from dtrain.check import notes
+from dtrain.config import Recipe, hiding
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number

@@ -16,12 +16,14 @@ class Facts:
     """Of a method without a section, a second model or rows of its own: supervised fine-tuning.
 
     kind: what a sample of the data is, examples, pairs or prompts. ranges: of its section's keys, as
-    `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures.
+    `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the learning rate below which
+    a fresh adapter hardly learns, and a usual one.
     """
 
     kind = "examples"
     ranges: tuple = ()
     best: tuple[str, ...] = ("val_loss", "loss")
+    adapter_rates = (5e-5, "2e-4")
 
     def missing(self, recipe: Recipe) -> list[str]:
         """What the section must say and does not, one line each."""
@@ -77,6 +79,7 @@ class Facts:
 class DpoFacts(Facts):
     kind = "pairs"
     ranges = dpo_section.SECTION_RANGES
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
 
     def problems(self, recipe: Recipe) -> list[str]:
         return dpo_section.problems(recipe)
@@ -106,6 +109,7 @@ class DpoFacts(Facts):
 class GrpoFacts(Facts):
     kind = "prompts"
     ranges = grpo_section.SECTION_RANGES
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
     best = ("loss", "val_reward_mean")
 
     def problems(self, recipe: Recipe) -> list[str]:

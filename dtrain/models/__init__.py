@@ -8,6 +8,7 @@
     llama, qwen, gemma3          the families
     layers, functions            what they are made of; norms, activations, rotary embedding
     init                         starting values
+    adapter_config, adapters     which layers have an adapter, and of what rank; what it computes
     nf4, nf4_config              weights in 4 bits; what they ask of a model
 """
 

@@ -80,6 +80,11 @@ def matches(name: str, wanted: Names) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
+def by_end(pattern: str, name: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
 def is_adapter(name: str) -> bool:
     """Whether the parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in PARAMETERS
@@ -105,6 +110,16 @@ def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def modules(config: ModelConfig) -> list[str]:
+    """The names of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.architecture.startswith(("Qwen3", "Gemma3")):
+        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+    if config.architecture.startswith("Gemma3"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    numbers = range(config.num_hidden_layers)
+    return [*ENDS, "model.norm", *linears(config), *(f"model.layers.{n}.{norm}" for n in numbers for norm in norms)]
+
+
 def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
-    return next(found, otherwise)
+    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)

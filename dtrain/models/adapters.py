@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.batch import PADDING_DOCUMENT, Batch
+from dtrain.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.models.adapter_config import AdapterConfig
 from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -40,11 +40,13 @@ class AdapterState:
     tokens: Tensor | None = None
 
     def numbers(self, batch: Batch) -> Tensor:
-        """[B, S] int64, what dropout draws from: a function of seed, step, the row's own tokens and the place in it,
-        and so the same on every mesh, in whatever micro-batch. Rows of equal tokens get equal numbers."""
-        ids, places = batch["input_ids"], torch.arange(batch["input_ids"].shape[1])
-        words = mix(mix(ids + 1) + places) * (batch["seq_ids"] != PADDING_DOCUMENT)
-        return mix(mix(words.sum(1, keepdim=True) + key(self.seed, self.step)) + places)
+        """[B, S] int64, what dropout draws from: a function of seed, step, the document's tokens and the place in it.
+        So it is the same on every mesh, whatever row or micro-batch the document is in; equal documents are dropped
+        alike."""
+        of, places = document_ids(batch), batch["position_ids"]
+        words = mix(mix(batch["input_ids"] + 1) + places)
+        sums = sum_by_document(words, of, documents(batch)) + key(self.seed, self.step)  # [documents]
+        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)  # padding is −1, the last
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Adapter:
         """x [B, S, in] with a share of its elements zero and the others scaled up: a function of the token, the layer
         and the element's number in the whole layer's input."""
         tokens, share = self.shared.tokens, self.shared.dropout
-        if tokens is None or not share:
+        if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
         # Sequence parallel has padded the sequence.

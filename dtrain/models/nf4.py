@@ -102,8 +102,13 @@ def _levels(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS, dtype=torch.float32, device=device)
 
 
-@cache  # a copy to the device waits for it
+@torch.compiler.assume_constant_result
 def _pairs(device: torch.device) -> Tensor:
     """[256, 2] float32: the levels of a byte's two weights."""
+    return _pairs_once(device)
+
+
+@cache  # making them waits for the device
+def _pairs_once(device: torch.device) -> Tensor:
     levels = _levels(device)
     return torch.cartesian_prod(levels, levels)

@@ -48,7 +48,8 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
     the last one counts; where none does, it is replicated. Parameters shared before are shared after.
 
     Raises UserError for a pattern that matches no module, a style that is not known, and named styles that do not go
-    together: they would train wrong numbers. Functions and torch's objects answer for themselves.
+    together: they would train wrong numbers. Functions and torch's objects answer for themselves, but not for an
+    adapter's matrices, which they do not know.
     """
     tp = TensorParallel(mesh, sequence_parallel, model.config.num_key_value_heads)
     modules = dict(model.named_modules())
@@ -77,6 +78,11 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
             module._parameters[other] = first._parameters[name]
 
 
+def in_words(style: str | Style | ParallelStyle) -> str:
+    """A style's name, or that of its function or class."""
+    return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
+
+
 _IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "head_norm"}
 
 
@@ -98,6 +104,12 @@ def _contradictions(
             found = type(modules[name]).__name__
             problems.append(
                 f"{name}: {style} is a style of a {kind.__name__} ({kind.__module__}), and this is a {found}"
+            )
+    for name in unnamed:
+        if styles[name] not in STYLES.values() and any(one.startswith("lora_") for one in modules[name]._parameters):
+            problems.append(
+                f"{name}: {in_words(styles[name])} does not know the adapter beside this layer; give it a named style "
+                f"({', '.join(STYLES)}), or name the layer in lora.exclude"
             )
     for name, module in modules.items():
         style, parent = styles.get(name), name.rpartition(".")[0]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain import models
 from dtrain.config import Sizes, sizes
@@ -15,8 +14,8 @@ from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
-from dtrain.parallel.apply import find_plan
-from dtrain.parallel.tensor import Style
+from dtrain.models.layers import weights_in
+from dtrain.parallel.apply import find_plan, in_words
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
@@ -29,9 +28,9 @@ class Plan:
     """A recipe's step on one rank of a world. device: cuda, or cpu where the recipe says launch.device=cpu.
 
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
-    total_parameters: of the whole model. tokens: of an optimizer step over all ranks, every row full.
-    flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors on a device.
-    assumed: in place of the code that the recipe names.
+    total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
+    ranks, every row full. flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors
+    on a device. assumed: in place of the code that the recipe names.
     """
 
     recipe: Recipe
@@ -45,6 +44,7 @@ class Plan:
     time: Time
     table: Mapping[str, str]
     total_parameters: int
+    trained_parameters: int
     tokens: int
     flops_per_token: float
     assumed: tuple[str, ...] = ()
@@ -84,8 +84,9 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         budget=hardware.budget if budget is None else budget,
         step=step,
         time=estimate(step, world, hardware),
-        table={pattern: _in_words(style) for pattern, style in table.items()},
-        total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        table={pattern: in_words(style) for pattern, style in table.items()},
+        total_parameters=sum(map(weights_in, model.parameters())),
+        trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
         tokens=recipe.train.global_batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         assumed=tuple(assumed),
@@ -111,10 +112,6 @@ def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def _is_torchs(name: str) -> bool:
     cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
     return isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-
-
-def _in_words(style: str | Style | ParallelStyle) -> str:
-    return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
 
 
 def ready(recipe: Recipe) -> Recipe:

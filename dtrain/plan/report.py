@@ -9,7 +9,7 @@ from dtrain.plan.plan import Plan
 from dtrain.plan.search import Candidate, SearchResult
 
 _PARTS = (
-    ("parameters", "parameters", "this rank's share of the master weights"),
+    ("parameters", "parameters", "{parameters}"),
     ("gradients", "gradients", "{gradients}"),
     ("optimizer state", "optimizer state", "{optimizer}, for this rank's share"),
     ("rows", "rows", "the step's tokens and what else the loss reads"),
@@ -63,13 +63,19 @@ def _head(plan: Plan) -> str:
     recipe, sizes = plan.recipe, plan.sizes
     dtype = str(plan.dtype).removeprefix("torch.")
     where = "CPU processes" if plan.device == "cpu" else f"× {plan.hardware.name}"
-    total = plan.total_parameters
-    size = f"{total / 1e9:,.2f} B" if total >= 1e9 else f"{total / 1e6:,.1f} M" if total >= 1e5 else f"{total:,}"
+    size = f"{_millions(plan.total_parameters)} parameters"
+    if plan.trained_parameters < plan.total_parameters:
+        of_what = "" if recipe.lora is None else ", an adapter" + ", of a base in nf4" * (recipe.lora.quantize == "nf4")
+        size += f", {_millions(plan.trained_parameters)} of them trained{of_what}"
     return (
-        f"{recipe.method} of {recipe.model.path} ({size} parameters), {dtype}, on "
+        f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
         f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
     )
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> str:
@@ -96,7 +102,9 @@ def _memory(plan: Plan) -> str:
     else:
         less = gib(step.parameters - step.lightest)
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
+    held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
     words = {
+        "parameters": "this rank's share of the master weights" if step.trained == step.parameters else held,
         "optimizer": plan.recipe.optimizer.name,
         "gradients": "of whole layers until the last micro-batch is done"
         if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
@@ -159,6 +167,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "method": plan.recipe.method,
         "model": plan.recipe.model.path,
         "total_parameters": plan.total_parameters,
+        "trained_parameters": plan.trained_parameters,
         "device": plan.device,
         "gpu": plan.hardware.name if plan.device == "cuda" else None,
         "dtype": str(plan.dtype).removeprefix("torch."),
@@ -168,6 +177,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "rank": 0,
         "memory": {
             "parameters": step.parameters,
+            "trained_parameters": step.trained,
             "gradients": step.gradients,
             "optimizer_state": step.state,
             "activations": step.activations,

@@ -23,7 +23,7 @@ from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
 from dtrain.plan.plan import Plan, problems
-from dtrain.plan.policy import state_bytes
+from dtrain.plan.policy import bytes_of, state_bytes
 from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
@@ -144,15 +144,15 @@ class _ClosedForms:
         self.precision = choose_precision(recipe.train.dtype, "cuda")
         model = models.build(config, device="meta")
         choose_trained(model, recipe, self.precision.compute)
-        self.elements = sum(parameter.numel() for parameter in model.parameters())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.frozen_bytes = bytes_of(parameter for parameter in model.parameters() if not parameter.requires_grad)
         self.flops_per_token = model.flops_per_token(recipe.data.max_length)
         sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
         optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
         sample.grad = torch.ones_like(sample)
         optimizer.step()
         self.held = self.trained * (2 * sample.element_size() + state_bytes(optimizer) / sample.numel())
-        self.held += (self.elements - self.trained) * self.precision.compute.itemsize
+        self.held += self.frozen_bytes
 
     def shards(self, world: Sizes) -> float:
         """Bytes of a rank's parameters, gradients and optimizer state, if all were shared out evenly."""
@@ -169,12 +169,13 @@ class _ClosedForms:
         peak = hardware.arithmetic[self.precision.compute] * hardware.reach
         computing = world.accumulation * tokens * self.flops_per_token * (4 / 3 if again else 1) / world.tp / peak
         shards = world.dp_shard * world.cp
-        whole, trained, layers = self.elements / world.tp, self.trained / world.tp, config.num_hidden_layers
+        trained, layers = self.trained / world.tp, config.num_hidden_layers
+        whole = trained * compute + self.frozen_bytes / world.tp  # bytes
         keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
         messages = [
-            ("fsdp", "all-gather", shards, passes * gathers * (layers + 1), passes * gathers * whole * compute),
+            ("fsdp", "all-gather", shards, passes * gathers * (layers + 1), passes * gathers * whole),
             ("fsdp", "reduce-scatter", shards, layers + 1, trained * reduce),
             ("dp_replicate", "all-reduce", world.dp_replicate, layers + 1, trained / shards * reduce),
             (

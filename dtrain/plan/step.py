@@ -6,14 +6,17 @@ phases are told by their distance from the first layer or from the last. Of the 
 differ from those between.
 """
 
+import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
 
+from dtrain.checkpoint.peft_config import adapter_of
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
+from dtrain.models.adapter_config import Low, linears, modules
 from dtrain.models.config import ModelConfig
 from dtrain.plan.children import side_by_side
 from dtrain.plan.collectives import Collective
@@ -28,12 +31,14 @@ _MARGIN = 2  # layers at either end that differ from those between: prefetched, 
 class Step:
     """What one rank holds, sends and computes in an optimizer step. Bytes.
 
-    lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is made of.
-    moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic:
-    (messages, bytes). flops: by the dtype of their operands. moved: read and written by all other operations.
+    trained: of the parameters those that are. lightest: the smallest parameters that a rank has. peak: with the
+    optimizer's state. parts: what it is made of. moment: where it is. activations: kept for the backward of a
+    micro-batch, at most. traffic: (messages, bytes). flops: by the dtype of their operands. moved: read and written by
+    all other operations.
     """
 
     parameters: int
+    trained: int
     gradients: int
     state: int
     lightest: int
@@ -58,9 +63,7 @@ def plan_step(
     layers, period = config.num_hidden_layers, _period(config.layer_types)
     few = 2 * max(_MARGIN, period + 1 if period > 1 else 0)
     few += (layers - few) % period
-    patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
-    singles_out = any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer alike
-    is_whole = whole or singles_out or few + 2 * period > layers
+    is_whole = whole or not _alike(recipe, config) or few + 2 * period > layers
     cuts = [
         replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
         for count in ([layers] if is_whole else [few, few + period])
@@ -68,6 +71,21 @@ def plan_step(
     calls = [partial(trace_step, recipe, cut, sizes, rank=rank, device=device) for cut in cuts]
     trace, *longer = side_by_side(calls)
     return _of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, sizes)
+
+
+def _alike(recipe: Recipe, config: ModelConfig) -> bool:
+    """Whether of every layer the same is trained."""
+    if recipe.lora is None:
+        patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
+        return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
+    adapter = adapter_of(asdict(recipe.lora))
+    layers: dict[str, dict[str, Low | None]] = {}
+    whole = dict.fromkeys(adapter.saved(modules(config)))
+    for name, low in {**whole, **adapter.adapted(linears(config))}.items():
+        if found := re.fullmatch(r"(model\.layers\.\d+)\.(.*)", name):
+            layers.setdefault(found[1], {})[found[2]] = low
+    first = next(iter(layers.values()), {})
+    return not layers or (len(layers) == config.num_hidden_layers and all(one == first for one in layers.values()))
 
 
 def _period(types: tuple[str, ...]) -> int:
@@ -112,6 +130,7 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
     parts = peak + Counter({"optimizer state": state, "rows": rows})
     return Step(
         total["parameters",],
+        total["trained",],
         total["gradients",],
         state,
         total["lightest",],

@@ -39,10 +39,10 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 class Trace:
     """A step of so many layers and micro-batches.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "gradients",
-    "state": bytes of this rank's shards and of what the optimizer keeps for them; "lightest": the smallest parameters
-    that a rank has; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
-    brings.
+    peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
+    "state": bytes of this rank's shards, of those that are trained, and of what the optimizer keeps for them;
+    "lightest": the smallest parameters that a rank has; "rows", "micro rows": of the host's tensors on a planned CPU,
+    and of those that one micro-batch brings.
     """
 
     layers: int
@@ -83,6 +83,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
     parameters = list(policy.model.parameters())
     held = {
         "parameters": bytes_of(parameter.detach() for parameter in parameters),
+        "trained": bytes_of(parameter.detach() for parameter in parameters if parameter.requires_grad),
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
         "lightest": _min_shard_bytes(parameters),

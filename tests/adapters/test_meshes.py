@@ -10,8 +10,8 @@ import torch
 
 from dtrain.checkpoint.peft_config import adapter_of
 from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
-from tests.test_trainer import run, trajectory, weights
-from tests.tiny import tiny_recipe
+from tests.test_trainer import metrics, run, trajectory, weights
+from tests.tiny import tiny_grpo, tiny_recipe
 
 pytestmark = pytest.mark.turns(8)
 
@@ -65,6 +65,18 @@ def test_other_ways_give_the_same(tmp_path, more, ranks):
         recipe_of(tmp_path, "two", *MODELS[0], *case, *more, f"train.micro_batch={16 // (2 * ranks) or 1}"), ranks
     )
     assert_parity(two, trajectory(one), weights(one))
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(2, []), (4, ["parallel.tp=2"])])
+def test_grpo_draws_with_the_adapter_and_without_its_dropout(tmp_path, ranks, more):
+    section = ["lora={rank: 4, dropout: 0.3}", "grpo.beta=0.1", "train.steps=6", "optimizer.lr=3e-2"]
+    one = run(tiny_grpo(tmp_path, *section, name="one"))
+    two = run(tiny_grpo(tmp_path, *section, *more, "train.micro_batch=1", name="two"), ranks)
+    rows = [row for row in metrics(one) if "mismatch_kl" in row]
+    assert rows and all(abs(row["mismatch_kl"]) < 1e-12 for row in rows)
+    assert len({row["loss"] for row in metrics(one)}) > 1
+    for found, expected in zip(trajectory(two), trajectory(one), strict=True):
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-9, abs=1e-14)
 
 
 def test_a_rank_that_has_too_few_rows_for_the_adapter_holds_none_of_it(tmp_path):

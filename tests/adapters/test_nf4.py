@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
+from dtrain.checkpoint import quantized
 from dtrain.checkpoint.huggingface import read_weights
+from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.errors import UserError
 from dtrain.models.nf4 import LEVELS, dequantize, product, quantize, quantize_linears
 from dtrain.models.nf4_config import misfits
@@ -200,9 +202,6 @@ def stored_as_bitsandbytes(directory, out, double, change=lambda tensors: None, 
 
 
 def test_bitsandbytes_second_quantization_is_undone_to_the_bit(tmp_path):
-    from dtrain.checkpoint import quantized
-    from dtrain.checkpoint.safetensor_files import WeightFiles
-
     stored, (codes, scales) = fixture()["double"], quantize(MATRIX)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [75, 256]}
     state |= {"nested_blocksize": 256, "nested_offset": stored["nested_offset"]}
@@ -266,6 +265,18 @@ def test_ranks_hold_the_parts_of_one_whole(tmp_path, mesh, kind):
     assert len(filled) == 2 * len(whole) == 28
     for (name, part), found in filled.items():
         assert torch.equal(found, whole[name][part == "weight_scales"]), (name, part)
+
+
+@pytest.mark.parametrize("kind", ["floats", "single", "double"])
+def test_tiles_of_a_file_make_one_whole(tmp_path, kind, monkeypatch):
+    directory = base(tmp_path)
+    whole = {name: quantize(one) for name, one in projections(directory).items()}
+    if kind != "floats":
+        directory, whole = stored_as_bitsandbytes(directory, tmp_path / "bnb", kind == "double")
+    monkeypatch.setattr(quantized, "_TILE", 700)  # 5 rows of 128, 2 of 256
+    for name, layer in linears(quantized_model(directory)).items():
+        codes, scales = whole[name]
+        assert torch.equal(layer.weight_codes, codes) and torch.equal(layer.weight_scales, scales), name
 
 
 def projections(directory):

@@ -1,6 +1,7 @@
 """Adapters in PEFT's layout, in and out, with PEFT as the oracle."""
 
 import json
+import random
 import shutil
 from dataclasses import asdict
 
@@ -24,6 +25,7 @@ from dtrain.checkpoint.peft_config import (
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.config.schema import Lora
 from dtrain.errors import UserError
+from dtrain.models.adapter_config import linears
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
@@ -189,6 +191,46 @@ def test_the_section_s_own_keys(made):
     assert len(lines) == 3
     assert lines[0].startswith("lora.rank is 8, and r of ") and "is 4: leave lora.rank out" in lines[0]
     assert "use_dora" in lines[2] and "target_modules" in lines[1]
+
+
+FIELDS = {
+    "target_modules": [["q_proj"], ["self_attn.k_proj", "down_proj"], ["model.layers.1.mlp.up_proj", "o_proj"]]
+    + [r".*\.1\..*(up|v)_proj", r"model\.layers\.[02]\.mlp\..*"],
+    "exclude_modules": [None, ["1.self_attn.q_proj", "up_proj"], r".*\.2\..*"],
+    "layers_to_transform": [None, 1, [0, 2]],
+    "layers_pattern": [None, "layers", ["blocks", "layers"]],
+    "modules_to_save": [None, ["1.mlp.down_proj"], ["lm_head", "o_proj"]],
+    "rank_pattern": [{}, {"q_proj": 2, ".*proj": 3}, {r"layers\.1\..*": 5, "down_proj": 6}],
+    "alpha_pattern": [{}, {"^model.layers.0.self_attn.*": 7, "proj": 9}],
+    "use_rslora": [False, True],
+}
+
+
+def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
+    """Of 300 random files, by PEFT's own functions."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config = models.read_config(write_model(tmp_path, num_hidden_layers=3))
+    names, draw, seen = list(linears(config)), random.Random(0), set()
+    (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
+    for _ in range(300):
+        fields = {field: draw.choice(values) for field, values in FIELDS.items()}
+        if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
+            fields |= {"layers_to_transform": None, "layers_pattern": None}
+        theirs = LoraConfig(r=4, lora_alpha=8, **fields)
+        (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 8, **fields}))
+        expected = {}
+        for name in names:
+            if check_target_module_exists(theirs, name):
+                rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern.keys(), name), 4)
+                alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), name), 8)
+                expected[name] = rank, alpha / (rank**0.5 if theirs.use_rslora else rank)
+        found = read_adapter_config(tmp_path).adapted(names)
+        assert {name: (low.rank, low.scale) for name, low in found.items()} == expected, fields
+        seen.add(len(expected))
+    assert len(seen) >= 6
 
 
 REFUSED = {

@@ -1,5 +1,6 @@
 """Models by their hub id: from a cache as huggingface_hub lays it out, and its errors in plain words. No network."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from dtrain import cli, models
 from dtrain.checkpoint import hub
 from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.checkpoint.peft_config import base_of
 from dtrain.errors import UserError
 from dtrain.launch import launch
 from dtrain.preflight import load, preflight
@@ -138,3 +140,12 @@ def test_only_weights_and_small_files_are_fetched(tmp_path, monkeypatch):
 def test_no_hub_is_imported_where_the_model_is_a_directory(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     load(tiny_recipe(tmp_path))
+
+
+def test_an_adapter_finds_its_base_by_the_id_that_the_cache_has_it_under(tmp_path, cache):
+    assert hub.id_of(cache) == NAME and hub.id_of(tmp_path / "source") is None
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": NAME}))
+    assert base_of(tmp_path) == cache
+    cache.rename(cache.with_name("gone"))
+    with pytest.raises(UserError, match=f"not in the hub's cache on this machine: `dtrain download {NAME}`"):
+        base_of(tmp_path)

@@ -70,7 +70,7 @@ def peaks_of_a_step(rank, recipe, world_size):
     policy.init_optimizer(10)
     method = METHODS[recipe.method](recipe)
     if recipe.method == "dpo" and method.facts.needs_reference(recipe):
-        policy.init_reference_model()
+        method.keep_reference(policy)
 
     def step():
         rows = full_rows(recipe, method, sizes.accumulation)

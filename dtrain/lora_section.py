@@ -1,0 +1,214 @@
+"""What must hold in a recipe's section `lora` and around it: by itself, and for the model that it meets. No torch."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dtrain.checkpoint.peft_config import adapter_of, adapter_problems
+from dtrain.config.schema import Lora, Recipe
+from dtrain.methods.facts import facts_of
+from dtrain.models import nf4_config
+from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, by_end, linears, matches, modules
+from dtrain.models.config import ModelConfig
+from dtrain.ranges import nearest, shown
+
+_SHARE = (lambda v: 0 <= v < 1, "from 0 up to 1, and below it")
+_NAMES = (lambda v: "" not in list(v), "a list of names")
+_POSITIVE = (lambda v: 0 < v < math.inf, "a finite number above 0")
+
+# As `dtrain.check.RANGES`.
+SECTION_RANGES: tuple = (
+    ("lora.rank", lambda v: v >= 1, "at least 1, or lora=null for full fine-tuning"),
+    ("lora.alpha", *_POSITIVE),
+    ("lora.dropout", *_SHARE),
+    ("lora.rank_pattern", lambda v: all(rank >= 1 for rank in v.values()), "a mapping to ranks of at least 1"),
+    ("lora.alpha_pattern", lambda v: all(map(_POSITIVE[0], v.values())), "a mapping to finite numbers above 0"),
+    ("lora.target", lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression"),
+    ("lora.exclude", lambda v: v != "" and _NAMES[0](v), "a list of names, or a regular expression"),
+    ("lora.modules_to_save", *_NAMES),
+)
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """What is wrong with the section, beside its ranges, and with keys that do not go with it; one line each."""
+    section = recipe.lora
+    if section is None:
+        return []
+    found = _expressions(section) + _ends(section)
+    for key, patterns in (("train_only", recipe.train.train_only), ("freeze", recipe.train.freeze)):
+        if patterns:
+            found.append(
+                f"train.{key}={shown(patterns)} chooses among the model's own weights, and with lora these all stay as "
+                f"they are: set train.{key}=[]; lora.target and lora.exclude choose the layers with an adapter, "
+                "lora.modules_to_save what is trained whole beside it"
+            )
+    is_nf4 = section.quantize == "nf4"
+    if is_nf4 and recipe.model.init == "scratch":
+        found.append(
+            "model.init=scratch draws weights, and lora.quantize=nf4 holds those of a trained model in 4 bits: "
+            "set model.init=pretrained, or lora.quantize=none"
+        )
+    if is_nf4 and recipe.checkpoint.init_from:
+        found.append(
+            f"checkpoint.init_from={recipe.checkpoint.init_from} fills the model with a run's weights, and "
+            "lora.quantize=nf4 reads those of model.path: export the run (`dtrain export`), and set model.path to that"
+        )
+    if is_nf4 and recipe.train.dtype == "float64":
+        found.append(
+            "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits: "
+            "set train.dtype=float32 or bfloat16, or lora.quantize=none"
+        )
+    return found
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """What its user is told of a section that is no mistake: that a fresh adapter hardly learns at a low rate."""
+    section, (low, usual) = recipe.lora, facts_of(recipe).adapter_rates
+    if section is None or section.path is not None or not 0 < recipe.optimizer.lr < low:
+        return []
+    return [
+        f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 times "
+        f"that of full fine-tuning is usual, such as optimizer.lr={usual}"
+    ]
+
+
+def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
+    """What of the section does not fit `model`, one line each. Nothing where `problems` finds it wrong in itself."""
+    section = recipe.lora
+    found = nf4_config.misfits(model, "none" if section is None else section.quantize, recipe.parallel.tp)
+    found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
+    if section is None or _expressions(section) or _out_of_range(section):
+        return found
+    if section.path is not None:
+        return found + adapter_problems(asdict(section), model)
+    config, layers = adapter_of(asdict(section)), linears(model)
+    found += _targets(config, list(layers)) + _patterns(config, list(layers))
+    found += _saved(config, modules(model))
+    if not found and not config.adapted(layers):
+        found.append(
+            f"lora.exclude={shown(section.exclude)} leaves no layer of lora.target={shown(section.target)} to adapt: "
+            "name fewer layers in lora.exclude, or more in lora.target"
+        )
+    return found + _ranks(config, layers)
+
+
+def _out_of_range(section: Lora) -> bool:
+    return not all(holds(getattr(section, key.partition(".")[2])) for key, holds, _ in SECTION_RANGES)
+
+
+def _expressions(section: Lora) -> list[str]:
+    """Regular expressions that are none."""
+    named = [(f"lora.{key}", getattr(section, key)) for key in ("target", "exclude")]
+    named = [(key, value) for key, value in named if isinstance(value, str)]
+    named += [(f"lora.{key}", name) for key in ("rank_pattern", "alpha_pattern") for name in getattr(section, key)]
+    found = []
+    for key, text in named:
+        try:
+            re.compile(text)
+        except re.error as error:
+            found.append(
+                f"{key}: {text} is no regular expression ({error}); `.*` stands for any text, \\. for a dot; names "
+                "alone are written [q_proj, v_proj]"
+                if "pattern" not in key
+                else f"{key}: {text} is no regular expression ({error}); `.*` stands for any text, \\. for a dot"
+            )
+    return found
+
+
+def _ends(section: Lora) -> list[str]:
+    """Targets that are the embedding or the head, which get no adapter."""
+    if _expressions(section) or section.target == ALL_LINEAR:
+        return []
+    found = []
+    for end in ENDS:
+        short, is_saved = end.rpartition(".")[2], any(end.endswith(name) for name in section.modules_to_save)
+        if not _matches(end, section.target) or (section.exclude and _matches(end, section.exclude)):
+            continue
+        if isinstance(section.target, str) and not is_saved:
+            found.append(
+                f"lora.target={section.target} matches {end} too, which gets no adapter: put it in "
+                f"lora.modules_to_save, [{short}], to train it whole, or in lora.exclude"
+            )
+        elif not isinstance(section.target, str):
+            found.append(
+                f"lora.target names {short}, which gets no adapter: put it in lora.modules_to_save, [{short}], where "
+                "it is trained whole, and take it out of lora.target"
+            )
+    return found
+
+
+def _matches(name: str, wanted: str | Sequence[str]) -> bool:
+    return matches(name, wanted if isinstance(wanted, str) else tuple(wanted))
+
+
+def _targets(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
+    """Entries of target and exclude that match no layer."""
+    found = []
+    for key, wanted in (("target", config.target), ("exclude", config.exclude)):
+        entries: list[Any] = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
+        known = [*layers, *ENDS]  # target: `_ends` speaks of these
+        for entry in entries:
+            if entry in (ALL_LINEAR, "") or any(matches(name, entry) for name in known):
+                continue
+            name = entry if isinstance(entry, str) else entry[0]
+            found.append(f"lora.{key}: {name} matches no linear layer of the model" + _hint(key, entry, layers))
+    return found
+
+
+def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
+    short = _ends_of(layers)
+    if not isinstance(entry, str):
+        near = nearest(entry[0].rpartition(".")[2], short)
+        return f"; did you mean {near}?" if near else f"; there are {', '.join(short)}, as in {layers[0]}"
+    if any(entry in (name, name.rpartition(".")[2]) for name in layers):
+        return f": a text is a regular expression for whole names, such as {layers[0]}; set lora.{key}=[{entry}]"
+    return (
+        f": a text is a regular expression for whole names, such as {layers[0]}; names alone are written "
+        f"lora.{key}=[{', '.join(short[:2])}]"
+    )
+
+
+def _ends_of(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
+    """Patterns that no layer with an adapter follows."""
+    adapted = list(config.adapted(layers))
+    found = []
+    for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for pattern in patterns:
+            if not any(by_end(pattern, name) for name in adapted):
+                names = _ends_of(adapted)
+                near = nearest(pattern, names)
+                hint = f"did you mean {near}?" if near else f"there are {', '.join(names) or 'none'}"
+                found.append(f"lora.{key}: {pattern} matches the end of no adapted layer's name; {hint}")
+    return found
+
+
+def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
+    """Entries of modules_to_save that match no module."""
+    found = []
+    for entry in config.modules_to_save:
+        named = [name for name in known if name.endswith(entry)]
+        if not named:
+            names = _ends_of(known)
+            near = nearest(entry.rpartition(".")[2], names)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
+            found.append(f"lora.modules_to_save: {entry} matches no module with weights of its own; {hint}")
+    return found
+
+
+def _ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Ranks above the smaller side of a layer, once for layers of one name and size."""
+    found: dict[str, None] = {}
+    for name, low in config.adapted(layers).items():
+        short, (rows, columns) = name.rpartition(".")[2], layers[name]
+        if low.rank > (most := min(rows, columns)):
+            found[
+                f"lora.rank: an adapter of rank {low.rank} is larger than {short} itself, [{rows}, {columns}]: set "
+                f"lora.rank={most} or less, or lora.rank_pattern={{{short}: {most}}}"
+            ] = None
+    return list(found)

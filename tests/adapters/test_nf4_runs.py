@@ -1,0 +1,111 @@
+"""Runs with the base in 4 bits: the numbers of one process on every mesh, and those of the weights that codes mean."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dtrain.models.nf4 import dequantize
+from tests.adapters.test_nf4 import NF4, base, stored_as_bitsandbytes
+from tests.test_parity import distance
+from tests.test_trainer import run, trajectory
+from tests.tiny import tiny_recipe, write_rows
+
+pytestmark = pytest.mark.turns(6)
+
+# name: (ranks, rows of a micro-batch, overrides); one process takes all 12 at once.
+MESHES = {
+    "dp2": (2, 3, []),
+    "dp3": (3, 2, []),
+    "tp2": (2, 6, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
+    "tp2+sp": (2, 6, ["parallel.tp=2"]),
+    "tp4+sp, fewer KV heads": (4, 6, ["parallel.tp=4"]),
+    "cp2": (2, 6, ["parallel.cp=2"]),
+    "dp2 tp2": (4, 3, ["parallel.tp=2"]),
+    "dp2 tp2+sp cp2": (8, 3, ["parallel.tp=2", "parallel.cp=2"]),
+}
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
+CASES = [(mesh, FAMILIES[index % 4], ["lora.dora=true"] if index % 3 == 0 else []) for index, mesh in enumerate(MESHES)]
+
+
+def recipe_of(root, name, model, *overrides):
+    shape = [f"model.path={model}", "train.global_batch=12", "checkpoint.every=null", "train.steps=4"]
+    return tiny_recipe(root, *NF4, *shape, *overrides, name=name)
+
+
+def wide(root, family):
+    """A model whose 256 inputs, and 256 of o_proj's, are blocks enough for four ranks."""
+    return base(root, family, hidden_size=256, num_attention_heads=4, head_dim=64)
+
+
+def assert_same(recipe, reference, loss, norm):
+    found, expected = trajectory(recipe), trajectory(reference)
+    assert len(found) == len(expected) == 4
+    for mine, right in zip(found, expected, strict=True):
+        assert mine[2:] == right[2:]
+        assert distance(mine[0], right[0]) <= loss, (mine, right)
+        assert distance(mine[1], right[1]) <= norm, (mine, right)
+
+
+@pytest.mark.parametrize(("mesh", "family", "more"), CASES, ids=[" ".join([m, f, *o]) for m, f, o in CASES])
+def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, family, more):
+    model = wide(tmp_path, family)
+    more = [*more, "train.dtype=float64"]
+    one = run(recipe_of(tmp_path, "one", model, "train.micro_batch=12", *more))
+    ranks, rows, options = MESHES[mesh]
+    many = run(recipe_of(tmp_path, "many", model, f"train.micro_batch={rows}", *options, *more), ranks)
+    assert_same(many, one, loss=1e-9, norm=1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "cp2", "dp2 tp2"])
+def test_float32_agrees_to_1e_5_in_loss_and_1e_4_in_the_norm(tmp_path, mesh):
+    model = wide(tmp_path, "qwen3")
+    one = run(recipe_of(tmp_path, "one", model, "train.micro_batch=12", "train.dtype=float32"))
+    ranks, rows, options = MESHES[mesh]
+    many = run(recipe_of(tmp_path, "many", model, f"train.micro_batch={rows}", *options, "train.dtype=float32"), ranks)
+    assert_same(many, one, loss=1e-5, norm=1e-4)
+
+
+@pytest.mark.parametrize("more", [[], ["lora.dora=true"]])
+def test_bfloat16_under_fsdp_is_that_of_one_rank(tmp_path, more):
+    """In micro-batches of one packed row: products of other rows, or of other lengths, are rounded otherwise."""
+    model, rows = base(tmp_path), write_rows(tmp_path / "many.jsonl", 200)
+    more = [*more, "train.dtype=bfloat16", "train.micro_batch=1", "data.packing=true", f"data.train.path={rows}"]
+    one = run(recipe_of(tmp_path, "one", model, *more))
+    two = run(recipe_of(tmp_path, "two", model, *more), 2)
+    assert_same(two, one, loss=1e-6, norm=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["train.activation_checkpointing=full"],
+        ["train.activation_checkpointing=selective"],
+        pytest.param(["train.compile=true"], marks=pytest.mark.full),
+        ["parallel.reshard_after_forward=true", "train.micro_batch=3"],
+    ],
+)
+def test_other_ways_give_the_same(tmp_path, more):
+    model = wide(tmp_path, "qwen3")
+    plain = ["lora.dora=true", "train.dtype=float64", "train.micro_batch=6"]
+    one = run(recipe_of(tmp_path, "one", model, *plain))
+    two = run(recipe_of(tmp_path, "two", model, *plain, *more), 2 if "micro_batch" in more[-1] else 1)
+    assert_same(two, one, loss=1e-9, norm=1e-9)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_checkpoint_of_bitsandbytes_trains_as_its_weights_do(tmp_path, double):
+    """Its codes are no codes of the floats that it means: these have other absmax once they are rounded anew."""
+    directory, meant = stored_as_bitsandbytes(base(tmp_path), tmp_path / "bnb", double)
+    options = ["train.dtype=float64", "train.micro_batch=6"]
+    recipe = run(recipe_of(tmp_path, "bnb", directory, *options))
+    dense = with_weights(tmp_path, {name: dequantize(*one, torch.float32) for name, one in meant.items()})
+    plain = run(recipe_of(tmp_path, "plain", dense, *options, "lora.quantize=none"))
+    assert_same(recipe, plain, loss=1e-12, norm=1e-12)
+
+
+def with_weights(root, weights):
+    """The `base` model with other weights of its linear layers."""
+    tensors = load_file(base(root) / "model.safetensors")
+    directory = base(root / "other")
+    save_file(tensors | {f"{name}.weight": one for name, one in weights.items()}, directory / "model.safetensors")
+    return directory

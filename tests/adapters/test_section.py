@@ -1,0 +1,278 @@
+"""The section `lora` as its user meets it: how it is written, what is refused before work, and what is noted."""
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from dtrain import config, models
+from dtrain.cli import main
+from dtrain.config.schema import Lora
+from dtrain.errors import RecipeError, UserError
+from dtrain.models.adapter_config import AdapterConfig, linears, modules
+from dtrain.models.adapters import add_adapters
+from dtrain.models.layers import DECODER_PLAN, Linear
+from dtrain.parallel.apply import apply_plan
+from dtrain.parallel.tensor import colwise
+from dtrain.preflight import load, preflight
+from tests.models import published
+from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model
+from tests.world import run_world
+
+ADAPTER = ["lora={}", "lora.rank=8"]
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """What is wrong with a recipe of a tiny Qwen3, with overrides."""
+    recipe = tiny_recipe(tmp_path_factory.mktemp("recipe"))
+    return lambda *overrides: preflight(config.load(recipe, overrides), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], None),
+        (["lora={}"], Lora()),
+        (["lora=null"], None),
+        (["lora.rank=8"], Lora(rank=8)),
+        (["lora.rank=8", "lora={}"], Lora(rank=8)),  # a mapping is merged
+        (["lora.rank=8", "lora=null"], None),
+        (["lora={rank: 8, alpha: 3}"], Lora(rank=8, alpha=3.0)),
+        (["lora.target=[q_proj,v_proj]"], Lora(target=["q_proj", "v_proj"])),
+        (["lora.target=.*_proj"], Lora(target=".*_proj")),
+        (["lora.rank_pattern={q_proj: 4e0}"], Lora(rank_pattern={"q_proj": 4})),
+        (["lora.alpha_pattern={q_proj: 8}"], Lora(alpha_pattern={"q_proj": 8.0})),
+    ],
+)
+def test_how_it_is_written(overrides, expected):
+    loaded = config.load("sft", overrides)
+    assert loaded.lora == expected
+    assert config.load(loaded) == loaded and config.diff(config.to_yaml(loaded), loaded) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("lora=true", "lora=true: lora is a mapping with the keys rank, alpha"),
+        ("lora=1", "write lora={} for their defaults, or null for none"),
+        ("lora=qlora", "write lora={} for their defaults, or null for none"),
+        ("lora.rank=1.5", "lora.rank=1.5 must be a whole number"),
+        ("lora.rnk=8", "lora.rnk is no key of a recipe; did you mean lora.rank?"),
+        ("lora.r=8", "lora.r: dtrain's word for it is lora.rank"),
+        ("lora.quantize=nf8", "lora.quantize=nf8 is none of none, nf4; did you mean nf4?"),
+        ("lora.rank_pattern={q_proj: 1.5}", "must be a mapping from names to whole numbers"),
+        ("lora.alpha_pattern={q_proj: x}", "must be a mapping from names to numbers"),
+        ("lora.modules_to_save=lm_head", "lora.modules_to_save=lm_head must be a list of texts"),
+    ],
+)
+def test_what_is_no_section_says_what_to_write(override, answer):
+    with pytest.raises(RecipeError) as caught:
+        config.load("sft", [override])
+    assert answer in "\n".join(caught.value.problems)
+
+
+# Overrides → what each problem says: the key, and the fix.
+REFUSED = {
+    "no rank": (["lora.rank=0"], "lora.rank=0 must be at least 1, or lora=null for full fine-tuning"),
+    "no alpha": (["lora.alpha=0"], "lora.alpha=0.0 must be a finite number above 0"),
+    "alpha beyond numbers": (["lora.alpha=1e400"], "lora.alpha=inf must be a finite number"),
+    "alpha is no number": (["lora.alpha=.nan"], "lora.alpha=nan must be a finite number"),
+    "all dropped": (["lora.dropout=1"], "lora.dropout=1.0 must be from 0 up to 1"),
+    "dropout below nothing": (["lora.dropout=-0.1"], "lora.dropout=-0.1 must be from 0"),
+    "a pattern's rank": (["lora.rank_pattern={q_proj: 0}"], "must be a mapping to ranks of at least 1"),
+    "a pattern's alpha": (["lora.alpha_pattern={q_proj: -1}"], "must be a mapping to finite numbers above 0"),
+    "no target": (["lora.target=[]"], "lora.target=[] must be all-linear, a list of names, or a regular expression"),
+    "an empty name": (["lora.exclude=['']"], "lora.exclude=[''] must be a list of names"),
+    "everything saved": (["lora.modules_to_save=['']"], "lora.modules_to_save=[''] must be a list of names"),
+    "target is no expression": (["lora.target='(q_proj'"], "lora.target: (q_proj is no regular expression (missing )"),
+    "exclude is no expression": (["lora.exclude='*q_proj'"], "names alone are written [q_proj, v_proj]"),
+    "a pattern is no expression": (
+        ["lora.rank_pattern={'q_proj)': 4}"],
+        "lora.rank_pattern: q_proj) is no regular expression",
+    ),
+    "a name that slipped": (
+        ["lora.target=[q_prj,v_proj]"],
+        "lora.target: q_prj matches no linear layer of the model; did you mean q_proj?",
+    ),
+    "a name of another model": (
+        ["lora.target=[Wqkv]"],
+        "lora.target: Wqkv matches no linear layer of the model; there are q_proj, k_proj, v_proj, o_proj, gate_proj",
+    ),
+    "a name as an expression": (["lora.target=q_proj"], "set lora.target=[q_proj]"),
+    "an expression for nothing": (
+        ["lora.target=layers.*attn"],
+        "a text is a regular expression for whole names, such as model.layers.0.self_attn.q_proj",
+    ),
+    "nothing of that name to exclude": (["lora.exclude=[q_prj]"], "lora.exclude: q_prj matches no linear layer"),
+    "a rank for nothing": (
+        ["lora.rank_pattern={down: 4}"],
+        "lora.rank_pattern: down matches the end of no adapted layer's name; did you mean down_proj?",
+    ),
+    "an alpha for what is excluded": (
+        ["lora.alpha_pattern={q_proj: 4}", "lora.exclude=[q_proj]"],
+        "lora.alpha_pattern: q_proj matches the end of no adapted layer's name",
+    ),
+    "nothing of that name to save": (
+        ["lora.modules_to_save=[lm_haed]"],
+        "lora.modules_to_save: lm_haed matches no module with weights of its own; did you mean lm_head?",
+    ),
+    "a block to save": (["lora.modules_to_save=[self_attn]"], "lora.modules_to_save: self_attn matches no module"),
+    "a rank above a layer's": (
+        ["lora.rank=40", "lora.target=[q_proj]"],
+        "an adapter of rank 40 is larger than q_proj itself, [64, 32]: set lora.rank=32 or less, or "
+        "lora.rank_pattern={q_proj: 32}",
+    ),
+    "the head": (
+        ["lora.target=[q_proj,lm_head]"],
+        "lora.target names lm_head, which gets no adapter: put it in lora.modules_to_save, [lm_head]",
+    ),
+    "the embedding, by its whole name": (
+        ["lora.target=[q_proj,model.embed_tokens]"],
+        "lora.target names embed_tokens, which gets no adapter: put it in lora.modules_to_save, [embed_tokens]",
+    ),
+    "the head, by an expression": (
+        ["lora.target=.*(proj|head)"],
+        "matches lm_head too, which gets no adapter: put it in lora.modules_to_save, [lm_head], to train it whole, or "
+        "in lora.exclude",
+    ),
+    "nothing left": (
+        ["lora.target=[q_proj]", "lora.exclude=.*self_attn.*"],
+        "lora.exclude=.*self_attn.* leaves no layer of lora.target=['q_proj'] to adapt",
+    ),
+    "parts of the model": (
+        ["train.train_only=[model.layers.1.*]"],
+        "set train.train_only=[]; lora.target and lora.exclude choose the layers with an adapter",
+    ),
+    "parts frozen": (["train.freeze=['*norm*']"], "set train.freeze=[]; lora.target and lora.exclude choose"),
+    "four bits in float64": (
+        ["lora.quantize=nf4"],
+        "set train.dtype=float32 or bfloat16, or lora.quantize=none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_with_its_key_and_a_fix(problems, case):
+    overrides, answer = REFUSED[case]
+    found = problems(*ADAPTER, *overrides)
+    assert len(found) == 1 and answer in found[0], found
+
+
+def test_all_that_is_wrong_comes_at_once(problems):
+    found = problems(
+        *ADAPTER,
+        "lora.target=[q_prj,lm_head,k_proj]",
+        "lora.exclude=[gone]",
+        "lora.rank=33",
+        "lora.modules_to_save=[nothing]",
+        "train.freeze=['*norm*']",
+        "optimizer.lr=-1",
+    )
+    assert len(found) == 7, found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["lora.target=[q_proj,layers.1.mlp.down_proj]", "lora.rank_pattern={'layers.1.mlp.down_proj': 4}"],
+        ["lora.target=.*", "lora.exclude=[lm_head,embed_tokens]"],
+        ["lora.target=.*", "lora.modules_to_save=[lm_head,embed_tokens]"],
+        ["lora.modules_to_save=[norm,down_proj]", "lora.dropout=0.999"],
+        ["lora.target=.*_proj", "lora.modules_to_save=[o_proj]"],
+        ["lora.rank=32", "lora.alpha=1e-6", "lora.rslora=true", "lora.dora=true"],
+        ["lora.quantize=nf4", "train.dtype=float32", "lora=null", "train.freeze=['*norm*']"],
+        ["method=distill", "distill.teacher=${model.path}", "model.init=scratch"],
+    ],
+)
+def test_what_is_sound_is_let_through(problems, overrides):
+    found = problems(*ADAPTER, *overrides)
+    assert [one for one in found if "lora" in one or "train." in one] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["lora={}"], "such as optimizer.lr=2e-4"),
+        (["lora={}", "optimizer.lr=4.9e-5"], "optimizer.lr=4.9e-05 is low for a fresh adapter"),
+        (["lora={}", "optimizer.lr=5e-5"], None),
+        (["lora={}", "optimizer.lr=0"], None),
+        ([], None),
+        (["lora.path=somewhere"], None),  # it has learned already
+        (["lora={}", "method=dpo", "optimizer.lr=1e-6"], "such as optimizer.lr=1e-5"),
+        (["lora={}", "method=dpo", "optimizer.lr=5e-6"], None),
+        (["lora={}", "method=grpo", "optimizer.lr=1e-6"], "such as optimizer.lr=1e-5"),
+    ],
+)
+def test_a_low_learning_rate_is_noted(overrides, told):
+    notes = config.notes(config.load("sft", overrides))
+    assert [] == notes if told is None else [told in note for note in notes] == [True]
+    assert all("10 times that of full fine-tuning is usual" in note for note in notes)
+
+
+def test_validate_tells_the_note_and_the_problems(tmp_path, capsys):
+    model, rows = write_model(tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "w3 w4"}\n')
+    words = ["validate", "sft", f"model.path={model}", f"data.train.path={rows}", "model.init=scratch"]
+    assert main([*words, "lora={}"]) == 0
+    assert "note: optimizer.lr=1e-05 is low for a fresh adapter" in capsys.readouterr().out
+    assert main([*words, "lora={}", "optimizer.lr=2e-4"]) == 0
+    assert "note" not in capsys.readouterr().out
+    assert main([*words, "lora.target=[q_prj]", "lora.rank=0", "train.stpes=1"]) == 1
+    told = capsys.readouterr().err
+    assert "train.stpes" in told and "lora.rank=0" in told
+    with pytest.raises(RecipeError, match="lora.target: q_prj matches no linear layer"):
+        load("sft", [*words[2:], "lora.target=[q_prj]", "train.stpes=1"])
+
+
+def test_a_run_of_grpo_looks_at_the_section_too(tmp_path):
+    found = preflight(tiny_grpo(tmp_path, "lora.target=[lm_head]"), 1)
+    assert any("put it in lora.modules_to_save" in one for one in found)
+
+
+SHAPES = {**FAMILIES, "gemma3 4b": published.GEMMA3_4B}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_names_are_those_of_the_model(tmp_path, family):
+    if family in FAMILIES:
+        shape = models.read_config(write_model(tmp_path, family))
+    else:
+        shape = models.parse_config(SHAPES[family])
+    model = models.build(shape, device="meta")
+    assert set(modules(shape)) == {
+        name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    found = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
+    assert list(linears(shape)) == list(found)
+    assert linears(shape) == {name: tuple(one.weight.shape) for name, one in found.items()}
+
+
+def with_styles(rank, path, styles):
+    """What a plan with `styles` for the MLPs' gates says of a model with adapters; None where it applies."""
+    model = models.build(models.read_config(path), device="meta")
+    add_adapters(model, AdapterConfig(rank=4))
+    plan = {**DECODER_PLAN, "model.layers.*.self_attn.?_norm": "head_norm", **styles}
+    try:
+        apply_plan(model, init_device_mesh("cpu", (2,)), plan, sequence_parallel=False)
+    except UserError as error:
+        return str(error)
+
+
+def my_style(module, tp):
+    raise AssertionError("it is not asked")
+
+
+@pytest.mark.parametrize(
+    ("style", "answer"),
+    [
+        ("colwise", None),
+        (colwise, None),
+        (my_style, "model.layers.*.mlp.gate_proj: my_style does not know the adapter beside this layer; give it"),
+        (ColwiseParallel(), "ColwiseParallel does not know the adapter beside this layer; give it a named style"),
+    ],
+)
+def test_a_style_of_one_s_own_is_refused_beside_an_adapter(tmp_path, style, answer):
+    path = write_model(tmp_path / "model", tied=False)
+    said = run_world(with_styles, 2, path, {"model.layers.*.mlp.gate_proj": style})[1]
+    assert said is None if answer is None else answer in said

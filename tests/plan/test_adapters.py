@@ -1,0 +1,110 @@
+"""Plans of adapters: their bytes against those of real steps, what a plan tells of them, and the sizes that are
+promised."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dtrain import config
+from dtrain.models.config import read_config
+from dtrain.plan import report
+from dtrain.plan.hardware import GPUS, USABLE
+from dtrain.plan.plan import make_plan
+from dtrain.plan.search import search
+from dtrain.plan.step import plan_step
+from tests.plan.test_peak import SHAPE, peaks_of_a_step
+from tests.test_recipes import LLAMA_3_1_8B
+from tests.tiny import save_weights, tiny_recipe, write_model
+from tests.world import run_world
+
+pytestmark = pytest.mark.turns(6)
+
+GIB = 2**30
+MIXED = "train.dtype=bfloat16"
+NF4 = ["lora.quantize=nf4", "model.init=pretrained"]
+CASES = {
+    "one process, computed again": (1, ["lora.rank=8", MIXED, "train.activation_checkpointing=full"]),
+    "one process, float32, accumulated": (1, ["lora.rank=8", "train.dtype=float32", "train.global_batch=6"]),
+    "dora, dropout, dp2": (2, ["lora.dora=true", "lora.dropout=0.1", MIXED]),
+    "tp2, the head trained whole": (2, ["lora.modules_to_save=[lm_head]", "parallel.tp=2", MIXED]),
+    "dpo, against the adapter off": (1, ["method=dpo", "lora={}", MIXED]),
+    "dpo, the reference moves": (1, ["method=dpo", "lora={}", MIXED, "dpo.sync_every=2"]),
+    "q and v of some layers, cp2": (2, ["lora.target=.*layers.[02].*[qv]_proj", "parallel.cp=2", MIXED]),
+    "nf4, computed again": (1, [*NF4, MIXED, "train.activation_checkpointing=full"]),
+    "nf4, dp2": (2, [*NF4, "train.dtype=float32", "train.global_batch=4"]),
+    "nf4, dora, tp2": (2, [*NF4, MIXED, "lora.dora=true", "parallel.tp=2"]),
+}
+SAMPLED = ("one process, computed again", "dpo, against the adapter off", "nf4, computed again")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    return save_weights(write_model(directory, "qwen3", tied=False, **{**SHAPE, "intermediate_size": 768}))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.full) for name in CASES]
+)
+def test_the_planned_peak_is_that_of_a_real_step(tmp_path, model, name):
+    ranks, options = CASES[name]
+    settings = [f"model.path={model}", "data.max_length=64", "launch.device=cpu"]
+    recipe = tiny_recipe(tmp_path, *settings, "train.global_batch=2", "train.micro_batch=1", *options)
+    planned = plan_step(recipe, read_config(model), config.sizes(recipe, ranks), device="cpu").peak
+    living, allocated, process = max(run_world(peaks_of_a_step, ranks, recipe, ranks))
+    print(f"{name}: planned {planned:,}, living {living:,}, allocated {allocated:,}, process {process:,} bytes")
+    assert planned == pytest.approx(living, rel=0.005)
+
+
+def test_few_layers_tell_what_all_of_them_would(tmp_path):
+    path = write_model(tmp_path / "model", "qwen3", num_hidden_layers=7)
+    shape = read_config(path)
+    for options in (["lora.target=[q_proj,down_proj]", "lora.modules_to_save=[norm]"], ["lora.exclude=.*layers.1.*"]):
+        recipe = tiny_recipe(tmp_path, f"model.path={path}", MIXED, "train.global_batch=4", *options)
+        few = plan_step(recipe, shape, config.sizes(recipe, 1))
+        assert few == plan_step(recipe, shape, config.sizes(recipe, 1), whole=True)
+        assert 0 < few.trained < few.parameters and few.gradients == few.trained and few.state > 2 * few.trained
+
+
+def test_a_plan_tells_what_of_the_model_is_trained(tmp_path):
+    plan = make_plan(tiny_recipe(tmp_path, "lora.rank=4", MIXED), 1, GPUS["h100"])
+    sizes = {"q_proj": 96, "k_proj": 64, "v_proj": 64, "o_proj": 96, "mlp": 3 * 80}  # [out] + [in]
+    assert plan.trained_parameters == 4 * 2 * sum(sizes.values()) == plan.step.trained // 4
+    told = report.as_json(plan)
+    assert (told["trained_parameters"], told["memory"]["trained_parameters"]) == (plan.trained_parameters, 4 * 4480)
+    frozen = plan.total_parameters - plan.trained_parameters
+    assert told["memory"]["parameters"] == 2 * frozen + 4 * plan.trained_parameters
+    assert "4,480 of them trained, an adapter)" in report.text(plan)
+    assert f"{report.gib(2 * frozen)} of frozen weights, {report.gib(4 * 4480)} of trained ones" in report.text(plan)
+    frozen = make_plan(tiny_recipe(tmp_path, "train.train_only=[model.norm.weight]"), 1, GPUS["h100"])
+    assert "parameters, 32 of them trained)" in report.text(frozen)
+    assert "of them trained" not in report.text(make_plan(tiny_recipe(tmp_path), 1, GPUS["h100"]))
+
+
+def test_a_search_counts_frozen_bytes_as_they_are(tmp_path):
+    path = write_model(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    recipe = tiny_recipe(tmp_path, f"model.path={path}", MIXED, "lora.quantize=nf4", "model.init=pretrained")
+    plan = make_plan(recipe, 1, GPUS["h100"])
+    assert plan.step.trained == 4 * plan.trained_parameters
+    held = plan.step.parameters + plan.step.gradients + plan.step.state
+    found = search(plan.recipe, plan.config, 1, plan.hardware, held, most_traces=1)
+    assert found.counts["shards alone exceed the budget"] == 0
+    found = search(plan.recipe, plan.config, 1, plan.hardware, held - 1024, most_traces=1)
+    assert found.counts["shards alone exceed the budget"] > 0 and not found.best
+
+
+# Llama 3.1 8B, rank 16 on every linear layer, rows of 4,096 packed tokens: the GPU's memory in GiB, and the peak.
+PROMISED = {"none": (24, 20.08), "nf4": (12, 10.45)}
+
+
+@pytest.mark.parametrize("quantize", PROMISED)
+def test_an_adapter_of_8b_fits_a_small_gpu(tmp_path, quantize):
+    memory, peak = PROMISED[quantize]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    words = [f"model.path={tmp_path}", "lora={}", f"lora.quantize={quantize}", "train.micro_batch=1"]
+    recipe = config.load("sft", [*words, "data.max_length=4096", "train.activation_checkpointing=full"])
+    plan = make_plan(recipe, 1, replace(GPUS["h100"], memory_gib=memory))
+    assert plan.trained_parameters == 41_943_040 and plan.sizes.accumulation == 16
+    assert plan.fits and plan.budget == int(memory * USABLE * GIB)
+    assert plan.step.peak / GIB == pytest.approx(peak, abs=0.01)
