@@ -50,16 +50,17 @@ def problems(recipe: Recipe) -> list[str]:
             "model.init=scratch draws weights, and lora.quantize=nf4 holds those of a trained model in 4 bits: "
             "set model.init=pretrained, or lora.quantize=none"
         )
-    if is_nf4 and recipe.checkpoint.init_from:
-        found.append(
-            f"checkpoint.init_from={recipe.checkpoint.init_from} fills the model with a run's weights, and "
-            "lora.quantize=nf4 reads those of model.path: export the run (`dtrain export`), and set model.path to that"
-        )
     if is_nf4 and recipe.train.dtype == "float64":
         found.append(
             "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits: "
             "set train.dtype=float32 or bfloat16, or lora.quantize=none"
         )
+    if is_nf4 and (every := getattr(getattr(recipe, recipe.method, None), "sync_every", None)) is not None:
+        found += [
+            f"{recipe.method}.sync_every={every} mixes the weights at {key}={path} with the policy's, and those that "
+            f"lora.quantize=nf4 holds in 4 bits cannot be mixed: set {key}=start, or {recipe.method}.sync_every=null"
+            for key, path in facts_of(recipe).other_models(recipe)
+        ]
     return found
 
 
@@ -77,7 +78,7 @@ def notes(recipe: Recipe) -> list[str]:
 def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     """What of the section does not fit `model`, one line each. Nothing where `problems` finds it wrong in itself."""
     section = recipe.lora
-    found = nf4_config.misfits(model, "none" if section is None else section.quantize, recipe.parallel.tp)
+    found = nf4_config.misfits(model, "none" if section is None else section.quantize, max(recipe.parallel.tp, 1))
     found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
     if section is None or _expressions(section) or _out_of_range(section):
         return found
@@ -108,12 +109,9 @@ def _expressions(section: Lora) -> list[str]:
         try:
             re.compile(text)
         except re.error as error:
-            found.append(
-                f"{key}: {text} is no regular expression ({error}); `.*` stands for any text, \\. for a dot; names "
-                "alone are written [q_proj, v_proj]"
-                if "pattern" not in key
-                else f"{key}: {text} is no regular expression ({error}); `.*` stands for any text, \\. for a dot"
-            )
+            names = "" if "pattern" in key else "; names alone are written [q_proj, v_proj]"
+            hint = f"`.*` stands for any text, \\. for a dot{names}"
+            found.append(f"{key}: {text} is no regular expression ({error}); {hint}")
     return found
 
 

@@ -299,6 +299,12 @@ def _checkpoint(recipe: Recipe) -> list[str]:
         )
     elif "model.config" not in recipe.checkpoint.allow_changes:
         problems += _start(recipe, Path(init_from))
+    is_adapter = any(any(Path(init_from).glob(place)) for place in ("adapter", "checkpoints/step-*/adapter"))
+    if recipe.lora is not None and recipe.lora.quantize == "nf4" and not is_adapter:
+        problems.append(
+            f"checkpoint.init_from={init_from} holds whole weights, and lora.quantize=nf4 rounds those of model.path: "
+            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
+        )
     return problems
 
 
@@ -321,6 +327,7 @@ def _export(recipe: Recipe) -> list[str]:
     if recipe.checkpoint.export == "none":
         return []
     read = [("model.path", recipe.model.path), *facts_of(recipe).other_models(recipe)]
+    read += [] if recipe.lora is None else [("lora.path", recipe.lora.path)]
     return [
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
         "run.name, or checkpoint.export=none"

@@ -96,7 +96,7 @@ class Directory:
         else:
             other = next((kind for start, kind in OTHERS.items() if " ".join(words).startswith(f"{start} ")), None)
             assert other, f"no rule of tests/documented.py covers: {' '.join(words)}"
-            told = (ROOT / "dtrain" / "rollout" / "dialects.py").read_text()
+            told = (ROOT / "dtrain" / "remote" / "dialects.py").read_text()
             for flag in (word for word in words if word.startswith("--") and word not in ("--port", "--model-path")):
                 assert flag in told, flag
 

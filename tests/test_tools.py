@@ -142,7 +142,9 @@ def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic,
         assert row["rejected"][0]["role"] == "assistant" and row["rejected"][0]["content"] != str(a + b)
 
 
-@pytest.mark.parametrize("name", ["setup", "test", "quickstart", "quickstart-dpo", "quickstart-grpo"])
+@pytest.mark.parametrize(
+    "name", ["setup", "test", "quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo"]
+)
 def test_shell_tools_parse(name):
     subprocess.run(["bash", "-n", ROOT / "tools" / name], check=True)
     assert os.access(ROOT / "tools" / name, os.X_OK)

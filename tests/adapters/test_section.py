@@ -1,5 +1,7 @@
 """The section `lora` as its user meets it: how it is written, what is refused before work, and what is noted."""
 
+import json
+
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -144,10 +146,6 @@ REFUSED = {
         "set train.train_only=[]; lora.target and lora.exclude choose the layers with an adapter",
     ),
     "parts frozen": (["train.freeze=['*norm*']"], "set train.freeze=[]; lora.target and lora.exclude choose"),
-    "four bits in float64": (
-        ["lora.quantize=nf4"],
-        "set train.dtype=float32 or bfloat16, or lora.quantize=none",
-    ),
 }
 
 
@@ -223,6 +221,60 @@ def test_validate_tells_the_note_and_the_problems(tmp_path, capsys):
     assert "train.stpes" in told and "lora.rank=0" in told
     with pytest.raises(RecipeError, match="lora.target: q_prj matches no linear layer"):
         load("sft", [*words[2:], "lora.target=[q_prj]", "train.stpes=1"])
+
+
+BASE = {"base_model_name_or_path": "BASE", "peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
+
+
+def test_directories_that_are_no_model_of_the_key_say_where_they_belong(tmp_path):
+    model, adapter = write_model(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({**BASE, "base_model_name_or_path": str(model)}))
+    recipe = tiny_recipe(tmp_path)
+
+    def found(*overrides):
+        return preflight(config.load(recipe, [f"model.path={model}", *overrides]), 1)
+
+    assert found() == []
+    [problem] = found(f"model.path={adapter}")
+    assert f"model.path={adapter} is an adapter in PEFT's layout, not a model: set model.path={model} and" in problem
+    [problem] = found("method=dpo", f"dpo.reference={adapter}")
+    assert f"`dtrain export {adapter} OUT` merges it into its base; set dpo.reference=OUT" in problem
+    [problem] = found(f"lora.path={tmp_path / 'gone'}")
+    assert f"lora.path={tmp_path / 'gone'}: there is no such directory" in problem
+    (adapter / "adapter_model.safetensors").touch()
+    found_in_adapter = found(f"lora.path={adapter}", "lora.rank=4")
+    assert any("lora.rank is 4, and r of" in one for one in found_in_adapter), found_in_adapter
+    (adapter / "adapter_config.json").write_text(json.dumps({**BASE, "base_model_name_or_path": "gone"}))
+    [problem] = found(f"model.path={adapter}")
+    assert "set model.path=BASE and lora.path=" in problem and "gone, and no model is there" in problem
+
+
+def test_four_bits_ask_for_sizes_and_weights_of_a_trained_model(tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    fits, odd = write_model(tmp_path / "fits", **sizes), write_model(tmp_path / "odd", **sizes | {"hidden_size": 96})
+    recipe = config.load(tiny_recipe(tmp_path), ["lora.quantize=nf4", "train.dtype=float32"])
+    words = ["model.init=pretrained", "parallel.dp_shard=1"]
+
+    def found(*overrides, world_size=1):
+        problems = preflight(config.load(recipe, [*words, *overrides]), world_size)
+        return [one for one in problems if "model.safetensors" not in one]
+
+    assert found(f"model.path={fits}") == []
+    assert "which do not divide the 96 of q_proj: set lora.quantize=none" in found(f"model.path={odd}")[0]
+    attention, mlp = found(f"model.path={fits}", "parallel.tp=2", world_size=2)
+    assert "parallel.tp=2 does not divide the 1 blocks" in attention and "the 3 blocks of 64 inputs" in mlp
+    [problem] = found(f"model.path={fits}", "train.dtype=float64")
+    assert "set train.dtype=float32 or bfloat16, or lora.quantize=none" in problem
+    [problem] = found(f"model.path={fits}", "model.init=scratch")
+    assert "set model.init=pretrained, or lora.quantize=none" in problem
+    run = tmp_path / "other" / "checkpoints" / "step-3"
+    run.mkdir(parents=True)
+    [problem] = found(f"model.path={fits}", f"checkpoint.init_from={run}")
+    assert f"`dtrain export {run} OUT`, and set model.path=OUT" in problem
+    (run / "adapter").mkdir()
+    assert found(f"model.path={fits}", f"checkpoint.init_from={run}") == []
+    assert found(f"model.path={fits}", f"checkpoint.init_from={tmp_path / 'other'}") == []
 
 
 def test_a_run_of_grpo_looks_at_the_section_too(tmp_path):
