@@ -20,10 +20,18 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, base):
-    process = Process(base, "--max-rows", "8", *controlled(tmp_path_factory.getbasetemp()))
-    yield process
-    process.kill()
+def servers(tmp_path_factory, base):
+    """One that keeps its base, and one that gets whole weights."""
+    options = "--max-rows", "8", *controlled(tmp_path_factory.getbasetemp())
+    both = [Process(base, *options) for _ in range(2)]
+    yield both
+    for process in both:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers[0]
 
 
 def recipe_of(root, base, adapter, *overrides, name):
@@ -82,9 +90,9 @@ def test_the_native_engine_draws_with_the_adapter_on_every_mesh(tmp_path, base, 
     ],
 )
 def test_a_run_over_a_server_is_the_run_of_the_native_engine(
-    tmp_path, base, server, native, capfd, world_size, adapter, options, told
+    tmp_path, base, servers, native, capfd, world_size, adapter, options, told
 ):
-    wanted = native(adapter)
+    wanted, server = native(adapter), servers[told != "the adapter alone"]
     capfd.readouterr()
     recipe = over_http(tmp_path, base, server, adapter, *options, name="served")
     run(recipe, world_size)
