@@ -55,6 +55,12 @@ def problems(recipe: Recipe) -> list[str]:
             "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits: "
             "set train.dtype=float32 or bfloat16, or lora.quantize=none"
         )
+    if is_nf4 and (every := getattr(getattr(recipe, recipe.method, None), "sync_every", None)) is not None:
+        found += [
+            f"{recipe.method}.sync_every={every} mixes the weights at {key}={path} with the policy's, and those that "
+            f"lora.quantize=nf4 holds in 4 bits cannot be mixed: set {key}=start, or {recipe.method}.sync_every=null"
+            for key, path in facts_of(recipe).other_models(recipe)
+        ]
     return found
 
 

@@ -327,6 +327,7 @@ def _export(recipe: Recipe) -> list[str]:
     if recipe.checkpoint.export == "none":
         return []
     read = [("model.path", recipe.model.path), *facts_of(recipe).other_models(recipe)]
+    read += [] if recipe.lora is None else [("lora.path", recipe.lora.path)]
     return [
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
         "run.name, or checkpoint.export=none"

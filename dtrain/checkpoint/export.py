@@ -108,7 +108,8 @@ def _export_step(
         return _write_form(adapter, form, out, [layout.source], dtype, said)
     tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}
     saved = {name: size for name, size in tensors.items() if not is_adapter(name)}
-    lacking = model_tensors(model).keys() - saved.keys()
+    wanted = model_tensors(model)
+    lacking = wanted.keys() - saved.keys()
     if lacking and not facts.freezes:
         raise UserError(f"{directory} lacks {len(lacking)} tensors of its model, the first {min(lacking)}")
     if original_base and not lacking:
@@ -129,7 +130,7 @@ def _export_step(
         return tensor
 
     for name, (shape, _) in saved.items():
-        if name not in model_tensors(model) or tuple(model_tensors(model)[name].shape) != shape:
+        if name not in wanted or tuple(wanted[name].shape) != shape:
             raise UserError(f"{directory} has {name} of {list(shape)}, which the model of its run's config.json lacks")
     entries = list(_entries(model, layout, dtype, saved, read, weights, adapter))
     write_entries(model, entries, layout, out, ranks=Ranks(alone=True))

@@ -86,7 +86,7 @@ def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bo
         if stored.kind == "U8":
             return quantized.stored_misfits(files, name, shape)
     elif has_beside:
-        return [f"dtype: {name} is {stored.kind}, in 4 bits of bitsandbytes; lora.quantize=nf4 trains an adapter of it"]
+        return [f"dtype: {name} is {stored.kind}, in 4 bits; lora.quantize=nf4 reads such layers and trains none whole"]
     misfits = []
     if stored.shape != shape:
         misfits.append(f"shape: {name} is {list(stored.shape)}, the model has {list(shape)}")

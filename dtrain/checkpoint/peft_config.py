@@ -235,6 +235,8 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     file = directory / ADAPTER_CONFIG
     if not file.is_file():
         there = "there is no such directory" if not directory.is_dir() else f"it has no {ADAPTER_CONFIG}"
+        inside = [path for path in sorted(directory.glob("*/")) if is_adapter_directory(path)]
+        there += f", and {inside[0]} has one" if inside else ""
         return None, [f"lora.path={directory}: {there}; give the directory of an adapter in PEFT's layout"]
     try:
         found = read_json(file)

@@ -390,7 +390,8 @@ class Server:
     weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
     """How updated weights travel. directory: as safetensors in `weights_dir`, which the servers can read; broadcast:
     over a process group of their own; with `lora` both are whole weights, the adapter merged. adapter: the adapter
-    alone, in `weights_dir`. auto: with `lora` the adapter where all servers take it, else directory."""
+    alone, in `weights_dir`. auto: with `lora` the adapter, where all servers take it and have the base that is trained,
+    else directory."""
     weights_dir: str | None = None
     """A directory that the servers see under the same path. null: `weights` in the run's directory."""
 

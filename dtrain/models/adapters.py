@@ -27,10 +27,9 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 @dataclass
 class AdapterState:
-    """What all adapters of a model share: what they were made by, and
-    on: whether they take part. dropout: the share of inputs that they do not see in training; seed, step: what it is
-    drawn from beside the tokens. tokens: [B, S] int64, a number for each token of this forward, None where nothing is
-    dropped."""
+    """What all adapters of a model share. config: what they were made by. on: whether they take part. dropout: the
+    share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens. tokens:
+    [B, S] int64, a number for each token of this forward, None where nothing is dropped."""
 
     config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True

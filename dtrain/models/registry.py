@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from dtrain.attention.kernels import choose_kernel
-from dtrain.models.adapter_config import AdapterConfig
+from dtrain.models.adapter_config import AdapterConfig, linears
 from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
+from dtrain.models.nf4 import quantize_linears
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
@@ -71,8 +72,13 @@ def from_pretrained(
         model = build(read_config(path), dtype, device)
         read_weights(model, path)
         return model
-    base = base_of(Path(path))
-    model = build(read_config(base), dtype, device, adapter=read_adapter_config(Path(path)))
+    base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
+    config = read_config(base)
+    model = build(config, dtype, "meta", adapter=adapter)
+    if config.unquantized is not None:  # the base is in 4 bits
+        quantize_linears(model, dtype, adapter.saved(linears(config)))
+    model.to_empty(device=device)
+    model.tie_weights()
     read_weights(model, base)
     read_adapter(model, path)
     return model

@@ -61,7 +61,10 @@ class OverHttp:
             raise Interrupted
         dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
         config = None if recipe.lora is None else adapter_of(asdict(recipe.lora))
-        way = self.ranks.first(lambda: _choose_way(section.weights, config, engine, run.metrics.say))
+        is_rounded = recipe.lora is not None and recipe.lora.quantize == "nf4"
+        way = self.ranks.first(
+            lambda: _choose_way(section.weights, config, engine, run.metrics.say, is_rounded=is_rounded)
+        )
         if way == "adapter" and config is not None:
             alone = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
             self._publish: Callable[[int], None] = lambda version: alone.publish(policy.model, version)
@@ -104,9 +107,17 @@ class OverHttp:
             return None
 
 
-def _choose_way(asked: str, config: AdapterConfig | None, engine: HttpEngine | None, say: Callable[[str], None]) -> str:
+def _choose_way(
+    asked: str,
+    config: AdapterConfig | None,
+    engine: HttpEngine | None,
+    say: Callable[[str], None],
+    *,
+    is_rounded: bool = False,
+) -> str:
     """How weights travel: of `auto` the adapter alone where there is one and all servers take it, else a directory of
-    whole weights; says which, and why. Raises UserError where `adapter` was asked for and cannot be."""
+    whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4 bits, which are
+    not those that servers have. Raises UserError where `adapter` was asked for and cannot be."""
     if engine is None:
         raise ValueError("rank 0 talks to the servers, and was given none")
     if config is None or asked not in ("auto", "adapter"):
@@ -114,8 +125,11 @@ def _choose_way(asked: str, config: AdapterConfig | None, engine: HttpEngine | N
     why_not = refusal(engine, config)
     if why_not is not None and asked == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
+    rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
+    if asked == "auto" and is_rounded:
+        why_not = rounded
     if why_not is not None:
         say(f"the servers get merged weights, not the adapter alone: {why_not}")
         return "directory"
-    say("the servers get the adapter alone, which they all take; " + MERGED)
+    say("the servers get the adapter alone, which they all take; " + (f"{rounded}: " if is_rounded else "") + MERGED)
     return "adapter"

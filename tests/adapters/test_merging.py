@@ -10,6 +10,7 @@ pytest.importorskip("peft")
 
 from dtrain import models
 from dtrain.checkpoint.export import export
+from dtrain.checkpoint.merged import merge
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.errors import UserError
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
@@ -25,6 +26,15 @@ CASES = [
     ("gemma3", "regex"),
     ("qwen2", "dora patterns"),
 ]
+
+
+@pytest.mark.parametrize("rank", [3, 300])
+def test_rows_are_merged_as_the_whole_matrix_is(rank):
+    weight, a, b = torch.randn(2050, 200), torch.randn(rank, 200), torch.randn(2050, rank)
+    assert torch.equal(merge(weight, a, b, 0.7, None, torch.float32), weight + (b @ a) * 0.7)
+    whole, lengths = weight + (b @ a) * 0.7, torch.rand(2050)
+    expected = (lengths / torch.linalg.norm(whole, dim=1))[:, None] * whole
+    assert torch.equal(merge(weight, a, b, 0.7, lengths, torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -207,6 +217,29 @@ def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
             assert torch.equal(merged[name], before[name])
     found = models.from_pretrained(tmp_path / "merged")
     assert found(IDS).isfinite().all()
+
+
+def test_an_adapter_of_a_base_that_is_in_4_bits(tmp_path):
+    from dtrain.models.nf4 import dequantize
+    from tests.adapters.test_nf4 import base as make_base
+    from tests.adapters.test_nf4 import stored_as_bitsandbytes
+
+    floats = make_base(tmp_path)
+    base, held = stored_as_bitsandbytes(floats, tmp_path / "bnb", True)
+    save_adapter(floats, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    file = tmp_path / "adapter" / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    export(tmp_path / "adapter", tmp_path / "merged", "float32")
+    found, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", floats))
+    assert found.keys() == plain.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    for name, (codes, scales) in held.items():
+        dense = dequantize(codes, scales, torch.float32)
+        is_adapted = name.endswith(("q_proj", "down_proj"))
+        assert torch.equal(found[f"{name}.weight"], dense) != is_adapted, name
+    whole = models.from_pretrained(tmp_path / "merged").eval()
+    mine = models.from_pretrained(tmp_path / "adapter").eval()
+    assert (mine(IDS) - whole(IDS)).abs().max() < 5e-5
 
 
 def test_the_command(tmp_path, capsys):

@@ -34,7 +34,7 @@ NF4 = ["model.init=pretrained", "lora.quantize=nf4", "lora.rank=4"]
 
 def matrix():
     """[75, 256] float32 from whole numbers alone: rows of several magnitudes, a block of zeros, one whose quotients are
-    the midpoints between levels, and one of a single tiny weight."""
+    the midpoints between levels, one of a single tiny weight, and one whose codes a division would make others."""
     numbers = torch.arange(75 * 256) * 7919 % 65537
     weight = ((numbers - 32768).float() / 32768).view(75, 256) * 2.0 ** -(torch.arange(75) % 9)[:, None]
     levels = torch.tensor(LEVELS)
@@ -43,6 +43,8 @@ def matrix():
     weight[1, 1:16] = (levels[1:] + levels[:-1]) / 2
     weight[2, :64] = 0
     weight[2, 5] = 1e-30
+    weight[3, :64] = 133 / 128
+    weight[3, 1:4] = torch.tensor([-0.3529481291770935, 0.12495271861553192, 0.8951299786567688])
     return weight
 
 
@@ -351,7 +353,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, broken, message):
 
 def test_without_nf4_the_checkpoint_is_refused_with_the_key(tmp_path):
     directory, _ = stored_as_bitsandbytes(base(tmp_path), tmp_path / "bnb", False)
-    with pytest.raises(UserError, match=r"down_proj.weight is U8, in 4 bits of bitsandbytes; lora.quantize=nf4"):
+    with pytest.raises(UserError, match=r"down_proj.weight is U8, in 4 bits; lora.quantize=nf4 reads such"):
         models.from_pretrained(directory)
     (problem,) = misfits(models.read_config(directory), "none", 1)
     assert "set lora.quantize=nf4" in problem

@@ -4,11 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dtrain.lora_section import problems
 from dtrain.models.nf4 import dequantize
 from tests.adapters.test_nf4 import NF4, base, stored_as_bitsandbytes
+from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.test_parity import distance
 from tests.test_trainer import run, trajectory
-from tests.tiny import tiny_recipe, write_rows
+from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 
 pytestmark = pytest.mark.turns(6)
 
@@ -56,6 +58,15 @@ def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, family, 
     assert_same(many, one, loss=1e-9, norm=1e-9)
 
 
+def test_ranks_without_a_row_of_a_weight(tmp_path):
+    """Keys of one head of two dimensions: two rows over three ranks."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 2}
+    model, more = base(tmp_path, "qwen3", **sizes), ["lora.dora=true", "train.dtype=float64"]
+    one = run(recipe_of(tmp_path, "one", model, "train.micro_batch=12", *more))
+    many = run(recipe_of(tmp_path, "many", model, "train.micro_batch=2", *more), 3)
+    assert_same(many, one, loss=1e-9, norm=1e-9)
+
+
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "cp2", "dp2 tp2"])
 def test_float32_agrees_to_1e_5_in_loss_and_1e_4_in_the_norm(tmp_path, mesh):
     model = wide(tmp_path, "qwen3")
@@ -90,6 +101,32 @@ def test_other_ways_give_the_same(tmp_path, more):
     one = run(recipe_of(tmp_path, "one", model, *plain))
     two = run(recipe_of(tmp_path, "two", model, *plain, *more), 2 if "micro_batch" in more[-1] else 1)
     assert_same(two, one, loss=1e-9, norm=1e-9)
+
+
+DPO = ["train.steps=4", "train.global_batch=4", "train.dtype=float64", "checkpoint.every=null"]
+
+
+def test_dpo_is_that_of_one_process(tmp_path):
+    """The reference is the base in 4 bits, without the adapter."""
+    options = [f"model.path={base(tmp_path)}", *NF4, *DPO]
+    one = run(dpo_recipe(tmp_path, *options, "train.micro_batch=4", name="one"))
+    many = run(dpo_recipe(tmp_path, *options, "train.micro_batch=2", "parallel.tp=2", name="many"), 4)
+    assert_same(many, one, loss=1e-9, norm=1e-9)
+
+
+def test_grpo_draws_and_trains_as_one_process(tmp_path):
+    options = [f"model.path={base(tmp_path)}", *NF4, "train.steps=4", "train.dtype=float64", "checkpoint.every=null"]
+    options += ["grpo.beta=0.1", "train.micro_batch=2", "optimizer.lr=0.05"]
+    one = run(tiny_grpo(tmp_path, *options, name="one"))
+    many = run(tiny_grpo(tmp_path, *options, "parallel.tp=2", name="many"), 4)
+    assert_same(many, one, loss=1e-9, norm=1e-9)
+
+
+def test_a_reference_in_4_bits_that_moves_is_refused(tmp_path):
+    options = [f"model.path={base(tmp_path)}", *NF4, "train.dtype=float32", "grpo.beta=0.1", "grpo.sync_every=2"]
+    (problem,) = problems(tiny_grpo(tmp_path, *options, "grpo.reference=/models/other"))
+    assert problem.startswith("grpo.sync_every=2 mixes the weights at grpo.reference=/models/other")
+    assert problems(tiny_grpo(tmp_path, *options)) == []
 
 
 @pytest.mark.parametrize("double", [False, True])

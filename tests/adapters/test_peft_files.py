@@ -28,6 +28,7 @@ from dtrain.errors import UserError
 from dtrain.models.adapter_config import linears
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
@@ -327,7 +328,16 @@ def test_a_pickle_and_other_directories_are_refused(made):
         read_adapter_config(made / "base")
     with pytest.raises(UserError, match="there is no such directory"):
         read_adapter_config(made / "nowhere")
+    save_adapter(made / "base", made / "again" / "mine")
+    with pytest.raises(UserError, match=f"it has no adapter_config.json, and {made / 'again' / 'mine'} has one"):
+        read_adapter_config(made / "again")
     assert is_adapter_directory(adapter) and not is_adapter_directory(made / "base")
+
+
+def test_an_adapter_where_the_run_s_own_export_goes_is_refused(made):
+    path = made / "runs" / "run" / "export"
+    recipe = tiny_recipe(made, f"lora={{path: {path}}}", "checkpoint.export=final")
+    assert any(problem.startswith(f"lora.path={path} lies where this run puts") for problem in preflight(recipe, 1))
 
 
 def test_the_base_is_found_or_named(made, monkeypatch):

@@ -147,8 +147,8 @@ def test_auto_says_which_way_and_why(vllm):
     vllm.max_lora_rank = 16
     engine, said = engine_of(vllm), []
 
-    def way(asked, config):
-        return training._choose_way(asked, config, engine, said.append)
+    def way(asked, config, **options):
+        return training._choose_way(asked, config, engine, said.append, **options)
 
     assert [way("auto", None), way("broadcast", None), said] == ["directory", "broadcast", []]
     assert way("auto", AdapterConfig()) == "adapter" and "the adapter alone" in said.pop()
@@ -161,6 +161,8 @@ def test_auto_says_which_way_and_why(vllm):
         "broadcast",
         [],
     ]
+    assert way("auto", AdapterConfig(), is_rounded=True) == "directory" and "lora.quantize=nf4 trains" in said.pop()
+    assert way("adapter", AdapterConfig(), is_rounded=True) == "adapter" and "lora.quantize=nf4 trains" in said.pop()
     with pytest.raises(UserError, match="vllm takes no DoRA; or grpo.server.weights=directory sends merged weights"):
         way("adapter", AdapterConfig(dora=True))
 
