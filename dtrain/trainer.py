@@ -140,6 +140,7 @@ class Trainer:
             changed = resume.compare(self.recipe, start, self.identities, self.rows.fingerprint)
         if start.weights is not None:
             store, step = start.weights
+            resume.refuse_other_adapter(self.recipe, self.policy, start)
             if not self.policy.load_weights(store, step):
                 resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")

@@ -98,6 +98,13 @@ class Saved:
                 "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
             )
         frozen = {f"model.{name}" for name in frozen_names(self.model)}
+        held = frozen & stored.keys()
+        if held and held < frozen:
+            raise UserError(
+                f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and lacks "
+                f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
+                "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
+            )
         is_whole = not frozen or self._holds_frozen(store, step)
         left_out = set() if is_whole else frozen
         if not adapters:
