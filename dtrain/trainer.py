@@ -247,7 +247,7 @@ class Trainer:
             self.export()
 
     def export(self) -> None:
-        """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
+        """The run's `export/`: a Hugging Face directory in the dtype of computation, or of an adapter PEFT's layout."""
         with self.runtime.stop.saving():
             self.policy.export(self.run.export, self.recipe.model.directory, self._held)
         self.metrics.say(f"exported to {self.run.export}")

@@ -105,7 +105,7 @@ class Saved:
                 f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
                 "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
             )
-        is_whole = not frozen or self._holds_frozen(store, step)
+        is_whole = held == frozen
         left_out = set() if is_whole else frozen
         if not adapters:
             left_out |= {name for name in tensors if is_adapter(name)}
