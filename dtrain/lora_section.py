@@ -26,7 +26,7 @@ SECTION_RANGES: tuple = (
     ("lora.rank_pattern", lambda v: all(rank >= 1 for rank in v.values()), "a mapping to ranks of at least 1"),
     ("lora.alpha_pattern", lambda v: all(map(_POSITIVE[0], v.values())), "a mapping to finite numbers above 0"),
     ("lora.target", lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression"),
-    ("lora.exclude", lambda v: v != "" and _NAMES[0](v), "a list of names, or a regular expression"),
+    ("lora.exclude", lambda v: v not in ("", ALL_LINEAR) and _NAMES[0](v), "a list of names, or a regular expression"),
     ("lora.modules_to_save", *_NAMES),
 )
 

@@ -69,8 +69,9 @@ class Adapter:
         if not self.dora:
             return layer.product(x, bias) + added
         magnitude = layer.local("lora_magnitude")
-        # Rounded as the magnitude is: the ratio of a new adapter is 1, in half precision too.
-        ratio = magnitude / self._norms(layer, a, b).to(magnitude.dtype)  # [out]
+        # Rounded as the magnitude is: the ratio of a new adapter is 1, in half precision too. A row of zeros stays one.
+        norms = self._norms(layer, a, b).to(magnitude.dtype)
+        ratio = magnitude / norms.clamp_(min=torch.finfo(norms.dtype).tiny)  # [out]
         if seen is x:
             out = ratio * (layer.product(x, None) + added)
         else:

@@ -168,13 +168,13 @@ class Saved:
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone, in
-        PEFT's layout and its own dtype. Collective.
+        PEFT's layout and its own dtype, or merged where no files hold its base. Collective.
 
         source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
         as of `write_directory`. `out` is replaced once the new directory is complete.
         """
         dtype, template = self.precision.compute, self.chat_template
-        if self.model.adapters is None:
+        if self.model.adapters is None or self._base_name is None:
             write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
             return
         config, tensors = self.model.adapters.config, model_tensors(self.model)
