@@ -89,7 +89,7 @@ class StoredAdapter:
             Entry(name, one.shape, dtype or _own(one.dtype), partial(self.files.read, name))
             for name, one in self.files.stored.items()
         ]
-        text = json.dumps(read_json(self.directory / ADAPTER_CONFIG), indent=2, sort_keys=True) + "\n"
+        text = json.dumps(read_json(self.directory / ADAPTER_CONFIG), indent=2) + "\n"
         _write(out, entries, lambda new: replace_text(new / ADAPTER_CONFIG, text), companions)
 
     def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:

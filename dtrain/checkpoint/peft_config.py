@@ -13,7 +13,7 @@ from dtrain.checkpoint import hub
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
 from dtrain.errors import UserError
 from dtrain.json_files import SMALL, loads, read_json
-from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, is_adapter, linears, matches
+from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, by_end, by_pattern, is_adapter, linears, matches
 from dtrain.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -113,14 +113,15 @@ def _outer(name: str, model: ModelConfig) -> str:
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
-    The targets are the last parts of the adapted layers' names where these mean no others, else the names.
+    The targets are the last parts of the adapted layers' names where these mean no others, else the names. The patterns
+    are the adapter's own where they say the same in any order, for PEFT sorts them in files; else the layers' names.
     """
     names = list(linears(model))
     adapted = config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    by_end = {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
-    if model.is_text_tower:  # a vision tower has layers of the same names
-        by_end, adapted = False, {re.sub(r"^model\.", _TOWER, name): low for name, low in adapted.items()}
+    outer = {name: re.sub(r"^model\.", _TOWER, name) if model.is_text_tower else name for name in adapted}
+    # A vision tower has layers of the same names.
+    are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,11 +130,11 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "r": config.rank,
         "lora_alpha": _whole(config.alpha),
         "lora_dropout": config.dropout,
-        "target_modules": ends if by_end else sorted(adapted),
+        "target_modules": ends if are_ends else sorted(outer.values()),
         "exclude_modules": None,
         "layers_to_transform": None,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in config.alpha_pattern.items()},
+        "rank_pattern": _patterns(config.rank_pattern, config.rank, outer),
+        "alpha_pattern": _patterns({key: _whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, outer),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "modules_to_save": list(config.modules_to_save) or None,
@@ -143,6 +144,15 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
+    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's name of each layer."""
+    said = {name: by_pattern(patterns, name, otherwise) for name in outer}
+    met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
+    if all((met[name] or {otherwise}) == {said[name]} for name in outer):
+        return dict(patterns)
+    return {re.escape(outer[name]): value for name, value in said.items() if value != otherwise}
 
 
 def _whole(number: float) -> float:

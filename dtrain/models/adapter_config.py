@@ -68,8 +68,8 @@ class AdapterConfig:
         return not self.saved([name]) and (self.target == ALL_LINEAR or matches(name, self.target))
 
     def _low(self, name: str) -> Low:
-        rank = _by_pattern(self.rank_pattern, name, self.rank)
-        alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
+        rank = by_pattern(self.rank_pattern, name, self.rank)
+        alpha = by_pattern(self.alpha_pattern, name, self.alpha)
         return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
 
 
@@ -83,6 +83,11 @@ def matches(name: str, wanted: Names) -> bool:
 def by_end(pattern: str, name: str) -> bool:
     """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """What `patterns` say of the module of this name: the first that means it counts."""
+    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)
 
 
 def is_adapter(name: str) -> bool:
@@ -119,7 +124,3 @@ def modules(config: ModelConfig) -> list[str]:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     numbers = range(config.num_hidden_layers)
     return [*ENDS, "model.norm", *linears(config), *(f"model.layers.{n}.{norm}" for n in numbers for norm in norms)]
-
-
-def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)

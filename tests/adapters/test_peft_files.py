@@ -1,5 +1,6 @@
 """Adapters in PEFT's layout, in and out, with PEFT as the oracle."""
 
+import itertools
 import json
 import random
 import shutil
@@ -20,12 +21,13 @@ from dtrain.checkpoint.peft_config import (
     adapter_problems,
     base_of,
     is_adapter_directory,
+    peft_config,
     read_adapter_config,
 )
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.config.schema import Lora
 from dtrain.errors import UserError
-from dtrain.models.adapter_config import linears
+from dtrain.models.adapter_config import AdapterConfig, linears
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.preflight import preflight
@@ -232,6 +234,44 @@ def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
         assert {name: (low.rank, low.scale) for name, low in found.items()} == expected, fields
         seen.add(len(expected))
     assert len(seen) >= 6
+
+
+ORDERED = [
+    {"q_proj": 2, "layers.0.self_attn.q_proj": 5},
+    {"layers.0.self_attn.q_proj": 5, "q_proj": 2},
+    {".*_proj": 3, "layers.1.*": 5, "down_proj": 6},
+    {"down_proj": 6},
+    {},
+]
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3-vision"])
+def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
+    """For PEFT too, whose own files are sorted, and whichever way a file's keys are sorted."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    model = models.read_config(save_base(tmp_path / "base", variant))
+    (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
+    tower = "model.language_model." if model.is_text_tower else "model."
+    for ranks, alphas in itertools.product(ORDERED, ORDERED):
+        config = AdapterConfig(rank=4, alpha=12, rank_pattern=ranks, alpha_pattern=alphas)
+        expected = config.adapted(linears(model))
+        written = peft_config(config, model, None)
+        for in_reverse in (False, True):
+            for key in ("rank_pattern", "alpha_pattern"):
+                written[key] = dict(sorted(written[key].items(), reverse=in_reverse))
+            theirs = LoraConfig(**written)
+            for name, low in expected.items():
+                outer = name.replace("model.", tower)
+                assert check_target_module_exists(theirs, outer)
+                rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern.keys(), outer), 4)
+                alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), outer), 12)
+                assert (rank, alpha / rank) == (low.rank, low.scale), (written, name)
+            if not model.is_text_tower:
+                (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(written))
+                assert read_adapter_config(tmp_path).adapted(linears(model)) == expected, written
 
 
 REFUSED = {
