@@ -13,7 +13,16 @@ from dtrain.checkpoint import hub
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
 from dtrain.errors import UserError
 from dtrain.json_files import SMALL, loads, read_json
-from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, by_end, by_pattern, is_adapter, linears, matches
+from dtrain.models.adapter_config import (
+    ALL_LINEAR,
+    ENDS,
+    AdapterConfig,
+    by_end,
+    by_pattern,
+    is_adapter,
+    linears,
+    matches,
+)
 from dtrain.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
