@@ -19,9 +19,11 @@ from dtrain.models.adapter_config import (
     AdapterConfig,
     by_end,
     by_pattern,
+    in_tower,
     is_adapter,
     linears,
-    matches,
+    modules,
+    out_of_tower,
 )
 from dtrain.models.config import ModelConfig
 
@@ -29,7 +31,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
 _LISTED = 10
 
 # Fields that change no number of an adapter that is there: how it began, or where it came from.
@@ -111,12 +112,12 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
     if is_adapter(name):
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [_outer(f"{module}.{kind}", model)]
-    modules = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
-    return [_outer(f"{one}.{parameter}", model) for one in modules] if config.saved(modules) else []
+    both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
+    return [_outer(f"{one}.{parameter}", model) for one in both] if config.saved(both) else []
 
 
 def _outer(name: str, model: ModelConfig) -> str:
-    return _PREFIX + (re.sub(r"^model\.", _TOWER, name) if model.is_text_tower else name)
+    return _PREFIX + (in_tower(name) if model.is_text_tower else name)
 
 
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
@@ -128,9 +129,13 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     names = list(linears(model))
     adapted = config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    outer = {name: re.sub(r"^model\.", _TOWER, name) if model.is_text_tower else name for name in adapted}
-    # A vision tower has layers of the same names.
+    outer = {name: in_tower(name) if model.is_text_tower else name for name in adapted}
+    # A vision tower has layers of the same names: a text tower's are named whole.
     are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
+    by_ours = {config.called(name): theirs for name, theirs in outer.items()}
+    saved = list(config.modules_to_save)
+    if model.is_text_tower:
+        saved = sorted(in_tower(name) for name in config.saved(modules(model)))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -142,11 +147,11 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "target_modules": ends if are_ends else sorted(outer.values()),
         "exclude_modules": None,
         "layers_to_transform": None,
-        "rank_pattern": _patterns(config.rank_pattern, config.rank, outer),
-        "alpha_pattern": _patterns({key: _whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, outer),
+        "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
+        "alpha_pattern": _patterns({key: _whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, by_ours),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "modules_to_save": list(config.modules_to_save) or None,
+        "modules_to_save": saved or None,
         "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
         "bias": "none",
         "lora_bias": False,
@@ -156,7 +161,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
-    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's name of each layer."""
+    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's names,
+    by ours."""
     said = {name: by_pattern(patterns, name, otherwise) for name in outer}
     met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {said[name]} for name in outer):
@@ -245,7 +251,7 @@ def adapter_shapes(
 
 def _is_saved(name: str, config: AdapterConfig) -> bool:
     """Whether a tensor may be of a module other than embedding and head that is trained whole."""
-    module = name.removeprefix(_PREFIX).rpartition(".")[0]
+    module = out_of_tower(name.removeprefix(_PREFIX)).rpartition(".")[0]
     return module not in ENDS and bool(config.saved([module]))
 
 
@@ -275,12 +281,12 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         problems.append(_no_weights(directory))
     if problems:
         return None, problems
-    config = _config(fields)
+    config = _config(fields, _is_of_tower(directory))
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
         )
-    ends = [end for end in ENDS if matches(end, config.target) and not matches(end, config.exclude or ())]
+    ends = [end for end in ENDS if config.targets(end)]
     if config.target != ALL_LINEAR and config.layers is None and (ends := [e for e in ends if not config.saved([e])]):
         problems.append(
             f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
@@ -289,13 +295,22 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     return config, problems
 
 
-def _config(fields: Mapping[str, Any]) -> AdapterConfig:
-    layers, target = fields["layers_to_transform"], fields["target_modules"]
+def _is_of_tower(directory: Path) -> bool:
+    """Whether an adapter's tensors are those of a multimodal model's text tower."""
+    try:
+        names = [name.removeprefix(_PREFIX) for name in stored_shapes(directory)]
+    except UserError:  # told by whoever reads them
+        return False
+    return any(out_of_tower(name) != name for name in names)
+
+
+def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
+    layers = fields["layers_to_transform"]
     return AdapterConfig(
         rank=fields["r"],
         alpha=fields["lora_alpha"],
         dropout=fields["lora_dropout"] or 0.0,
-        target=_names(target),
+        target=_names(fields["target_modules"]),
         exclude=_names(fields["exclude_modules"] or ()),
         rslora=bool(fields["use_rslora"]),
         dora=bool(fields["use_dora"]),
@@ -303,14 +318,12 @@ def _config(fields: Mapping[str, Any]) -> AdapterConfig:
         alpha_pattern=dict(fields["alpha_pattern"] or {}),
         modules_to_save=tuple(fields["modules_to_save"] or ()),
         layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+        in_tower=is_of_tower,
     )
 
 
 def _names(value: str | Iterable[str]) -> str | tuple[str, ...]:
-    """Names of modules as dtrain has them: those of a multimodal model's text tower are a text model's."""
-    if isinstance(value, str):
-        return value
-    return tuple(re.sub(rf"^{re.escape(_TOWER)}", "model.", name) for name in value)
+    return value if isinstance(value, str) else tuple(value)
 
 
 def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[str]:

@@ -27,7 +27,7 @@ from dtrain.checkpoint.peft_config import (
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.config.schema import Lora
 from dtrain.errors import UserError
-from dtrain.models.adapter_config import AdapterConfig, linears
+from dtrain.models.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.preflight import preflight
@@ -113,18 +113,48 @@ def test_tied_embeddings_that_peft_trained_apart_are_refused(tmp_path):
         models.from_pretrained(tmp_path / "two")
 
 
-def test_a_multimodal_model_s_text_tower(tmp_path):
+TOWERS = {
+    "expression": {"target_modules": r".*language_model.*(q|down)_proj"},
+    "patterns": {
+        "target_modules": r"model\.language_model\..*_proj",
+        "exclude_modules": ["model.language_model.layers.1.self_attn.k_proj"],
+        "rank_pattern": {r"model\.language_model\.layers\.1\.mlp\..*": 2},
+        "alpha_pattern": {"^model.language_model.layers.0.self_attn.q_proj": 90, ".*language_model.*up_proj": 50},
+    },
+    "saved": {
+        "target_modules": r".*language_model.*v_proj",
+        "modules_to_save": ["language_model.norm", "model.language_model.layers.1.mlp.up_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize("case", TOWERS)
+def test_a_multimodal_model_s_text_tower(tmp_path, case):
     base = save_base(tmp_path / "base", "gemma3-vision")
-    theirs = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*(q|down)_proj")
-    names = [name for name, _ in load_base(base).named_modules() if "language_model" in name]
-    listed = [name for name in names if name.endswith(("q_proj", "down_proj"))]
-    change(tmp_path / "adapter", target_modules=listed)
+    theirs = save_adapter(base, tmp_path / "adapter", **TOWERS[case])
     model = models.from_pretrained(tmp_path / "adapter").eval()
     assert (model(IDS) - logits(theirs)).abs().max() < 5e-5
     config = read_adapter_config(tmp_path / "adapter")
     assert not adapter_problems({"path": tmp_path / "adapter"}, model.config)
     write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))
     assert (logits(load_adapter(base, tmp_path / "ours")) - model(IDS)).abs().max() < 5e-5
+    again = models.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(IDS), model(IDS))
+
+
+def test_what_a_text_tower_saves_is_named_whole(tmp_path):
+    """PEFT would save a module of the same name of the vision tower too."""
+    base = save_base(tmp_path / "base", "gemma3-vision")
+    config = AdapterConfig(rank=4, modules_to_save=("norm",))
+    model = models.build(models.read_config(base), adapter=config)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))
+    saved = json.loads((tmp_path / "ours" / ADAPTER_CONFIG).read_text())["modules_to_save"]
+    assert "model.language_model.norm" in saved
+    assert all(name.startswith("model.language_model.") for name in saved)
+    load_adapter(base, tmp_path / "ours")
+    assert read_adapter_config(tmp_path / "ours").saved(modules(model.config)) == config.saved(modules(model.config))
 
 
 MESHES = {
@@ -253,8 +283,8 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
     from peft.utils.other import get_pattern_key
 
     model = models.read_config(save_base(tmp_path / "base", variant))
-    (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
     tower = "model.language_model." if model.is_text_tower else "model."
+    save_file({f"base_model.model.{tower}x": torch.zeros(1)}, tmp_path / ADAPTER_WEIGHTS)
     for ranks, alphas in itertools.product(ORDERED, ORDERED):
         config = AdapterConfig(rank=4, alpha=12, rank_pattern=ranks, alpha_pattern=alphas)
         expected = config.adapted(linears(model))
@@ -269,9 +299,8 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
                 rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern.keys(), outer), 4)
                 alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), outer), 12)
                 assert (rank, alpha / rank) == (low.rank, low.scale), (written, name)
-            if not model.is_text_tower:
-                (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(written))
-                assert read_adapter_config(tmp_path).adapted(linears(model)) == expected, written
+            (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(written))
+            assert read_adapter_config(tmp_path).adapted(linears(model)) == expected, written
 
 
 REFUSED = {
