@@ -180,6 +180,11 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(_no_weights(directory))
+    return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises UserError."""
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -187,10 +192,14 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"a header of {size} bytes")
             header = loads(stream.read(size))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for entry in entries.values():
+            begin, end = entry["data_offsets"]
+            if not (isinstance(entry["dtype"], str) and 0 <= begin <= end and isinstance(entry["shape"], list)):
+                raise ValueError("an entry of another form")
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         if path.stat().st_size != 8 + size + max(ends, default=0):
             raise ValueError("its header tells of another size")
-        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        return entries, 8 + size
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
-from dtrain import models
+from dtrain import config, models
 from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
@@ -407,6 +407,38 @@ def test_an_adapter_where_the_run_s_own_export_goes_is_refused(made):
     path = made / "runs" / "run" / "export"
     recipe = tiny_recipe(made, f"lora={{path: {path}}}", "checkpoint.export=final")
     assert any(problem.startswith(f"lora.path={path} lies where this run puts") for problem in preflight(recipe, 1))
+
+
+def test_an_adapter_of_another_base_is_refused(made):
+    """By its weights: a copy is the base, wherever it lies, and what is not here is noted."""
+    adapter, file = made / "adapter", made / "adapter" / ADAPTER_CONFIG
+    copy, other, wide = (made / name for name in ("copy", "other", "wide"))
+    shutil.copytree(made / "base", copy)
+    shutil.copytree(made / "base", other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(made / "base", wide)
+    save_file({name: one.double() for name, one in tensors.items()}, wide / "model.safetensors")
+
+    def found(model):
+        recipe = tiny_recipe(made, "model.init=pretrained", f"lora={{path: {adapter}}}", f"model.path={model}")
+        return [one for one in preflight(recipe, 1) if "base_model" in one], config.notes(recipe)
+
+    assert found(made / "base") == found(copy) == ([], [])
+    [problem], notes = found(other)
+    assert problem.startswith(
+        f"{file}: base_model_name_or_path is {made / 'base'}, and the weights at model.path={other}"
+    )
+    assert f"set model.path={made / 'base'}, or write {other} there" in problem and notes == []
+    problems, [note] = found(wide)  # another dtype
+    assert problems == [] and note.startswith(f"note: {file}: base_model_name_or_path is {made / 'base'}; whether")
+    for name, said in (("nobody/gone", "is nobody/gone; whether"), (None, "names no base")):
+        change(adapter, base_model_name_or_path=name)
+        problems, [note] = found(other)
+        assert problems == [] and said in note
+    change(adapter, base_model_name_or_path="../other")
+    assert found(other) == ([], []) and len(found(copy)[0]) == 1
 
 
 def test_the_base_is_found_or_named(made, monkeypatch):
