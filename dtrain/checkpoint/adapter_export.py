@@ -49,7 +49,7 @@ class StoredAdapter:
     def files(self) -> WeightFiles:
         parameters = {name: tuple(one.shape) for name, one in self.model.named_parameters()}
         wanted = adapter_shapes(self.config, self.model.config, parameters)
-        return adapter_weights(self.directory, wanted)
+        return adapter_weights(self.directory, wanted, is_tied=self.model.config.tie_word_embeddings)
 
     @cached_property
     def adapted(self) -> dict[str, Low]:

@@ -6,6 +6,7 @@ change nothing, or refused by name, all problems at once.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         return str(error).splitlines()
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = adapter_shapes(config, model, ends)
-    return misfits(directory, stored, wanted, free=lambda name: _is_saved(name, config))
+    free, is_tied = partial(_is_saved, config=config), model.tie_word_embeddings
+    return misfits(directory, stored, wanted, free, is_tied=is_tied)
 
 
 def base_of(directory: Path) -> Path:
@@ -211,10 +213,14 @@ def misfits(
     stored: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, tuple[int, ...]],
     free: Callable[[str], bool] = lambda name: False,
+    *,
+    is_tied: bool = False,
 ) -> list[str]:
     """What of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all do.
-    free: names of tensors that are no mistake beside these."""
-    missing = [f"missing: {name}{_TIED if 'lm_head' in name else ''}" for name in wanted if name not in stored]
+    free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    missing = [
+        f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
+    ]
     shapes = [
         f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
         for name, shape in stored.items()
