@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 
 from dtrain import config, models
 from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
+from dtrain.checkpoint.export import export
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -415,6 +416,23 @@ def test_an_adapter_where_the_run_s_own_export_goes_is_refused(made):
     path = made / "runs" / "run" / "export"
     recipe = tiny_recipe(made, f"lora={{path: {path}}}", "checkpoint.export=final")
     assert any(problem.startswith(f"lora.path={path} lies where this run puts") for problem in preflight(recipe, 1))
+
+
+@pytest.mark.parametrize("form", ["adapter", "folded"])
+def test_an_export_of_an_adapter_finds_its_base_from_anywhere(made, form):
+    change(made / "adapter", base_model_name_or_path="../base")
+    export(made / "adapter", made / "far" / "out", form=form)
+    assert base_of(made / "far" / "out") == made / "base"
+
+
+def test_an_adapter_of_no_layer_is_not_folded(made):
+    empty = made / "empty"
+    empty.mkdir()
+    save_file({}, empty / ADAPTER_WEIGHTS)
+    shutil.copy(made / "adapter" / ADAPTER_CONFIG, empty)
+    change(empty, target_modules=["no_such_layer"])
+    with pytest.raises(UserError, match="has no adapter of a layer"):
+        export(empty, made / "out", form="folded")
 
 
 def test_an_adapter_of_another_base_is_refused(made):
