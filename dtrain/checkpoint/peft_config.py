@@ -163,8 +163,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
-    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's names,
-    by ours."""
+    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by
+    ours."""
     said = {name: by_pattern(patterns, name, otherwise) for name in outer}
     met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {said[name]} for name in outer):
@@ -196,7 +196,7 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         for entry in entries.values():
             begin, end = entry["data_offsets"]
-            if not (isinstance(entry["dtype"], str) and 0 <= begin <= end and isinstance(entry["shape"], list)):
+            if not (_is_natural(begin) and _is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
                 raise ValueError("an entry of another form")
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         if path.stat().st_size != 8 + size + max(ends, default=0):
