@@ -4,8 +4,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from dtrain.checkpoint.adapter_base import base_notes, base_problems
 from dtrain.checkpoint.peft_config import adapter_of, adapter_problems
 from dtrain.config.schema import Lora, Recipe
 from dtrain.methods.facts import facts_of
@@ -69,8 +71,11 @@ def problems(recipe: Recipe) -> list[str]:
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """What its user is told of a section that is no mistake: that a fresh adapter hardly learns at a low rate."""
+    """What its user is told of a section that is no mistake: that a fresh adapter hardly learns at a low rate, and that
+    an adapter at `path` may be of another model."""
     section, (low, usual) = recipe.lora, facts_of(recipe).adapter_rates
+    if section is not None and section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
+        return base_notes(Path(section.path), recipe.model.directory)
     if section is None or section.path is not None or not 0 < recipe.optimizer.lr < low:
         return []
     return [
@@ -87,7 +92,10 @@ def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     if section is None or _expressions(section) or _out_of_range(section):
         return found
     if section.path is not None:
-        return found + adapter_problems(asdict(section), model)
+        wrong = adapter_problems(asdict(section), model)
+        if not wrong and recipe.model.init == "pretrained":
+            wrong = base_problems(Path(section.path), recipe.model.directory)
+        return found + wrong
     config, layers = adapter_of(asdict(section)), linears(model)
     found += _targets(config, list(layers)) + _patterns(config, list(layers))
     found += _saved(config, modules(model))

@@ -12,8 +12,9 @@ code that is in it (tensors are read with torch's weights-only loader, everythin
 - `identity`: what files hold, as digests.
 - `huggingface.read_weights`, `huggingface_write.write_directory`, `export.export`: safetensors in and out;
   `safetensor_files` reads slices of them, `quantized` weights in 4 bits.
-- `adapter_files`, `peft_config`: adapters in PEFT's layout, in and out; `adapter_export`: alone, folded, or merged into
-  what `base_weights` finds; `merged`: a model's weights with the adapter merged.
+- `adapter_files`, `peft_config`: adapters in PEFT's layout, in and out; `adapter_base`: whether a model is the base
+  that one names; `adapter_export`: alone, folded, or merged into what `base_weights` finds; `merged`: a model's weights
+  with the adapter merged.
 - `hub`: models by their id on the Hugging Face hub.
 - `files`, `model_files`: files that are whole or absent; the small files beside a model's weights.
 """

@@ -13,7 +13,7 @@ from dtrain.checkpoint.adapter_files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.huggingface_write import Entry, write_files
 from dtrain.checkpoint.merged import merge
-from dtrain.checkpoint.model_files import copy_companions
+from dtrain.checkpoint.model_files import CONFIG, copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -29,6 +29,7 @@ from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 
 Weight = Callable[[], Tensor]
+_BASE = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class StoredAdapter:
     def files(self) -> WeightFiles:
         parameters = {name: tuple(one.shape) for name, one in self.model.named_parameters()}
         wanted = adapter_shapes(self.config, self.model.config, parameters)
-        return adapter_weights(self.directory, wanted)
+        return adapter_weights(self.directory, wanted, is_tied=self.model.config.tie_word_embeddings)
 
     @cached_property
     def adapted(self) -> dict[str, Low]:
@@ -89,7 +90,9 @@ class StoredAdapter:
             Entry(name, one.shape, dtype or _own(one.dtype), partial(self.files.read, name))
             for name, one in self.files.stored.items()
         ]
-        text = json.dumps(read_json(self.directory / ADAPTER_CONFIG), indent=2, sort_keys=True) + "\n"
+        fields = read_json(self.directory / ADAPTER_CONFIG)
+        fields |= {_BASE: self._base} if _BASE in fields else {}
+        text = json.dumps(fields, indent=2) + "\n"
         _write(out, entries, lambda new: replace_text(new / ADAPTER_CONFIG, text), companions)
 
     def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
@@ -100,11 +103,12 @@ class StoredAdapter:
             raise UserError(
                 f"--folded: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
             )
+        if not self.adapted:
+            raise UserError(f"--folded: {self.directory} has no adapter of a layer: there is nothing to fold")
         rank = max(low.rank for low in self.adapted.values())
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
-        base = read_json(self.directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-        form = AdapterFiles(config, self.model.config, base)
+        form = AdapterFiles(config, self.model.config, self._base)
         sizes = {}
         for module in names:
             for name, dim in ((f"{module}.lora_A", 0), (f"{module}.lora_B", 1)):
@@ -121,6 +125,15 @@ class StoredAdapter:
             return whole * self.adapted[module].scale if parameter == "lora_B" else whole
 
         _write(out, form.entries(sizes, read, dtype), form.finish, companions)
+
+    @property
+    def _base(self) -> str | None:
+        """base_model_name_or_path as it is understood from anywhere: a directory's whole path."""
+        name: str | None = read_json(self.directory / ADAPTER_CONFIG).get(_BASE)
+        if not name or Path(name).is_absolute():
+            return name
+        places = Path(name), self.directory / name
+        return next((str(path.resolve()) for path in places if (path / CONFIG).is_file()), name)
 
     def _outer(self, name: str) -> list[str]:
         return peft_names(name, self.config, self.model.config)

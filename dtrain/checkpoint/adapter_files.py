@@ -52,7 +52,8 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
     directory = Path(directory)
     config, tensors = read_adapter_config(directory), model_tensors(model)
     outer = {name: names for name in tensors if (names := peft_names(name, config, model.config))}
-    files = adapter_weights(directory, {one: tuple(tensors[name].shape) for name in outer for one in outer[name]})
+    wanted = {one: tuple(tensors[name].shape) for name in outer for one in outer[name]}
+    files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
     for first, *others in outer.values():
         for other in others:
             _refuse_differing(files, first, other)
@@ -62,11 +63,11 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
             files.copy_into(local, source, local_slices(tensors[name]))
 
 
-def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]]) -> WeightFiles:
+def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
     """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists what
-    does not fit."""
+    does not fit. is_tied: the model's head is its embedding."""
     files = WeightFiles(directory, ADAPTER_WEIGHTS)
-    problems = misfits(directory, {name: one.shape for name, one in files.stored.items()}, wanted)
+    problems = misfits(directory, {name: one.shape for name, one in files.stored.items()}, wanted, is_tied=is_tied)
     problems += [
         f"{one.file}: dtype: {name} is {one.kind}; quantized adapters are not read"
         for name, one in files.stored.items()

@@ -6,6 +6,7 @@ change nothing, or refused by name, all problems at once.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,24 @@ from dtrain.checkpoint import hub
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
 from dtrain.errors import UserError
 from dtrain.json_files import SMALL, loads, read_json
-from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, is_adapter, linears, matches
+from dtrain.models.adapter_config import (
+    ALL_LINEAR,
+    ENDS,
+    AdapterConfig,
+    by_end,
+    by_pattern,
+    in_tower,
+    is_adapter,
+    linears,
+    modules,
+    out_of_tower,
+)
 from dtrain.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
 _LISTED = 10
 
 # Fields that change no number of an adapter that is there: how it began, or where it came from.
@@ -71,7 +82,8 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         return str(error).splitlines()
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = adapter_shapes(config, model, ends)
-    return misfits(directory, stored, wanted, free=lambda name: _is_saved(name, config))
+    free, is_tied = partial(_is_saved, config=config), model.tie_word_embeddings
+    return misfits(directory, stored, wanted, free, is_tied=is_tied)
 
 
 def base_of(directory: Path) -> Path:
@@ -102,25 +114,30 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
     if is_adapter(name):
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [_outer(f"{module}.{kind}", model)]
-    modules = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
-    return [_outer(f"{one}.{parameter}", model) for one in modules] if config.saved(modules) else []
+    both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
+    return [_outer(f"{one}.{parameter}", model) for one in both] if config.saved(both) else []
 
 
 def _outer(name: str, model: ModelConfig) -> str:
-    return _PREFIX + (re.sub(r"^model\.", _TOWER, name) if model.is_text_tower else name)
+    return _PREFIX + (in_tower(name) if model.is_text_tower else name)
 
 
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
-    The targets are the last parts of the adapted layers' names where these mean no others, else the names.
+    The targets are the last parts of the adapted layers' names where these mean no others, else the names. The patterns
+    are the adapter's own where they say the same in any order, for PEFT sorts them in files; else the layers' names.
     """
     names = list(linears(model))
     adapted = config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    by_end = {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
-    if model.is_text_tower:  # a vision tower has layers of the same names
-        by_end, adapted = False, {re.sub(r"^model\.", _TOWER, name): low for name, low in adapted.items()}
+    outer = {name: in_tower(name) if model.is_text_tower else name for name in adapted}
+    # A vision tower has layers of the same names: a text tower's are named whole.
+    are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
+    by_ours = {config.called(name): theirs for name, theirs in outer.items()}
+    saved = list(config.modules_to_save)
+    if model.is_text_tower:
+        saved = sorted(in_tower(name) for name in config.saved(modules(model)))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,20 +146,30 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "r": config.rank,
         "lora_alpha": _whole(config.alpha),
         "lora_dropout": config.dropout,
-        "target_modules": ends if by_end else sorted(adapted),
+        "target_modules": ends if are_ends else sorted(outer.values()),
         "exclude_modules": None,
         "layers_to_transform": None,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in config.alpha_pattern.items()},
+        "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
+        "alpha_pattern": _patterns({key: _whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, by_ours),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "modules_to_save": list(config.modules_to_save) or None,
+        "modules_to_save": saved or None,
         "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
         "bias": "none",
         "lora_bias": False,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
+    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by
+    ours."""
+    said = {name: by_pattern(patterns, name, otherwise) for name in outer}
+    met = {name: {value for key, value in patterns.items() if by_end(key, outer[name])} for name in outer}
+    if all((met[name] or {otherwise}) == {said[name]} for name in outer):
+        return dict(patterns)
+    return {re.escape(outer[name]): value for name, value in said.items() if value != otherwise}
 
 
 def _whole(number: float) -> float:
@@ -155,6 +182,11 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(_no_weights(directory))
+    return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Of a safetensors file each tensor's dtype, shape and data_offsets, and where its data begin. Raises UserError."""
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -162,10 +194,14 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"a header of {size} bytes")
             header = loads(stream.read(size))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for entry in entries.values():
+            begin, end = entry["data_offsets"]
+            if not (_is_natural(begin) and _is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
+                raise ValueError("an entry of another form")
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         if path.stat().st_size != 8 + size + max(ends, default=0):
             raise ValueError("its header tells of another size")
-        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+        return entries, 8 + size
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -177,10 +213,14 @@ def misfits(
     stored: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, tuple[int, ...]],
     free: Callable[[str], bool] = lambda name: False,
+    *,
+    is_tied: bool = False,
 ) -> list[str]:
     """What of an adapter's tensors, by PEFT's names, does not fit a model that wants others; nothing where all do.
-    free: names of tensors that are no mistake beside these."""
-    missing = [f"missing: {name}{_TIED if 'lm_head' in name else ''}" for name in wanted if name not in stored]
+    free: names of tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    missing = [
+        f"missing: {name}{_TIED if is_tied and 'lm_head' in name else ''}" for name in wanted if name not in stored
+    ]
     shapes = [
         f"shape: {name} is {list(shape)}, the model has {list(wanted[name])}"
         for name, shape in stored.items()
@@ -226,7 +266,7 @@ def adapter_shapes(
 
 def _is_saved(name: str, config: AdapterConfig) -> bool:
     """Whether a tensor may be of a module other than embedding and head that is trained whole."""
-    module = name.removeprefix(_PREFIX).rpartition(".")[0]
+    module = out_of_tower(name.removeprefix(_PREFIX)).rpartition(".")[0]
     return module not in ENDS and bool(config.saved([module]))
 
 
@@ -256,12 +296,12 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         problems.append(_no_weights(directory))
     if problems:
         return None, problems
-    config = _config(fields)
+    config = _config(fields, _is_of_tower(directory))
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
         )
-    ends = [end for end in ENDS if matches(end, config.target) and not matches(end, config.exclude or ())]
+    ends = [end for end in ENDS if config.targets(end)]
     if config.target != ALL_LINEAR and config.layers is None and (ends := [e for e in ends if not config.saved([e])]):
         problems.append(
             f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
@@ -270,13 +310,22 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     return config, problems
 
 
-def _config(fields: Mapping[str, Any]) -> AdapterConfig:
-    layers, target = fields["layers_to_transform"], fields["target_modules"]
+def _is_of_tower(directory: Path) -> bool:
+    """Whether an adapter's tensors are those of a multimodal model's text tower."""
+    try:
+        names = [name.removeprefix(_PREFIX) for name in stored_shapes(directory)]
+    except UserError:  # told by whoever reads them
+        return False
+    return any(out_of_tower(name) != name for name in names)
+
+
+def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
+    layers = fields["layers_to_transform"]
     return AdapterConfig(
         rank=fields["r"],
         alpha=fields["lora_alpha"],
         dropout=fields["lora_dropout"] or 0.0,
-        target=_names(target),
+        target=_names(fields["target_modules"]),
         exclude=_names(fields["exclude_modules"] or ()),
         rslora=bool(fields["use_rslora"]),
         dora=bool(fields["use_dora"]),
@@ -284,14 +333,12 @@ def _config(fields: Mapping[str, Any]) -> AdapterConfig:
         alpha_pattern=dict(fields["alpha_pattern"] or {}),
         modules_to_save=tuple(fields["modules_to_save"] or ()),
         layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
+        in_tower=is_of_tower,
     )
 
 
 def _names(value: str | Iterable[str]) -> str | tuple[str, ...]:
-    """Names of modules as dtrain has them: those of a multimodal model's text tower are a text model's."""
-    if isinstance(value, str):
-        return value
-    return tuple(re.sub(rf"^{re.escape(_TOWER)}", "model.", name) for name in value)
+    return value if isinstance(value, str) else tuple(value)
 
 
 def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[str]:

@@ -211,7 +211,8 @@ class Lora:
     modules_to_save: list[str] = field(default_factory=list)
     """Ends of names of modules that are trained whole beside the adapter, such as `[embed_tokens, lm_head]`."""
     path: str | None = None
-    """The directory of an adapter in PEFT's layout to go on from; the keys above are then its own."""
+    """The directory of an adapter in PEFT's layout to go on from. The keys above are then its own, which those
+    at their defaults never change; a dropout above 0 takes the place of its own."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4: the linear layers' own weights are held in 4 bits (QLoRA, arXiv:2305.14314)."""
 

@@ -14,6 +14,7 @@ from dtrain.models.config import ModelConfig
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
+_TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
 Names = str | tuple[str, ...]
 
@@ -29,7 +30,8 @@ class Low:
 @dataclass(frozen=True)
 class AdapterConfig:
     """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
-    module's name. layers: the numbers of the decoder layers that may have one; None for all."""
+    module's name. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
+    those of a multimodal model's text tower; those that the methods take and give are a text model's all the same."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -42,6 +44,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
+    in_tower: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
@@ -56,21 +59,42 @@ class AdapterConfig:
 
     def saved(self, modules: Iterable[str]) -> list[str]:
         """Of the names of modules with parameters those that are trained whole."""
-        return [name for name in modules if any(name.endswith(end) for end in self.modules_to_save)]
+        return [name for name in modules if any(self.called(name).endswith(end) for end in self.modules_to_save)]
+
+    def targets(self, name: str) -> bool:
+        """Whether `target` and `exclude` mean the module of this name."""
+        called = self.called(name)
+        is_wanted = self.target == ALL_LINEAR or matches(called, self.target)
+        return is_wanted and not (self.exclude and matches(called, self.exclude))
+
+    def called(self, name: str) -> str:
+        """The name that patterns and lists are matched with."""
+        return in_tower(name) if self.in_tower else name
 
     def _is_target(self, name: str) -> bool:
-        if name in ENDS or (self.exclude and matches(name, self.exclude)):
+        if name in ENDS or not self.targets(name):
             return False
-        if self.layers is not None and name not in self.target:  # whole names count in any layer, as in PEFT
+        # Whole names count in any layer, as in PEFT.
+        if self.layers is not None and self.called(name) not in self.target:
             number = re.search(r"\.layers\.(\d+)\.", name)
             if number is None or int(number[1]) not in self.layers:
                 return False
-        return not self.saved([name]) and (self.target == ALL_LINEAR or matches(name, self.target))
+        return not self.saved([name])
 
     def _low(self, name: str) -> Low:
-        rank = _by_pattern(self.rank_pattern, name, self.rank)
-        alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
+        rank = by_pattern(self.rank_pattern, self.called(name), self.rank)
+        alpha = by_pattern(self.alpha_pattern, self.called(name), self.alpha)
         return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
+
+
+def in_tower(name: str) -> str:
+    """What a multimodal model calls the part of its text tower that is `name` in a text model."""
+    return re.sub(r"^model\.", _TOWER, name)
+
+
+def out_of_tower(name: str) -> str:
+    """What a text model calls the part of a multimodal model's text tower that is `name` there."""
+    return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
 
 
 def matches(name: str, wanted: Names) -> bool:
@@ -83,6 +107,11 @@ def matches(name: str, wanted: Names) -> bool:
 def by_end(pattern: str, name: str) -> bool:
     """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """What `patterns` say of the module of this name: the first that means it counts."""
+    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)
 
 
 def is_adapter(name: str) -> bool:
@@ -119,7 +148,3 @@ def modules(config: ModelConfig) -> list[str]:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     numbers = range(config.num_hidden_layers)
     return [*ENDS, "model.norm", *linears(config), *(f"model.layers.{n}.{norm}" for n in numbers for norm in norms)]
-
-
-def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if by_end(pattern, name)), otherwise)

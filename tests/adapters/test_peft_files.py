@@ -1,5 +1,6 @@
 """Adapters in PEFT's layout, in and out, with PEFT as the oracle."""
 
+import itertools
 import json
 import random
 import shutil
@@ -11,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
-from dtrain import models
+from dtrain import config, models
 from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
+from dtrain.checkpoint.export import export
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -20,12 +22,13 @@ from dtrain.checkpoint.peft_config import (
     adapter_problems,
     base_of,
     is_adapter_directory,
+    peft_config,
     read_adapter_config,
 )
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.config.schema import Lora
 from dtrain.errors import UserError
-from dtrain.models.adapter_config import linears
+from dtrain.models.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.preflight import preflight
@@ -111,18 +114,56 @@ def test_tied_embeddings_that_peft_trained_apart_are_refused(tmp_path):
         models.from_pretrained(tmp_path / "two")
 
 
-def test_a_multimodal_model_s_text_tower(tmp_path):
+TOWERS = {
+    "expression": {"target_modules": r".*language_model.*(q|down)_proj"},
+    "patterns": {
+        "target_modules": r"model\.language_model\..*_proj",
+        "exclude_modules": ["model.language_model.layers.1.self_attn.k_proj"],
+        "rank_pattern": {r"model\.language_model\.layers\.1\.mlp\..*": 2},
+        "alpha_pattern": {"^model.language_model.layers.0.self_attn.q_proj": 90, ".*language_model.*up_proj": 50},
+    },
+    "saved": {
+        "target_modules": r".*language_model.*v_proj",
+        "modules_to_save": ["language_model.norm", "model.language_model.layers.1.mlp.up_proj"],
+    },
+}
+
+
+def test_a_head_that_is_missing_of_an_untied_model_is_not_called_tied(made):
+    adapter = change(made / "adapter", modules_to_save=["lm_head"])
+    [problem] = adapter_problems({"path": adapter}, models.read_config(made / "base"))
+    assert problem.endswith("missing: base_model.model.lm_head.weight; is it an adapter of this model?")
+    with pytest.raises(UserError, match=r"missing: base_model.model.lm_head.weight; is it"):
+        models.from_pretrained(adapter)
+
+
+@pytest.mark.parametrize("case", TOWERS)
+def test_a_multimodal_model_s_text_tower(tmp_path, case):
     base = save_base(tmp_path / "base", "gemma3-vision")
-    theirs = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*(q|down)_proj")
-    names = [name for name, _ in load_base(base).named_modules() if "language_model" in name]
-    listed = [name for name in names if name.endswith(("q_proj", "down_proj"))]
-    change(tmp_path / "adapter", target_modules=listed)
+    theirs = save_adapter(base, tmp_path / "adapter", **TOWERS[case])
     model = models.from_pretrained(tmp_path / "adapter").eval()
     assert (model(IDS) - logits(theirs)).abs().max() < 5e-5
     config = read_adapter_config(tmp_path / "adapter")
     assert not adapter_problems({"path": tmp_path / "adapter"}, model.config)
     write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))
     assert (logits(load_adapter(base, tmp_path / "ours")) - model(IDS)).abs().max() < 5e-5
+    again = models.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(IDS), model(IDS))
+
+
+def test_what_a_text_tower_saves_is_named_whole(tmp_path):
+    """PEFT would save a module of the same name of the vision tower too."""
+    base = save_base(tmp_path / "base", "gemma3-vision")
+    config = AdapterConfig(rank=4, modules_to_save=("norm",))
+    model = models.build(models.read_config(base), adapter=config)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))
+    saved = json.loads((tmp_path / "ours" / ADAPTER_CONFIG).read_text())["modules_to_save"]
+    assert "model.language_model.norm" in saved
+    assert all(name.startswith("model.language_model.") for name in saved)
+    load_adapter(base, tmp_path / "ours")
+    assert read_adapter_config(tmp_path / "ours").saved(modules(model.config)) == config.saved(modules(model.config))
 
 
 MESHES = {
@@ -234,6 +275,43 @@ def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
     assert len(seen) >= 6
 
 
+ORDERED = [
+    {"q_proj": 2, "layers.0.self_attn.q_proj": 5},
+    {"layers.0.self_attn.q_proj": 5, "q_proj": 2},
+    {".*_proj": 3, "layers.1.*": 5, "down_proj": 6},
+    {"down_proj": 6},
+    {},
+]
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3-vision"])
+def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
+    """For PEFT too, whose own files are sorted, and whichever way a file's keys are sorted."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    model = models.read_config(save_base(tmp_path / "base", variant))
+    tower = "model.language_model." if model.is_text_tower else "model."
+    save_file({f"base_model.model.{tower}x": torch.zeros(1)}, tmp_path / ADAPTER_WEIGHTS)
+    for ranks, alphas in itertools.product(ORDERED, ORDERED):
+        config = AdapterConfig(rank=4, alpha=12, rank_pattern=ranks, alpha_pattern=alphas)
+        expected = config.adapted(linears(model))
+        written = peft_config(config, model, None)
+        for in_reverse in (False, True):
+            for key in ("rank_pattern", "alpha_pattern"):
+                written[key] = dict(sorted(written[key].items(), reverse=in_reverse))
+            theirs = LoraConfig(**written)
+            for name, low in expected.items():
+                outer = name.replace("model.", tower)
+                assert check_target_module_exists(theirs, outer)
+                rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern.keys(), outer), 4)
+                alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), outer), 12)
+                assert (rank, alpha / rank) == (low.rank, low.scale), (written, name)
+            (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(written))
+            assert read_adapter_config(tmp_path).adapted(linears(model)) == expected, written
+
+
 REFUSED = {
     "peft_type": ("LOHA", "peft_type is 'LOHA', and must be LORA"),
     "task_type": ("SEQ_CLS", ".*must be CAUSAL_LM"),
@@ -338,6 +416,53 @@ def test_an_adapter_where_the_run_s_own_export_goes_is_refused(made):
     path = made / "runs" / "run" / "export"
     recipe = tiny_recipe(made, f"lora={{path: {path}}}", "checkpoint.export=final")
     assert any(problem.startswith(f"lora.path={path} lies where this run puts") for problem in preflight(recipe, 1))
+
+
+@pytest.mark.parametrize("form", ["adapter", "folded"])
+def test_an_export_of_an_adapter_finds_its_base_from_anywhere(made, form):
+    change(made / "adapter", base_model_name_or_path="../base")
+    export(made / "adapter", made / "far" / "out", form=form)
+    assert base_of(made / "far" / "out") == made / "base"
+
+
+def test_an_adapter_of_no_layer_is_not_folded(made):
+    empty = made / "empty"
+    empty.mkdir()
+    save_file({}, empty / ADAPTER_WEIGHTS)
+    shutil.copy(made / "adapter" / ADAPTER_CONFIG, empty)
+    change(empty, target_modules=["no_such_layer"])
+    with pytest.raises(UserError, match="has no adapter of a layer"):
+        export(empty, made / "out", form="folded")
+
+
+def test_an_adapter_of_another_base_is_refused(made):
+    """By its weights: a copy is the base, wherever it lies, and what is not here is noted."""
+    adapter, file = made / "adapter", made / "adapter" / ADAPTER_CONFIG
+    copy, other, wide = (made / name for name in ("copy", "other", "wide"))
+    shutil.copytree(made / "base", copy)
+    shutil.copytree(made / "base", other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(made / "base", wide)
+    save_file({name: one.double() for name, one in tensors.items()}, wide / "model.safetensors")
+
+    def found(model):
+        recipe = tiny_recipe(made, "model.init=pretrained", f"lora={{path: {adapter}}}", f"model.path={model}")
+        return [one for one in preflight(recipe, 1) if "base_model" in one], config.notes(recipe)
+
+    assert found(made / "base") == found(copy) == ([], [])
+    [problem], notes = found(other)
+    assert problem.startswith(f"{file}: base_model_name_or_path is {made / 'base'}, and model.path={other} has other")
+    assert f"set model.path={made / 'base'}, or write {other} there" in problem and notes == []
+    problems, [note] = found(wide)  # another dtype
+    assert problems == [] and note.startswith(f"note: {file}: base_model_name_or_path is {made / 'base'}; whether")
+    for name, said in (("nobody/gone", "is nobody/gone; whether"), (None, "names no base")):
+        change(adapter, base_model_name_or_path=name)
+        problems, [note] = found(other)
+        assert problems == [] and said in note
+    change(adapter, base_model_name_or_path="../other")
+    assert found(other) == ([], []) and len(found(copy)[0]) == 1
 
 
 def test_the_base_is_found_or_named(made, monkeypatch):
