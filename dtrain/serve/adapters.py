@@ -22,7 +22,7 @@ from dtrain.models.layers import CausalLM
 from dtrain.serve.fields import FLAG, IGNORED, ApiError, Field, Table, check
 from dtrain.serve.protocol import Parser
 from dtrain.serve.updates import VERSION, Updates
-from dtrain.serve.worker import MODES
+from dtrain.serve.worker import HALF, MODES
 
 LOAD: Table = {
     "lora_name": Field(str, "", most=256),
@@ -61,6 +61,8 @@ class Adapters:
 
         def put_in() -> None:
             self._check_room(name, fields["load_inplace"])
+            if self.worker.torn:
+                raise ApiError(409, HALF)
             self.put(name, loaded)
             self.updates.count(fields["weight_version"])
 

@@ -182,6 +182,17 @@ def test_what_waits_for_an_adapter_that_goes_is_told(server, adapters):
     assert ids(url) == naive_ids(first.parent / "model")
 
 
+def test_half_an_update_of_the_weights_stays_one(server, base, adapters):
+    url, worker = server
+    (first, merged), _ = adapters
+    worker.between_steps(lambda: setattr(worker, "torn", True))
+    status, answer = load(url, "mine", first)
+    assert status == 409 and "began and did not end" in str(answer)
+    assert worker.torn and worker.version == 0 and len(ask(url, "/v1/models")[1]["data"]) == 1
+    worker.between_steps(lambda: setattr(worker, "torn", False))
+    assert load(url, "mine", first)[0] == 200 and ids(url, "mine") == naive_ids(merged)
+
+
 @pytest.mark.parametrize(
     "change, status, wanted",
     [
