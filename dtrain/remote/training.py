@@ -137,4 +137,5 @@ def _choose_way(
         say(f"the servers get merged weights, not the adapter alone: {why_not}")
         return "directory"
     say("the servers get the adapter alone, which they all take; " + (f"{rounded}: " if is_rounded else "") + MERGED)
+    say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
     return "adapter"
