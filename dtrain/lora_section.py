@@ -26,7 +26,7 @@ SECTION_RANGES: tuple = (
     ("lora.rank_pattern", lambda v: all(rank >= 1 for rank in v.values()), "a mapping to ranks of at least 1"),
     ("lora.alpha_pattern", lambda v: all(map(_POSITIVE[0], v.values())), "a mapping to finite numbers above 0"),
     ("lora.target", lambda v: len(v) > 0 and _NAMES[0](v), "all-linear, a list of names, or a regular expression"),
-    ("lora.exclude", lambda v: v != "" and _NAMES[0](v), "a list of names, or a regular expression"),
+    ("lora.exclude", lambda v: v not in ("", ALL_LINEAR) and _NAMES[0](v), "a list of names, or a regular expression"),
     ("lora.modules_to_save", *_NAMES),
 )
 
@@ -55,12 +55,16 @@ def problems(recipe: Recipe) -> list[str]:
             "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits: "
             "set train.dtype=float32 or bfloat16, or lora.quantize=none"
         )
-    if is_nf4 and (every := getattr(getattr(recipe, recipe.method, None), "sync_every", None)) is not None:
-        found += [
-            f"{recipe.method}.sync_every={every} mixes the weights at {key}={path} with the policy's, and those that "
-            f"lora.quantize=nf4 holds in 4 bits cannot be mixed: set {key}=start, or {recipe.method}.sync_every=null"
-            for key, path in facts_of(recipe).other_models(recipe)
-        ]
+    if (every := getattr(getattr(recipe, recipe.method, None), "sync_every", None)) is not None:
+        found.append(
+            f"{recipe.method}.sync_every={every} mixes the weights of reference and policy, and those of two adapters "
+            f"have no mixture of the same rank: set {recipe.method}.sync_every=null, or lora=null"
+        )
+    if section.path is not None and recipe.checkpoint.init_from is not None:
+        found.append(
+            f"lora.path={section.path} and checkpoint.init_from={recipe.checkpoint.init_from} both say where the "
+            "adapter begins: set one of them to null"
+        )
     return found
 
 
@@ -87,7 +91,12 @@ def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     config, layers = adapter_of(asdict(section)), linears(model)
     found += _targets(config, list(layers)) + _patterns(config, list(layers))
     found += _saved(config, modules(model))
-    if not found and not config.adapted(layers):
+    if not found and not config.adapted(layers) and config.saved(layers):
+        found.append(
+            f"lora.modules_to_save={shown(section.modules_to_save)} trains whole what lora.target="
+            f"{shown(section.target)} means, which leaves no layer to adapt: name fewer modules there"
+        )
+    elif not found and not config.adapted(layers):
         found.append(
             f"lora.exclude={shown(section.exclude)} leaves no layer of lora.target={shown(section.target)} to adapt: "
             "name fewer layers in lora.exclude, or more in lora.target"

@@ -5,6 +5,7 @@ Imports no torch, so that `dtrain validate` answers at once. Rows are not read h
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
 from dtrain.methods.facts import facts_of
 from dtrain.models import nf4_config
+from dtrain.models.adapter_config import modules
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.rollout.rewards.find import find_file
@@ -92,7 +94,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
     elif recipe.model.path and "model.path" not in absent:
         try:
             model = read_config(recipe.model.path)
-            problems += _misfits(model, recipe) + lora_section.misfits(recipe, model)
+            problems += _misfits(model, recipe) + lora_section.misfits(recipe, model) + _frozen(recipe, model)
         except UserError as error:
             problems.append(str(error))
     for key, path in facts_of(recipe).other_models(recipe):
@@ -115,6 +117,18 @@ def _is_an_adapter(directory: Path) -> str:
         f"model.path={directory} is an adapter in PEFT's layout, not a model: set model.path={base} and "
         f"lora.path={directory} to go on from it{why}"
     )
+
+
+def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
+    """Patterns of `train.train_only` and `train.freeze` that match no parameter."""
+    names = [f"{module}.{kind}" for module in modules(model) for kind in ("weight", "bias")]
+    return [
+        f"train.{key}: {pattern} matches no parameter of the model; they have names such as {names[0]}, and * stands "
+        "for any part"
+        for key, patterns in (("train_only", recipe.train.train_only), ("freeze", recipe.train.freeze))
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
@@ -148,6 +162,7 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
 def _reference(ours: ModelConfig, theirs: ModelConfig, key: str, path: str) -> list[str]:
     """The reference takes the policy's place in one and the same model, so what computes must be equal."""
     free = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"}
+    free |= {"unquantized"}  # what is read in 4 bits is said elsewhere
     names = [field.name for field in fields(ours) if field.name not in free | {"is_text_tower"}]
     differing = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
     if differing:
@@ -292,6 +307,11 @@ def _checkpoint(recipe: Recipe) -> list[str]:
     if not Path(init_from).is_dir():
         problems.append(
             f"checkpoint.init_from={init_from}: there is no such directory; give a run's, or a step-N of one"
+        )
+    elif is_adapter_directory(init_from):
+        problems.append(
+            f"checkpoint.init_from={init_from} is an adapter's directory, not a run's: set lora.path={init_from} "
+            "instead"
         )
     elif (Path(init_from) / "config.json").is_file():
         problems.append(

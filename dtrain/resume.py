@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import config
+from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.files import set_aside
 from dtrain.checkpoint.identity import digest, digests
 from dtrain.checkpoint.model_files import read_model_config
 from dtrain.checkpoint.origin import Origin
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from dtrain.checkpoint.rng import random_state, set_random_state
 from dtrain.checkpoint.rundir import MODELS, RunDirectory, guard
 from dtrain.checkpoint.safetensor_files import weight_files
@@ -29,6 +30,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.methods import Method
 from dtrain.methods.facts import facts_of
+from dtrain.models.adapter_config import linears
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 
@@ -184,6 +186,26 @@ def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str], named
     if recipe.lora is None:
         return own
     return digest(own, None if named == "base" else found.get("lora.path"), recipe.lora.quantize, named)
+
+
+def refuse_other_adapter(recipe: Recipe, policy: Policy, start: Start) -> None:
+    """For weights of `checkpoint.init_from` whose run had an adapter. Raises UserError where these numbers mean another
+    model here: other scales, or the base in other bits."""
+    if start.weights is None or policy.model.adapters is None:
+        return
+    store, step = start.weights
+    folder = store.path(step) / ADAPTER
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    layers = linears(policy.model.config)
+    differing = [key for key, _, _ in config.diff(store.read_state(step)["recipe"], recipe) if key == "lora.quantize"]
+    if read_adapter_config(folder).adapted(layers) != policy.model.adapters.config.adapted(layers):
+        differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
+    if differing:
+        raise UserError(
+            f"{INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. Set them as "
+            "its run has them"
+        )
 
 
 def refuse_other_base(start: Start, found: Mapping[str, str]) -> None:

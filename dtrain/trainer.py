@@ -140,6 +140,7 @@ class Trainer:
             changed = resume.compare(self.recipe, start, self.identities, self.rows.fingerprint)
         if start.weights is not None:
             store, step = start.weights
+            resume.refuse_other_adapter(self.recipe, self.policy, start)
             if not self.policy.load_weights(store, step):
                 resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")
@@ -248,7 +249,7 @@ class Trainer:
             self.export()
 
     def export(self) -> None:
-        """The Hugging Face directory of the run, `export/`, in the run's dtype of computation."""
+        """The run's `export/`: a Hugging Face directory in the dtype of computation, or of an adapter PEFT's layout."""
         with self.runtime.stop.saving():
             self.policy.export(self.run.export, self.recipe.model.directory, self._held)
         self.metrics.say(f"exported to {self.run.export}")

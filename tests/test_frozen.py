@@ -8,6 +8,7 @@ import torch
 from dtrain import models
 from dtrain.errors import UserError
 from dtrain.policy.trained import choose_trained
+from dtrain.preflight import preflight
 from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
@@ -114,6 +115,8 @@ def test_patterns_that_mean_nothing_are_refused(tmp_path, case, words):
     with pytest.raises(UserError) as caught:
         run(tiny_recipe(tmp_path, case))
     assert words in str(caught.value)
+    early = [problem for problem in preflight(tiny_recipe(tmp_path, case), 1) if words in problem]
+    assert bool(early) == ("matches no" in words)
 
 
 def test_a_tied_head_is_meant_by_either_name(tmp_path):

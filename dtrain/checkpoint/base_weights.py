@@ -69,6 +69,8 @@ class RunFacts:
         if self.path is None or not WeightFiles.exist(self.path):
             name = hub.id_of(self.path) if self.path is not None else None
             fetch = f", or run `dtrain download {name}`" if name else ""
+            if self.path is not None and not self.path.is_absolute():
+                fetch += ", or go to the directory that the run was started in, for this path is relative"
             raise UserError(
                 f"{self.file}: the run's steps hold what it trained alone, and there are no weights at model.path="
                 f"{self.path}, which has the others: put that model there again{fetch}"

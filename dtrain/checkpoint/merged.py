@@ -56,7 +56,8 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor 
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
     if magnitude is not None:
-        merged = (magnitude.to(wide) / torch.linalg.norm(merged, dim=1))[:, None] * merged
+        norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
+        merged = (magnitude.to(wide) / norms)[:, None] * merged
     return merged.to(dtype)
 
 

@@ -7,7 +7,7 @@
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    one JSON object a line
       checkpoints/     see `store`
-      export/          Hugging Face layout
+      export/          Hugging Face layout, of an adapter PEFT's
 
 Imports no torch. Only rank 0 opens a `RunDirectory`; the others need its path alone.
 """

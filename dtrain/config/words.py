@@ -124,7 +124,7 @@ OURS = _by_word(
         "metrics.tensorboard and metrics.wandb": "report_to",
         "metrics.wandb": "wandb_project",
         "dpo.loss or grpo.loss": "loss_type",
-        "dpo.reference, start | none | a directory or an id of the hub": "ref_model",
+        "dpo.reference, start | none | base | a directory or an id of the hub": "ref_model",
         "dpo.reference=none": "reference_free",
         "dpo.sft_weight": "rpo_alpha sft_loss_weight",
         "dpo.f_divergence": "f_divergence_type",

@@ -35,7 +35,7 @@ def problems(recipe: Recipe) -> list[str]:
             "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "
             "or dpo.precompute=false"
         )
-    found += base_problems(recipe, "dpo", section.reference, section.sync_every)
+    found += base_problems(recipe, "dpo", section.reference)
     if recipe.data.loss_on != "assistant":
         found.append(
             f"data.loss_on={recipe.data.loss_on} plays no part under method=dpo: what follows the prompt is trained; "
@@ -47,22 +47,14 @@ def problems(recipe: Recipe) -> list[str]:
     return found
 
 
-def base_problems(recipe: Recipe, method: str, reference: str | None, sync_every: int | None) -> list[str]:
+def base_problems(recipe: Recipe, method: str, reference: str | None) -> list[str]:
     """What is wrong with `reference: base`, the model without its adapter, in the section of a method."""
-    if reference != "base":
+    if reference != "base" or recipe.lora is not None:
         return []
-    found = []
-    if recipe.lora is None:
-        found.append(
-            f"{method}.reference=base is the model without its adapter, and there is none: set "
-            f"{method}.reference=start, or lora={{}}"
-        )
-    if sync_every is not None:
-        found.append(
-            f"{method}.sync_every={sync_every} moves the reference, and {method}.reference=base stands still: set "
-            f"{method}.reference=start, or {method}.sync_every=null"
-        )
-    return found
+    return [
+        f"{method}.reference=base is the model without its adapter, and there is none: set {method}.reference=start, "
+        "or lora={}"
+    ]
 
 
 def loss_problems(

@@ -49,7 +49,7 @@ def problems(recipe: Recipe) -> list[str]:
     if section.sync_every is not None and not section.beta:
         found.append("grpo.sync_every moves the reference, and grpo.beta=0 keeps none: set grpo.beta above 0")
     if section.beta:
-        found += base_problems(recipe, "grpo", section.reference, section.sync_every)
+        found += base_problems(recipe, "grpo", section.reference)
     if section.dynamic_sampling == "refill" and recipe.train.epochs is not None:
         found.append(
             "grpo.dynamic_sampling=refill takes as many prompts as it needs, so that train.epochs cannot be counted in "

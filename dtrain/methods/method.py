@@ -163,7 +163,7 @@ class MethodWithReference(Method):
         """The weights as they are, those without adapters, or those of another model of the same shapes. Collective."""
         named, moves = self._section.reference, self._section.sync_every is not None
         path = None if named in ("start", "base") else named
-        policy.init_reference_model(path, base=named == "base", moves=moves)
+        policy.init_reference_model(path, base=named == "base")
         if moves and policy.reference is not None:
             self._moving = policy.reference.tensors
 

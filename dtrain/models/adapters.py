@@ -68,7 +68,10 @@ class Adapter:
         added = F.linear(F.linear(seen, a) * self.scale, b)
         if not self.dora:
             return layer.product(x, bias) + added
-        ratio = (layer.local("lora_magnitude") / self._norms(layer, a, b)).to(x.dtype)  # [out]
+        magnitude = layer.local("lora_magnitude")
+        # Rounded as the magnitude is: the ratio of a new adapter is 1, in half precision too. A row of zeros stays one.
+        norms = self._norms(layer, a, b).to(magnitude.dtype)
+        ratio = magnitude / norms.clamp_(min=torch.finfo(norms.dtype).tiny)  # [out]
         if seen is x:
             out = ratio * (layer.product(x, None) + added)
         else:

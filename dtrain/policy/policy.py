@@ -187,12 +187,12 @@ class Policy(Saved, Memory, WeightsOut):
         logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"topk_logits": logits, "topk_indices": ids}
 
-    def init_reference_model(self, path: str | None = None, *, base: bool = False, moves: bool = False) -> None:
+    def init_reference_model(self, path: str | None = None, *, base: bool = False) -> None:
         """Keep a copy of the trained weights as they are now, or of all weights of the model at `path`, which must be
         of the same shapes. Collective with a path. Raises UserError where that model does not fit.
 
         base: the model without its adapters, as are the weights of a model whose adapters are new: nothing of these is
-        copied then, unless the reference `moves`.
+        copied then.
         """
         if path is not None:
             self.reference = Reference(self.model, whole=True, adapters=False)
@@ -203,7 +203,7 @@ class Policy(Saved, Memory, WeightsOut):
         else:
             trained = self._updater is not None and self._updater.scheduler.steps > 0
             is_new = self.recipe.lora is not None and self._base is None and not trained
-            self.reference = Reference(self.model, whole=False, adapters=moves or not (base or is_new))
+            self.reference = Reference(self.model, whole=False, adapters=not (base or is_new))
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:

@@ -107,7 +107,14 @@ class Saved:
                 "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
             )
         frozen = {f"model.{name}" for name in frozen_names(self.model)}
-        is_whole = not frozen or self._holds_frozen(store, step)
+        held = frozen & stored.keys()
+        if held and held < frozen:
+            raise UserError(
+                f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and lacks "
+                f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
+                "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
+            )
+        is_whole = held == frozen
         left_out = set() if is_whole else frozen
         if not adapters:
             left_out |= {name for name in tensors if is_adapter(name)}
@@ -170,13 +177,13 @@ class Saved:
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone, in
-        PEFT's layout and its own dtype. Collective.
+        PEFT's layout and its own dtype, or merged where no files hold its base. Collective.
 
         source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
         as of `write_directory`. `out` is replaced once the new directory is complete.
         """
         dtype, template = self.precision.compute, self.chat_template
-        if self.model.adapters is None:
+        if self.model.adapters is None or self._base_name is None:
             write_directory(self.model, out, source, dtype, replace=True, chat_template=template, held=held)
             return
         config, tensors = self.model.adapters.config, model_tensors(self.model)

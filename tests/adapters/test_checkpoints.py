@@ -88,6 +88,20 @@ def test_one_run_s_adapter_is_where_another_begins(tmp_path, base):
         run(recipe_of(tmp_path, base, LORA, f"checkpoint.init_from={first.run.directory}", name="three"))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["lora.alpha=64"], "its layers, ranks or scales"),
+        (["lora.rslora=true"], "its layers, ranks or scales"),
+        (["lora.modules_to_save=[]"], "export it and set model.path"),
+    ],
+)
+def test_an_adapter_that_would_mean_another_model_is_refused(tmp_path, base, change, words):
+    first = run(recipe_of(tmp_path, base, LORA, name="first"))
+    with pytest.raises(UserError, match=words):
+        run(recipe_of(tmp_path, base, LORA, f"checkpoint.init_from={first.run.directory}", *change, name="two"))
+
+
 def test_a_whole_run_s_weights_are_a_base_that_the_saves_then_hold(tmp_path, base):
     whole = run(recipe_of(tmp_path, base, name="whole"))
     went = [LORA, f"checkpoint.init_from={whole.run.directory}"]

@@ -79,6 +79,16 @@ def test_grpo_draws_with_the_adapter_and_without_its_dropout(tmp_path, ranks, mo
         assert found[:2] == pytest.approx(expected[:2], rel=1e-9, abs=1e-14)
 
 
+def test_distillation_into_an_adapter(tmp_path):
+    """The teacher has none."""
+    teacher = run(tiny_recipe(tmp_path, "checkpoint.export=final", "train.steps=3", name="teacher"))
+    section = ["method=distill", f"distill.teacher={teacher.run.directory / 'export'}", "lora={rank: 4}"]
+    one = run(tiny_recipe(tmp_path, *section, "checkpoint.every=10", name="one"))
+    two = run(tiny_recipe(tmp_path, *section, "checkpoint.every=10", "parallel.tp=2", name="two"), 4)
+    assert_parity(two, trajectory(one), weights(one))
+    assert trajectory(one)[-1][0] < trajectory(one)[0][0]
+
+
 def test_a_rank_that_has_too_few_rows_for_the_adapter_holds_none_of_it(tmp_path):
     recipe = tiny_recipe(tmp_path, "lora={rank: 2}", "train.steps=2", "checkpoint.every=2", "train.global_batch=6")
     run(recipe, 3)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dtrain.lora_section import problems
 from dtrain.models.nf4 import dequantize
 from tests.adapters.test_nf4 import NF4, base, stored_as_bitsandbytes
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
@@ -120,13 +119,6 @@ def test_grpo_draws_and_trains_as_one_process(tmp_path):
     one = run(tiny_grpo(tmp_path, *options, name="one"))
     many = run(tiny_grpo(tmp_path, *options, "parallel.tp=2", name="many"), 4)
     assert_same(many, one, loss=1e-9, norm=1e-9)
-
-
-def test_a_reference_in_4_bits_that_moves_is_refused(tmp_path):
-    options = [f"model.path={base(tmp_path)}", *NF4, "train.dtype=float32", "grpo.beta=0.1", "grpo.sync_every=2"]
-    (problem,) = problems(tiny_grpo(tmp_path, *options, "grpo.reference=/models/other"))
-    assert problem.startswith("grpo.sync_every=2 mixes the weights at grpo.reference=/models/other")
-    assert problems(tiny_grpo(tmp_path, *options)) == []
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -108,10 +108,19 @@ def log_prob(model, prompt, ids):
     return logits.log_softmax(-1)[torch.arange(len(ids)), ids].sum()
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
-def test_dpo_s_steps_equal_peft(tmp_path, loss):
-    """The reference is PEFT's model with its adapter switched off."""
-    section, beta, pairs = {"rank": 4, "dora": loss == "ipo"}, 0.5, 4
+@pytest.mark.parametrize(
+    ("loss", "section"),
+    [
+        ("sigmoid", {"rank": 4}),
+        ("ipo", {"rank": 4, "dora": True}),
+        ("hinge", {"rank": 4}),
+        ("sigmoid", {"rank": 3, "rslora": True, "target": ["q_proj", "down_proj"]}),
+        ("sigmoid", {"rank": 2, "modules_to_save": ["lm_head", "norm"]}),
+    ],
+)
+def test_dpo_s_steps_equal_peft(tmp_path, loss, section):
+    """The reference is PEFT's model with its adapter switched off, and what it trains whole as it was."""
+    beta, pairs = 0.5, 4
     source, recipe, _ = prepared(
         tmp_path,
         "llama",

@@ -56,8 +56,10 @@ def test_a_run_from_scratch_whose_base_is_in_its_steps(tmp_path):
     recipe = run(tiny_recipe(tmp_path, DORA, "train.steps=2", "checkpoint.every=2", "checkpoint.export=final"))
     export(recipe.run.directory, tmp_path / "merged", "float64")
     assert (logits(recipe.run.directory) - logits(tmp_path / "merged")).abs().max() < 1e-12
+    # No file holds its base, so that the run's own export is merged too.
+    assert (logits(recipe.run.directory / "export") - logits(tmp_path / "merged")).abs().max() < 1e-12
     with pytest.raises(UserError, match="names no base"):
-        load(recipe.run.directory / "export", torch.float32, CPU)
+        load(recipe.run.directory / "checkpoints" / "step-2" / "adapter", torch.float32, CPU)
 
 
 def test_a_run_in_4_bits(tmp_path):

@@ -29,7 +29,6 @@ CASES = {
     "dora, dropout, dp2": (2, ["lora.dora=true", "lora.dropout=0.1", MIXED]),
     "tp2, the head trained whole": (2, ["lora.modules_to_save=[lm_head]", "parallel.tp=2", MIXED]),
     "dpo, against the adapter off": (1, ["method=dpo", "lora={}", MIXED]),
-    "dpo, the reference moves": (1, ["method=dpo", "lora={}", MIXED, "dpo.sync_every=2"]),
     "q and v of some layers, cp2": (2, ["lora.target=.*layers.[02].*[qv]_proj", "parallel.cp=2", MIXED]),
     "nf4, computed again": (1, [*NF4, MIXED, "train.activation_checkpointing=full"]),
     "nf4, dp2": (2, [*NF4, "train.dtype=float32", "train.global_batch=4"]),
