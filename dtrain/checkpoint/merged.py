@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -59,6 +60,14 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor 
         norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
         merged = (magnitude.to(wide) / norms)[:, None] * merged
     return merged.to(dtype)
+
+
+def folded(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
+    """A layer's A [r, in] or B [out, r], the parameter `name`, as in an adapter of scale 1 and a rank of r or more: the
+    scale is in B, and zeros fill both up, to [rank, in] and [out, rank]. No collective."""
+    if name.endswith(".lora_A"):
+        return F.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
+    return F.pad(tensor * scale, (0, rank - tensor.shape[1]))
 
 
 @torch.no_grad()
