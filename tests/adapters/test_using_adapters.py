@@ -58,8 +58,11 @@ def test_a_run_from_scratch_whose_base_is_in_its_steps(tmp_path):
     assert (logits(recipe.run.directory) - logits(tmp_path / "merged")).abs().max() < 1e-12
     # No file holds its base, so that the run's own export is merged too.
     assert (logits(recipe.run.directory / "export") - logits(tmp_path / "merged")).abs().max() < 1e-12
+    adapter = recipe.run.directory / "checkpoints" / "step-2" / "adapter"
+    assert (logits(adapter) - logits(tmp_path / "merged")).abs().max() < 1e-12  # whose base is in the step around it
+    shutil.copytree(adapter, tmp_path / "elsewhere")
     with pytest.raises(UserError, match="names no base"):
-        load(recipe.run.directory / "checkpoints" / "step-2" / "adapter", torch.float32, CPU)
+        load(tmp_path / "elsewhere", torch.float32, CPU)
 
 
 def test_a_run_in_4_bits(tmp_path):
