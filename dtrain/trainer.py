@@ -144,6 +144,8 @@ class Trainer:
             if not self.policy.load_weights(store, step):
                 resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")
+        if start.state is not None and start.store is not None:
+            self.policy.find_base(start.store, start.step)
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         try:
             self.method.begin(self.policy, splits, self._as_the_method_sees_it())

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtrain.checkpoint.adapter_files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.huggingface_write import Entry, write_files
-from dtrain.checkpoint.merged import merge
+from dtrain.checkpoint.merged import folded, merge
 from dtrain.checkpoint.model_files import CONFIG, copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
@@ -117,12 +117,8 @@ class StoredAdapter:
                 sizes[name] = shape, torch.promote_types(_own(stored.dtype), torch.float32)
 
         def read(name: str) -> Tensor:
-            module, _, parameter = name.rpartition(".")
-            shape, wide = sizes[name]
-            stored = self.read(name).to(wide)
-            whole = torch.zeros(shape, dtype=wide)
-            whole[: stored.shape[0], : stored.shape[1]] = stored
-            return whole * self.adapted[module].scale if parameter == "lora_B" else whole
+            scale = self.adapted[name.rpartition(".")[0]].scale
+            return folded(name, self.read(name).to(sizes[name][1]), rank, scale)
 
         _write(out, form.entries(sizes, read, dtype), form.finish, companions)
 

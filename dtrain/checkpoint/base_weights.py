@@ -15,10 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from dtrain.checkpoint import hub, quantized
+from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.identity import digests
 from dtrain.checkpoint.model_files import CONFIG
 from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles, weight_files
+from dtrain.checkpoint.store import MANIFEST, CheckpointStore
 from dtrain.errors import UserError
 from dtrain.json_files import check_shape, digest, read_text
 from dtrain.models import nf4
@@ -84,6 +86,24 @@ class RunFacts:
     def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
         """What the run computed in, where that is known."""
         return _DTYPES.get(state.get("dtype", "")) or self.dtype
+
+
+def step_around(adapter: Path) -> Path | None:
+    """The step of a run that has the directory `adapter` as its adapter; None where it lies elsewhere."""
+    step = adapter.absolute().parent
+    has_run = (step.parent.parent / "config.yaml").is_file()
+    return step if adapter.absolute().name == ADAPTER and (step / MANIFEST).is_file() and has_run else None
+
+
+def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
+    """What the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in 4
+    bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
+    run = adapter.absolute().parent
+    if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
+        return False, None
+    facts, store = RunFacts.of(run), CheckpointStore(run / "checkpoints", Ranks(alone=True))
+    step = store.latest()
+    return facts.nf4, facts.trained_in({} if step is None else store.read_state(step))
 
 
 def _model_directory(path: str) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.adapter_export import StoredAdapter
 from dtrain.checkpoint.adapter_files import ADAPTER
-from dtrain.checkpoint.base_weights import BaseWeights, RunFacts
+from dtrain.checkpoint.base_weights import BaseWeights, RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, layout_of, write_entries
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
@@ -53,8 +53,9 @@ def export(
     wanted = _DTYPES[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
-    if is_adapter_directory(source):
-        return _export_adapter(source, out, wanted, form or "merged")
+    step = step_around(source)
+    if step is None and is_adapter_directory(source):
+        return _export_adapter(source, out, wanted, form or "merged", original_base)
     if (source / CONFIG).is_file() and WeightFiles.exist(source):
         if form is not None:
             raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
@@ -63,7 +64,7 @@ def export(
         entries = [layout.entry(files, name, wanted) for name in check_fit(model, files).values()]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
-    return _export_step(*locate(source, Ranks(alone=True)), out, wanted, form, original_base)
+    return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
 
 
 def _model(layout: Layout) -> CausalLM:
@@ -74,18 +75,20 @@ def _model(layout: Layout) -> CausalLM:
     return models.build(models.read_config(layout.source), device="meta")
 
 
-def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str) -> str:
+def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> str:
     base = base_of(source)
     layout = layout_of(base)
     model = _model(layout)
     adapter = StoredAdapter.of(source, model)
     if form != "merged":
         return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
-    weights = BaseWeights(_model(layout), WeightFiles(base), whole=adapter.whole)
+    in_4_bits, kept = (False, None) if original_base else trained_beside(source)
+    weights = BaseWeights(_model(layout), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
     entries = list(_entries(model, layout, dtype, {}, None, weights, adapter))
     layout = Layout(base, _unquantized(layout.config), layout.files, companions=source)
     write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
-    return f"the adapter {source}, merged into {base}"
+    as_trained = in_4_bits or kept is not None
+    return f"the adapter {source}, merged into {base}{', as its run trained beside it' if as_trained else ''}"
 
 
 def _export_step(

@@ -1,18 +1,20 @@
 """A model's weights as one without adapters has them: whole, one at a time, adapters merged, under the base's names.
 
-The model's own weights are read and never written, so that nothing is left to undo.
+The model's own weights are read and not written, so that nothing is left to undo, but by `merge_in_place`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
-from dtrain.models.layers import Linear
+from dtrain.models.adapters import adapted_layers, remove_adapters
+from dtrain.models.layers import CausalLM, Linear
 
 _CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
 
@@ -58,6 +60,33 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor 
         norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
         merged = (magnitude.to(wide) / norms)[:, None] * merged
     return merged.to(dtype)
+
+
+def folded(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
+    """A layer's A [r, in] or B [out, r], the parameter `name`, as in an adapter of scale 1 and a rank of r or more: the
+    scale is in B, and zeros fill both up, to [rank, in] and [out, rank]. No collective."""
+    if name.endswith(".lora_A"):
+        return F.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
+    return F.pad(tensor * scale, (0, rank - tensor.shape[1]))
+
+
+@torch.no_grad()
+def merge_in_place(model: CausalLM) -> bool:
+    """Merge the adapters of `model`, whole on one device, into its weights [out, in], and take them out; a merged
+    weight that was in 4 bits is a whole one from here on. Whether it had any. No collective."""
+    layers = adapted_layers(model)
+    for name, layer in layers.items():
+        weight = _of_layer(layer, name)
+        whole = weight.read(weight.dtype)
+        if layer.weight is not None:
+            layer.weight.copy_(whole)
+            continue
+        for one in (_CODES, _SCALES):
+            del layer._parameters[one]
+        layer.weight = nn.Parameter(whole, requires_grad=False)
+    remove_adapters(model)
+    model.adapters = None
+    return bool(layers)
 
 
 def gathered(tensor: Tensor) -> Tensor:

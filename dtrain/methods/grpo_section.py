@@ -142,6 +142,8 @@ def _adapter_alone(recipe: Recipe) -> list[str]:
     if lora.modules_to_save:
         saved = ", ".join(lora.modules_to_save)
         found.append(f"grpo.server.weights=adapter: servers take no lora.modules_to_save=[{saved}]; {merged}")
+    if recipe.model.init == "scratch":
+        found.append(f"grpo.server.weights=adapter: no server has the base that model.init=scratch draws; {merged}")
     if lora.dora and kind in ("vllm", "sglang"):
         found.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
     return found

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.batch import Batch, document_ids, documents, sum_by_document
-from dtrain.models.adapter_config import AdapterConfig
+from dtrain.models.adapter_config import PARAMETERS, AdapterConfig
 from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
@@ -127,6 +127,14 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
 def adapted_layers(model: nn.Module) -> dict[str, Linear]:
     """The layers of `model` with an adapter, by name."""
     return {name: one for name, one in model.named_modules() if isinstance(one, Linear) and one.adapter is not None}
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Take the adapters out of `model`: what is left are its own weights."""
+    for layer in adapted_layers(model).values():
+        layer.adapter = None
+        for parameter in PARAMETERS:
+            layer._parameters.pop(parameter, None)
 
 
 @contextmanager

@@ -56,10 +56,10 @@ def build(
 
 
 def from_pretrained(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, nf4: bool = False
 ) -> CausalLM:
     """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
-    an adapter in PEFT's layout, with its base.
+    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits.
 
     Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit, a base
     that is not found.
@@ -75,7 +75,7 @@ def from_pretrained(
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
     config = read_config(base)
     model = build(config, dtype, "meta", adapter=adapter)
-    if config.unquantized is not None:  # the base is in 4 bits
+    if nf4 or config.unquantized is not None:  # the base is in 4 bits
         quantize_linears(model, dtype, adapter.saved(linears(config)))
     model.to_empty(device=device)
     model.tie_weights()

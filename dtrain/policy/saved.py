@@ -80,9 +80,18 @@ class Saved:
         fit.
         """
         restore_optimizer(self.model, self._updating.optimizer, state["optimizer"], keep=keep)
-        self._saves_frozen = self._holds_frozen(store, step)
+        self.find_base(store, step)
         store.load(step, self.tensors() | dict(beside), verified=verified)
         self._load_scalars(state)
+
+    def find_base(self, store: CheckpointStore, step: int) -> None:
+        """Learn where the frozen parameters are that `load` will fill: in this checkpoint, or in files."""
+        self._saves_frozen = self._holds_frozen(store, step)
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether the frozen parameters are in no files but the run's checkpoints."""
+        return self._saves_frozen
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
         """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone

@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.checkpoint.adapter_files import write_adapter
-from dtrain.checkpoint.merged import gathered
+from dtrain.checkpoint.merged import folded, gathered
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.models.adapter_config import AdapterConfig, is_adapter
 from dtrain.models.adapters import adapted_layers
@@ -89,9 +88,7 @@ def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mappi
     rank = max(tensors[f"{name}.lora_A"].shape[0] for name in layers)
     for name, layer in layers.items():
         assert layer.adapter is not None
-        a, b = f"{name}.lora_A", f"{name}.lora_B"
-        missing = rank - tensors[a].shape[0]
-        tensors[a] = F.pad(tensors[a], (0, 0, 0, missing))
-        tensors[b] = F.pad(tensors[b] * layer.adapter.scale, (0, missing))
-    one = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})
-    return one, tensors
+        for one in (f"{name}.lora_A", f"{name}.lora_B"):
+            tensors[one] = folded(one, tensors[one], rank, layer.adapter.scale)
+    plain = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})
+    return plain, tensors

@@ -168,6 +168,13 @@ class Dtrain(Vllm):
     def load(self, call: Call, directory: Path, version: int) -> None:
         call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": version})
 
+    def lacks_adapters(self, call: Call) -> str | None:
+        try:
+            call("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": "", "load_inplace": True})
+        except Refused as error:
+            return str(error) if error.status in (404, 405, 409) else None  # 409: it has no room for one
+        return None
+
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
         fields = {"lora_name": ADAPTER, "lora_path": str(adapter.directory), "weight_version": adapter.version}
         call("/v1/load_lora_adapter", {**fields, "load_inplace": True})

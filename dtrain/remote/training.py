@@ -63,7 +63,9 @@ class OverHttp:
         config = None if recipe.lora is None else adapter_of(asdict(recipe.lora))
         is_rounded = recipe.lora is not None and recipe.lora.quantize == "nf4"
         way = self.ranks.first(
-            lambda: _choose_way(section.weights, config, engine, run.metrics.say, is_rounded=is_rounded)
+            lambda: _choose_way(
+                section.weights, config, engine, run.metrics.say, is_rounded=is_rounded, is_held=policy.holds_base
+            )
         )
         if way == "adapter" and config is not None:
             alone = self._publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
@@ -114,15 +116,18 @@ def _choose_way(
     say: Callable[[str], None],
     *,
     is_rounded: bool = False,
+    is_held: bool = False,
 ) -> str:
     """How weights travel: of `auto` the adapter alone where there is one and all servers take it, else a directory of
     whole weights; says which, and why. is_rounded: whether the adapter is trained beside weights in 4 bits, which are
-    not those that servers have. Raises UserError where `adapter` was asked for and cannot be."""
+    not those that servers have; is_held: beside weights that are in the run's checkpoints alone. Raises UserError where
+    `adapter` was asked for and cannot be."""
     if engine is None:
         raise ValueError("rank 0 talks to the servers, and was given none")
     if config is None or asked not in ("auto", "adapter"):
         return "directory" if asked == "auto" else asked
-    why_not = refusal(engine, config)
+    held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
+    why_not = held if is_held else refusal(engine, config)
     if why_not is not None and asked == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
     rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
@@ -132,4 +137,5 @@ def _choose_way(
         say(f"the servers get merged weights, not the adapter alone: {why_not}")
         return "directory"
     say("the servers get the adapter alone, which they all take; " + (f"{rounded}: " if is_rounded else "") + MERGED)
+    say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
     return "adapter"

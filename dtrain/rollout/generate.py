@@ -1,18 +1,19 @@
 """Completions in one call: of token ids by a model at hand, and of text by a directory's model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dtrain import models
 from dtrain.checkpoint.adapter_files import ADAPTER
-from dtrain.checkpoint.base_weights import RunFacts
+from dtrain.checkpoint.base_weights import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, held_by
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_adapter_config
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory, peft_names, read_adapter_config
 from dtrain.checkpoint.store import CheckpointStore, locate, step_of
-from dtrain.checkpoint.training_state import training_tensors
+from dtrain.checkpoint.training_state import model_tensors, training_tensors
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -86,10 +87,11 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[Cau
     its own, else the base's), a run's directory or a checkpoint's. Raises UserError."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; give a model's directory, an adapter's, a run's or a step's")
+    directory = step_around(directory) or directory
     for candidate in (directory, directory / "export"):
         is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
         if is_one and (candidate == directory or _is_newest(candidate)):
-            return models.from_pretrained(candidate, dtype, device), _tokenizer(candidate)
+            return _model_in(candidate, dtype, device), _tokenizer(candidate)
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
         raise UserError(
@@ -99,6 +101,25 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[Cau
     store, step = locate(directory, Ranks(alone=True))
     source = store.directory.parent / "model"
     return _model_of(store, step, source, dtype, device), Tokenizer.from_directory(source)
+
+
+def _model_in(directory: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model of a Hugging Face directory; of a run's exported adapter with its base as the run trained beside it."""
+    if not is_adapter_directory(directory):
+        return models.from_pretrained(directory, dtype, device)
+    in_4_bits, kept = trained_beside(directory)
+    model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits)
+    config = read_adapter_config(directory)
+    _round([one for name, one in model_tensors(model).items() if not peft_names(name, config, model.config)], kept)
+    return model
+
+
+@torch.no_grad()
+def _round(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+    """To what `dtype` has room for; None leaves them."""
+    for tensor in tensors:
+        if dtype is not None and tensor.is_floating_point():
+            tensor.copy_(tensor.to(dtype))
 
 
 def _tokenizer(directory: Path) -> Tokenizer:
@@ -121,7 +142,9 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
     tensors = training_tensors(model)
     held = {name: tensor for name, tensor in tensors.items() if name in sizes}
     if facts.freezes and len(held) < len(tensors):
-        read_weights(model, facts.base(store.read_state(step)))
+        state = store.read_state(step)
+        read_weights(model, facts.base(state))
+        _round([one for name, one in tensors.items() if name not in held], facts.trained_in(state))
         tensors = held
     store.load(step, tensors, only=True, cast=tensors)
     return model.to(device)

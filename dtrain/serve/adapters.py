@@ -17,12 +17,12 @@ from dtrain.checkpoint.adapter_files import read_adapter
 from dtrain.checkpoint.peft_config import read_adapter_config
 from dtrain.errors import UserError
 from dtrain.models.adapter_config import PARAMETERS
-from dtrain.models.adapters import adapted_layers
+from dtrain.models.adapters import adapted_layers, remove_adapters
 from dtrain.models.layers import CausalLM
 from dtrain.serve.fields import FLAG, IGNORED, ApiError, Field, Table, check
 from dtrain.serve.protocol import Parser
 from dtrain.serve.updates import VERSION, Updates
-from dtrain.serve.worker import MODES
+from dtrain.serve.worker import HALF, MODES
 
 LOAD: Table = {
     "lora_name": Field(str, "", most=256),
@@ -53,14 +53,16 @@ class Adapters:
         load_inplace: the adapter of that name gives way; mode: what becomes of completions under way."""
         fields = check(body, LOAD)
         name, path = fields["lora_name"], fields["lora_path"]
+        self._check_room(name, fields["load_inplace"])
         if not name or not path or name == self.parser.model:
             raise ApiError(400, "lora_name, which is not the model's, and lora_path must be given", "lora_name")
         directory = self.updates.below(path, "lora_path")
-        self._check_room(name, fields["load_inplace"])
         loaded = read_beside(self.updates.model, directory)
 
         def put_in() -> None:
             self._check_room(name, fields["load_inplace"])
+            if self.worker.torn:
+                raise ApiError(409, HALF)
             self.put(name, loaded)
             self.updates.count(fields["weight_version"])
 
@@ -69,7 +71,7 @@ class Adapters:
 
     def begin_with(self, name: str, directory: Path) -> None:
         """Load an adapter from anywhere, before the worker starts. Raises UserError."""
-        if name == self.parser.model or adapted_layers(self.updates.model):
+        if name == self.parser.model or self.updates.is_merged or adapted_layers(self.updates.model):
             raise UserError(f"--adapter {name}={directory}: name it unlike the model, and serve its base model")
         self.put(name, read_beside(self.updates.model, directory))
 
@@ -90,10 +92,7 @@ class Adapters:
         """Give the model the adapters that `loaded` holds, under `name`, in place of what it has; None for none. On the
         worker's thread, or before it starts."""
         model = self.updates.model
-        for layer in adapted_layers(model).values():
-            layer.adapter = None
-            for parameter in PARAMETERS:
-                layer._parameters.pop(parameter, None)
+        remove_adapters(model)
         for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
             target: Any = model.get_submodule(path)
             target.adapter = layer.adapter
@@ -103,7 +102,7 @@ class Adapters:
 
     def _check_room(self, name: str, in_place: bool) -> None:
         held = self.parser.adapters
-        if not held and adapted_layers(self.updates.model):
+        if self.updates.is_merged:
             raise ApiError(409, "the model that is served has an adapter of its own: serve its base model")
         if held and held != (name,):
             raise ApiError(409, f"{held[0]!r} is loaded, and one is at a time: unload it first", "lora_name")

@@ -42,7 +42,8 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
     worker = EngineThread(Engine(model, decode=decode, max_rows=asked.max_rows, max_tokens=asked.max_tokens))
     parser = Parser(encoder, asked.name or str(asked.directory), length)
     hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
-    service = Service(parser, worker, Updates(model, worker, asked.control), key, hosts)
+    updates = Updates(model, worker, asked.control, watched=asked.watch is not None)
+    service = Service(parser, worker, updates, key, hosts)
     if asked.adapter is not None:
         service.adapters.begin_with(*asked.adapter)
     try:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.huggingface import check_fit, read_weights
+from dtrain.checkpoint.merged import merge_in_place
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.layers import CausalLM
@@ -61,10 +62,15 @@ MEETING: Table = {
 
 class Updates:
     """The updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
-    from nowhere). The methods take an HTTP body and raise ApiError."""
+    from nowhere). watched: whether `load` is called all the same. The methods take an HTTP body and raise ApiError.
 
-    def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None):
+    Where updates can come, an adapter that the model has is merged into its weights first, which they replace whole.
+    is_merged: whether it had one, so that its weights are no base of other adapters.
+    """
+
+    def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None, *, watched: bool = False):
         self.model, self.worker = model, worker
+        self.is_merged = (root is not None or watched) and merge_in_place(model)
         self.root = root and Path(os.path.realpath(root))
         self._tensors = _by_every_name(model)
         self._groups: dict[str, WeightReceiver] = {}

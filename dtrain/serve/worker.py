@@ -37,6 +37,7 @@ MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 # What can go wrong in one client's work without harm to the others'.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 LOOK_SECONDS = 0.05  # between looks at whether the end is to come at once
+HALF = "an update of the weights began and did not end; send one whole first"
 ABORTED = "the weights changed under way; ask again"
 
 
@@ -145,7 +146,7 @@ class EngineThread(threading.Thread):
     def resume(self) -> None:
         """Raises ApiError while the weights are half of one version and half of another."""
         if self.torn:
-            raise ApiError(409, "an update of the weights began and did not end; send one whole first")
+            raise ApiError(409, HALF)
         self.between_steps(lambda: setattr(self, "paused", False))
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:

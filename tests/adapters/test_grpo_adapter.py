@@ -111,6 +111,23 @@ def test_a_run_over_a_server_is_the_run_of_the_native_engine(
         ask(server.url, "/v1/unload_lora_adapter", {"lora_name": "trained"})
 
 
+def test_servers_get_whole_weights_where_no_files_hold_the_base(tmp_path, base, servers, capfd):
+    """Whole weights of another run began this one, and are in none of its files: fresh, and when it goes on."""
+    elsewhere = recipe_of(
+        tmp_path, base, "lora", "train.steps=2", "checkpoint.every=2", "model.init=scratch", name="one"
+    )
+    elsewhere.lora = None
+    run(elsewhere)
+    start = f"checkpoint.init_from={elsewhere.run.directory}"
+    for steps in (2, 4):
+        options = [start, f"train.steps={steps}", "checkpoint.every=2", "checkpoint.resume=auto"]
+        recipe = over_http(tmp_path, base, servers[1], "lora", *options, name="two")
+        run(recipe)
+        assert "merged weights, not the adapter alone: its base is in this run's" in "".join(capfd.readouterr())
+    rows = [row for row in lines(recipe) if "loss" in row]
+    assert len(rows) == 4 and all(abs(row["mismatch_kl"]) < 1e-9 for row in rows)
+
+
 def test_a_name_a_version_draws_with_the_weights_of_now(tmp_path, base, server):
     """As vLLM is asked, whose draws are its own: the logprobs are the trainer's at every step."""
     recipe = over_http(tmp_path, base, server, "rslora", "grpo.server.kind=vllm", name="named")

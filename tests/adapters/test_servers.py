@@ -6,7 +6,7 @@ import torch
 from dtrain import models
 from dtrain.batch import collate
 from dtrain.checkpoint.huggingface_write import write_directory
-from dtrain.checkpoint.merged import whole_weights
+from dtrain.checkpoint.merged import merge_in_place, whole_weights
 from dtrain.checkpoint.training_state import model_tensors
 from dtrain.methods.sft import SftMethod
 from dtrain.models import nf4
@@ -89,6 +89,20 @@ def merge_and_compare(rank, recipe, world_size, out):
     assert {name: weight.shape for name, weight in whole_weights(policy.model).items()} == {n: info[n][0] for n in info}
     scores = policy.get_logprobs(collate(rows(4)))["logprobs"]
     return max(distances.values()), scores.tolist() if rank == 0 else None
+
+
+def merge_here(rank, recipe, world_size):
+    model = trained(rank, recipe, world_size).model
+    expected = dense(model)
+    assert merge_in_place(model) and not adapted_layers(model) and not merge_in_place(model)
+    found = model_tensors(model)
+    assert found.keys() == expected.keys()
+    return max(float((found[name].detach().double() - one).abs().max()) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("adapter, near", [("rslora", 1e-12), ("dora", 1e-12), ("nf4 dora", 1e-6)])
+def test_an_adapter_merged_in_place_leaves_a_plain_model(tmp_path, adapter, near):
+    assert run_world(merge_here, 1, recipe_of(tmp_path, "one", adapter, family="qwen2"), 1)[0] <= near
 
 
 def local(tensor):

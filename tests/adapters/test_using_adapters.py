@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
@@ -15,7 +16,7 @@ from dtrain.checkpoint.peft_config import ADAPTER_CONFIG
 from dtrain.cli import main
 from dtrain.errors import UserError
 from dtrain.rollout.generate import load
-from tests.adapters.test_step_adapters import DORA, SAVED, trained
+from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
 from tests.test_trainer import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 
@@ -57,8 +58,11 @@ def test_a_run_from_scratch_whose_base_is_in_its_steps(tmp_path):
     assert (logits(recipe.run.directory) - logits(tmp_path / "merged")).abs().max() < 1e-12
     # No file holds its base, so that the run's own export is merged too.
     assert (logits(recipe.run.directory / "export") - logits(tmp_path / "merged")).abs().max() < 1e-12
+    adapter = recipe.run.directory / "checkpoints" / "step-2" / "adapter"
+    assert (logits(adapter) - logits(tmp_path / "merged")).abs().max() < 1e-12  # whose base is in the step around it
+    shutil.copytree(adapter, tmp_path / "elsewhere")
     with pytest.raises(UserError, match="names no base"):
-        load(recipe.run.directory / "checkpoints" / "step-2" / "adapter", torch.float32, CPU)
+        load(tmp_path / "elsewhere", torch.float32, CPU)
 
 
 def test_a_run_in_4_bits(tmp_path):
@@ -66,9 +70,47 @@ def test_a_run_in_4_bits(tmp_path):
     save_weights(tmp_path / "qwen2-tied")
     recipe = trained(tmp_path, "lora={rank: 2, quantize: nf4}", "train.dtype=float32")
     export(recipe.run.directory, tmp_path / "merged")
-    found, expected = (logits(path, torch.float32) for path in (recipe.run.directory, tmp_path / "merged"))
-    assert (found - expected).abs().max() < 5e-5
-    assert (found - logits(recipe.run.directory / "export", torch.float32)).abs().max() > 1e-3
+    expected = logits(tmp_path / "merged", torch.float32)
+    assert (expected - _of_the_original_base(recipe.run.directory, tmp_path)).abs().max() > 1e-3
+    for one in places(recipe.run.directory):
+        assert (logits(one, torch.float32) - expected).abs().max() < 5e-5, one
+
+
+def places(directory):
+    """Where one adapter of a run's last step is found."""
+    step = directory / "checkpoints" / "step-2"
+    return directory, step, step / "adapter", directory / "export"
+
+
+def _of_the_original_base(directory, root):
+    export(directory, root / "original", original_base=True)
+    return logits(root / "original", torch.float32)
+
+
+@pytest.mark.parametrize("lora", [SAVED, "lora={rank: 2, quantize: nf4}"])
+def test_wherever_an_adapter_of_a_run_is_found_it_is_merged_into_one_base(tmp_path, lora):
+    """The base in files is float32, and was bfloat16, or that in 4 bits, in training: bit for bit the same files, and
+    the same logits to 1e-12. Those of the files, which are merged in float32, are theirs to 1e-6; in 4 bits they are
+    rounded to bfloat16."""
+    write_model(tmp_path / "qwen2-tied", "qwen2", hidden_size=64, intermediate_size=128)
+    save_weights(tmp_path / "qwen2-tied")
+    directory = trained(tmp_path, lora, "train.dtype=bfloat16").run.directory
+    found, drawn = [], []
+    for number, one in enumerate(places(directory)):
+        said = export(one, tmp_path / f"merged-{number}", "float64")
+        assert "merged into" in said and ("as its run trained" in said) == (one.name == "export")
+        found.append(load_file(tmp_path / f"merged-{number}" / "model.safetensors"))
+        drawn.append(logits(one))
+    assert all(equal(found[0], other) for other in found[1:])
+    export(directory / "export", tmp_path / "original", "float64", original_base=True)
+    assert not equal(found[0], load_file(tmp_path / "original" / "model.safetensors"))
+    assert all((one - drawn[0]).abs().max() < 1e-12 for one in drawn)
+    if "nf4" not in lora:
+        assert (drawn[0] - logits(tmp_path / "merged-0")).abs().max() < 1e-6
+    assert (drawn[0] - logits(tmp_path / "original")).abs().max() > 1e-4
+    shutil.copytree(directory / "export", tmp_path / "elsewhere")
+    assert "as its run trained" not in export(tmp_path / "elsewhere", tmp_path / "of-elsewhere", "float64")
+    assert equal(*(load_file(tmp_path / one / "model.safetensors") for one in ("of-elsewhere", "original")))
 
 
 def test_an_adapter_s_own_tokenizer_comes_first(tmp_path):

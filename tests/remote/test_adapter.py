@@ -151,7 +151,8 @@ def test_auto_says_which_way_and_why(vllm):
         return training._choose_way(asked, config, engine, said.append, **options)
 
     assert [way("auto", None), way("broadcast", None), said] == ["directory", "broadcast", []]
-    assert way("auto", AdapterConfig()) == "adapter" and "the adapter alone" in said.pop()
+    assert way("auto", AdapterConfig()) == "adapter" and len(said) == 2
+    assert "start servers again that an earlier run gave others" in said.pop() and "the adapter alone" in said.pop()
     assert way("auto", AdapterConfig(dora=True)) == "directory"
     assert "merged weights" in said[-1] and "vllm takes no DoRA" in said.pop()
     assert way("auto", AdapterConfig(modules_to_save=("lm_head",))) == "directory"
@@ -162,7 +163,10 @@ def test_auto_says_which_way_and_why(vllm):
         [],
     ]
     assert way("auto", AdapterConfig(), is_rounded=True) == "directory" and "lora.quantize=nf4 trains" in said.pop()
-    assert way("adapter", AdapterConfig(), is_rounded=True) == "adapter" and "lora.quantize=nf4 trains" in said.pop()
+    assert way("adapter", AdapterConfig(), is_rounded=True) == "adapter" and "lora.quantize=nf4 trains" in said[0]
+    assert way("auto", AdapterConfig(), is_held=True) == "directory" and "in this run's checkpoints alone" in said.pop()
+    with pytest.raises(UserError, match="weights=adapter: its base is in this run's checkpoints alone.*sends merged"):
+        way("adapter", AdapterConfig(), is_held=True)
     with pytest.raises(UserError, match="vllm takes no DoRA; or grpo.server.weights=directory sends merged weights"):
         way("adapter", AdapterConfig(dora=True))
 
@@ -178,13 +182,16 @@ def test_auto_says_which_way_and_why(vllm):
     ],
 )
 def test_what_no_server_can_take_is_said_before_anything_starts(tmp_path, kind, lora, wanted):
-    recipe = tiny_grpo(tmp_path)
+    recipe = tiny_grpo(tmp_path, "model.init=pretrained")
     recipe.lora, recipe.grpo.engine = lora, "http"
     recipe.grpo.server = Server(urls=["http://localhost:1"], kind=kind, weights="adapter")
     found = [line for line in problems(recipe) if "grpo.server.weights" in line]
     assert len(found) == (wanted is not None)
     if wanted is not None:
         assert wanted in found[0]
+    recipe.model.init = "scratch"
+    lines = [line for line in problems(recipe) if "model.init=scratch draws; set grpo.server.weights" in line]
+    assert len(lines) == (lora is not None)
 
 
 def publish(rank, recipe, world_size, url, shared):

@@ -21,9 +21,9 @@ from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
-from dtrain.data.tokenizer import Tokenizer
 from dtrain.orphans import end_with
 from dtrain.rollout.engine import Engine
+from dtrain.rollout.generate import load
 from dtrain.serve.protocol import Parser
 from dtrain.serve.routes import Service
 from dtrain.serve.server import HttpServer
@@ -150,8 +150,7 @@ def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
 @contextmanager
 def serving(directory, key=None, control=None, limits=None, engine=Engine):
     """A server in threads of this process; its address, and the worker."""
-    net = models.from_pretrained(directory, torch.float64)
-    tokenizer = Tokenizer.from_directory(directory)
+    net, tokenizer = load(Path(directory), torch.float64, torch.device("cpu"))
     template = choose_template(tokenizer.directory, tokenizer.special_tokens)
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
     worker = EngineThread(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))

@@ -10,9 +10,23 @@ from dtrain import models
 from dtrain.checkpoint.adapter_files import write_adapter
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.models.adapter_config import AdapterConfig, is_adapter
+from dtrain.remote.http import HttpEngine
+from dtrain.remote.shared_directory import mark
 from dtrain.rollout.engine import Engine
 from tests.remote.test_publish import paused_under_way
-from tests.serve.serving import GREEDY, KEY, Process, ask, controlled, make_model, naive, naive_ids, serving, wait_until
+from tests.serve.serving import (
+    GREEDY,
+    KEY,
+    Process,
+    ask,
+    controlled,
+    key_file,
+    make_model,
+    naive,
+    naive_ids,
+    serving,
+    wait_until,
+)
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
 
@@ -180,6 +194,48 @@ def test_what_waits_for_an_adapter_that_goes_is_told(server, adapters):
     thread.join()
     assert got[0][0] == 404 and got[0][1]["error"]["param"] == "model"
     assert ids(url) == naive_ids(first.parent / "model")
+
+
+def test_a_model_with_an_adapter_of_its_own_is_one_whose_weights_are_replaced_whole(base, adapters, tmp_path):
+    """Logprobs in float64: 1e-12 of the merged model's, and of those that were sent."""
+    (first, merged), (second, other) = adapters
+    body = {**GREEDY, "logprobs": 0}
+
+    def drawn(url):
+        return ask(url, COMPLETIONS, body)[1]["choices"][0]["logprobs"]["token_logprobs"]
+
+    for one, directory in ((first, merged), (second, other)):
+        with serving(one, key="secret", control=base.parent) as (url, worker):
+            assert drawn(url) == pytest.approx(naive(directory, GREEDY["prompt"], 6)[1], abs=1e-12)
+            mark(base)
+            update = {"model_path": str(base), "weight_version": 3}
+            assert ask(url, "/update_weights_from_disk", update)[0] == 200
+            assert drawn(url) == pytest.approx(naive(base, GREEDY["prompt"], 6)[1], abs=1e-12)
+            status, answer = load(url, "mine", first)
+            assert status == 409 and "serve its base model" in str(answer)
+            engine = HttpEngine([url], api_key_file=key_file(tmp_path))
+            assert "serve its base model" in engine.lacks_adapters()
+            engine.close()
+
+
+def test_a_trainer_hears_before_it_sends_that_another_adapter_is_loaded(server, adapters, tmp_path):
+    url, _ = server
+    engine = HttpEngine([url], api_key_file=key_file(tmp_path))
+    assert engine.lacks_adapters() is None
+    assert load(url, "mine", adapters[0][0])[0] == 200
+    assert "'mine' is loaded" in engine.lacks_adapters()
+    engine.close()
+
+
+def test_half_an_update_of_the_weights_stays_one(server, base, adapters):
+    url, worker = server
+    (first, merged), _ = adapters
+    worker.between_steps(lambda: setattr(worker, "torn", True))
+    status, answer = load(url, "mine", first)
+    assert status == 409 and "began and did not end" in str(answer)
+    assert worker.torn and worker.version == 0 and len(ask(url, "/v1/models")[1]["data"]) == 1
+    worker.between_steps(lambda: setattr(worker, "torn", False))
+    assert load(url, "mine", first)[0] == 200 and ids(url, "mine") == naive_ids(merged)
 
 
 @pytest.mark.parametrize(
