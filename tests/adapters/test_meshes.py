@@ -13,7 +13,7 @@ from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
-pytestmark = pytest.mark.turns(8)
+pytestmark = pytest.mark.turns(16)
 
 CASES = {
     "LoRA": "lora={rank: 8}",

@@ -14,7 +14,7 @@ from tests.test_parity import assert_parity
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
 
-pytestmark = pytest.mark.turns(4)
+pytestmark = pytest.mark.turns(8)
 
 
 def adapted(tmp_path, section):

@@ -13,7 +13,7 @@ from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
 from tests.test_trainer import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 
 def stop_at(recipe, step, world_size=1):

@@ -10,7 +10,7 @@ from tests.checkpoint.processes import Processes, checkpoints, rows
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 STEPS = 60
 SHAPE = (f"train.steps={STEPS}", "train.dtype=float32", "train.global_batch=4", "train.micro_batch=1")

@@ -28,7 +28,7 @@ from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 ROOT = Path(__file__).parents[2]
 BOUND = 60.0  # seconds for the survivors' processes to end, of which most are the interpreters' on a busy machine

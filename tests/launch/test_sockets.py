@@ -22,7 +22,7 @@ from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # 
 from tests.launch.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 
 def listening(process: int) -> set[tuple[str, int]]:
