@@ -5,7 +5,6 @@ Imports no torch, so that `dtrain validate` answers at once. Rows are not read h
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dtrain.checkpoint.hub import cached, download, is_id
 from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
 from dtrain.checkpoint.peft_config import base_of, is_adapter_directory
 from dtrain.config import Recipe, hidden, read
+from dtrain.config.patterns import unmatched
 from dtrain.config.schema import DataSource
 from dtrain.data.files import resolve
 from dtrain.data.template import choose_template
@@ -120,15 +120,7 @@ def _is_an_adapter(directory: Path) -> str:
 
 
 def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
-    """Patterns of `train.train_only` and `train.freeze` that match no parameter."""
-    names = [f"{module}.{kind}" for module in modules(model) for kind in ("weight", "bias")]
-    return [
-        f"train.{key}: {pattern} matches no parameter of the model; they have names such as {names[0]}, and * stands "
-        "for any part"
-        for key, patterns in (("train_only", recipe.train.train_only), ("freeze", recipe.train.freeze))
-        for pattern in patterns
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
+    return unmatched(recipe.train, [f"{module}.{kind}" for module in modules(model) for kind in ("weight", "bias")])
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:

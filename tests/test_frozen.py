@@ -9,7 +9,7 @@ from dtrain import models
 from dtrain.errors import UserError
 from dtrain.policy.trained import choose_trained
 from dtrain.preflight import preflight
-from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of
+from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sampled
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
 
@@ -22,17 +22,9 @@ CASES = {
     "the first layer, not its norms": ["train.freeze=[model.layers.1.*,'*norm*','lm_head.*','*embed*']"],
 }
 MODELS = [("qwen3", "tied", "packed"), ("gemma3", "untied", "padded"), ("qwen2", "untied", "packed")]
-GRID = list(itertools.product(MESHES, CASES, MODELS))
-CHOSEN = {(mesh, list(CASES)[i % 4], MODELS[i % 3]) for i, mesh in enumerate(MESHES)}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "case", "model"),
-    [
-        pytest.param(*one, marks=[] if one in CHOSEN else pytest.mark.full, id=f"{one[0]}: {one[1]}, {one[2][0]}")
-        for one in GRID
-    ],
-)
+@pytest.mark.parametrize(("mesh", "case", "model"), list(sampled(CASES, MODELS)))
 def test_every_mesh_gives_the_trajectory_of_one_process(tmp_path, mesh, case, model):
     ranks, options = MESHES[mesh]
     one = run(recipe_of(tmp_path, "one", *model, *CASES[case], "train.micro_batch=12", "train.dtype=float64"))

@@ -86,6 +86,14 @@ def assert_parity(recipe, expected, expected_weights, loss=1e-9, norm=1e-9, weig
             assert error <= weight, f"{name}: {error:.1e}"
 
 
+def sampled(cases, models):
+    """(mesh, case, model) of every mesh, case and model; those outside a sample with every mesh are marked `full`."""
+    chosen = {(mesh, list(cases)[i % len(cases)], models[i % len(models)]) for i, mesh in enumerate(MESHES)}
+    for one in itertools.product(MESHES, cases, models):
+        marks = [] if one in chosen else pytest.mark.full
+        yield pytest.param(*one, marks=marks, id=f"{one[0]}: {one[1]}, {one[2][0]}")
+
+
 def cases(dtype_part=None, seed=0):
     """(mesh, model) of the whole matrix; those outside a sample with every mesh and every model are marked `full`."""
     models = random.Random(seed).sample(MODELS, len(MODELS))

@@ -7,11 +7,10 @@ from typing import Any
 
 from dtrain.checkpoint import hub
 from dtrain.checkpoint.model_files import INDEX, SINGLE, indexed_files
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory, read_header
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, read_header
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 
-_KEY = "base_model_name_or_path"
 _COMPARED = 4096  # bytes of a tensor; training changes some of them
 
 
@@ -21,7 +20,7 @@ def base_problems(directory: Path, model: Path) -> list[str]:
         return []
     base = base_of(directory)
     return [
-        f"{directory / ADAPTER_CONFIG}: {_KEY} is {_named(directory)}, and model.path={model} has other weights: "
+        f"{directory / ADAPTER_CONFIG}: {BASE} is {_named(directory)}, and model.path={model} has other weights: "
         f"set model.path={base}, or write {model} there if the adapter was trained on it"
     ]
 
@@ -34,7 +33,7 @@ def base_notes(directory: Path, model: Path) -> list[str]:
         name = _named(directory)
     except UserError:  # a problem that others tell
         return []
-    said = f"{_KEY} is {name}" if name else f"it names no base ({_KEY})"
+    said = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
     return [
         f"note: {directory / ADAPTER_CONFIG}: {said}; whether that is the model at model.path={model} cannot be told "
         "here, and on another one the adapter means nothing"
@@ -42,7 +41,7 @@ def base_notes(directory: Path, model: Path) -> list[str]:
 
 
 def _named(directory: Path) -> Any:
-    return read_json(directory / ADAPTER_CONFIG).get(_KEY)
+    return read_json(directory / ADAPTER_CONFIG).get(BASE)
 
 
 def _is_base(directory: Path, model: Path) -> bool | None:

@@ -17,6 +17,7 @@ from dtrain.checkpoint.model_files import CONFIG, copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    BASE,
     adapter_shapes,
     peft_names,
     read_adapter_config,
@@ -29,7 +30,6 @@ from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 
 Weight = Callable[[], Tensor]
-_BASE = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class StoredAdapter:
             for name, one in self.files.stored.items()
         ]
         fields = read_json(self.directory / ADAPTER_CONFIG)
-        fields |= {_BASE: self._base} if _BASE in fields else {}
+        fields |= {BASE: self._base} if BASE in fields else {}
         text = json.dumps(fields, indent=2) + "\n"
         _write(out, entries, lambda new: replace_text(new / ADAPTER_CONFIG, text), companions)
 
@@ -125,7 +125,7 @@ class StoredAdapter:
     @property
     def _base(self) -> str | None:
         """base_model_name_or_path as it is understood from anywhere: a directory's whole path."""
-        name: str | None = read_json(self.directory / ADAPTER_CONFIG).get(_BASE)
+        name: str | None = read_json(self.directory / ADAPTER_CONFIG).get(BASE)
         if not name or Path(name).is_absolute():
             return name
         places = Path(name), self.directory / name

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.files import Record, checksum, real, replace_text, write_new
 from dtrain.checkpoint.huggingface_write import Entry, SafetensorsFile, write_files
+from dtrain.checkpoint.merged import gathered
 from dtrain.checkpoint.model_files import CHAT_TEMPLATE, HELD, copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
@@ -162,14 +163,10 @@ def write_adapter(
     form = AdapterFiles(config, model, base)
     sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
-    def read(name: str) -> Tensor:
-        tensor = tensors[name].detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     entries = [
         Entry(one.name, one.shape, one.dtype, one.read, collective=is_sharded)
-        for one in form.entries(sizes, read, dtype)
+        for one in form.entries(sizes, lambda name: gathered(tensors[name]), dtype)
     ]
 
     def finish(new: Path) -> None:

@@ -19,7 +19,7 @@ from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.identity import digests
 from dtrain.checkpoint.model_files import CONFIG
-from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles, weight_files
+from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.store import MANIFEST, CheckpointStore
 from dtrain.errors import UserError
 from dtrain.json_files import check_shape, digest, read_text
@@ -28,7 +28,6 @@ from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.ranks import Ranks
 
 _RECIPE_PARTS = 100_000  # entries, with what aliases repeat
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class RunFacts:
             raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
         found = _model_directory(path) if path and isinstance(path, str) else None
         is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
-        return cls(file, found, init == "scratch", lora is not None or any(chosen), is_nf4, _DTYPES.get(dtype))
+        return cls(file, found, init == "scratch", lora is not None or any(chosen), is_nf4, BY_NAME.get(dtype))
 
     def base(self, state: dict[str, Any]) -> Path:
         """The directory of the run's base, which holds what `state`, of one of its steps, says that it read. Raises
@@ -85,7 +84,7 @@ class RunFacts:
 
     def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
         """What the run computed in, where that is known."""
-        return _DTYPES.get(state.get("dtype", "")) or self.dtype
+        return BY_NAME.get(state.get("dtype", "")) or self.dtype
 
 
 def step_around(adapter: Path) -> Path | None:

@@ -14,8 +14,8 @@ from dtrain.checkpoint.base_weights import BaseWeights, RunFacts, step_around, t
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, layout_of, write_entries
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory
-from dtrain.checkpoint.safetensor_files import DTYPES, WeightFiles
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
+from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
@@ -24,7 +24,6 @@ from dtrain.models.adapter_config import is_adapter
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 FORMS = ("merged", "adapter", "folded")
 Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -46,11 +45,11 @@ def export(
     where something is missing or damaged; `out` is whole or absent.
     """
     source, out = Path(source), Path(out)
-    if dtype is not None and dtype not in _DTYPES:
-        raise UserError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
+    if dtype is not None and dtype not in BY_NAME:
+        raise UserError(f"--dtype {dtype}: choose one of {', '.join(BY_NAME)}")
     if original_base and form not in (None, "merged"):
         raise UserError("--original-base says what --merged merges into; it has no meaning with another form")
-    wanted = _DTYPES[dtype] if dtype is not None else None
+    wanted = BY_NAME[dtype] if dtype is not None else None
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's directory, a checkpoints/step-N, or an exported model")
     step = step_around(source)
@@ -106,7 +105,7 @@ def _export_step(
     adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
         said = f"the adapter of {said}"
-        if read_json(adapter.directory / ADAPTER_CONFIG).get("base_model_name_or_path") is None:
+        if read_json(adapter.directory / ADAPTER_CONFIG).get(BASE) is None:
             said += ", whose base lies in no files but the run's steps: --merged writes both"
         return _write_form(adapter, form, out, [layout.source], dtype, said)
     tensors = {name.removeprefix("model."): size for name, size in store.tensors(step).items() if name[:6] == "model."}

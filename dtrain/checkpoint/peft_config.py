@@ -30,6 +30,7 @@ from dtrain.models.config import ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE = "base_model_name_or_path"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _LISTED = 10
@@ -89,7 +90,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
 def base_of(directory: Path) -> Path:
     """The directory of the model that the adapter in `directory` belongs to: base_model_name_or_path, from here or from
     the adapter's own place, or of that id in the hub's cache. Raises UserError."""
-    file, key = directory / ADAPTER_CONFIG, "base_model_name_or_path"
+    file, key = directory / ADAPTER_CONFIG, BASE
     name = read_json(file).get(key)
     if not isinstance(name, str) or not name:
         raise UserError(f"{file} names no base ({key}): write the base model's directory, or its id on the hub, there")
@@ -141,7 +142,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        BASE: base,
         "inference_mode": True,
         "r": config.rank,
         "lora_alpha": _whole(config.alpha),

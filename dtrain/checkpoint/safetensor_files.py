@@ -16,6 +16,7 @@ from dtrain.checkpoint.model_files import INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
 
 @dataclass(frozen=True)

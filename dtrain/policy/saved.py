@@ -136,7 +136,8 @@ class Saved:
         read_adapter(self.model, path)
 
     def _holds_frozen(self, store: CheckpointStore, step: int) -> bool:
-        return any(f"model.{name}" in store.tensors(step) for name in frozen_names(self.model))
+        stored = store.tensors(step)
+        return any(f"model.{name}" in stored for name in frozen_names(self.model))
 
     def save_checkpoint(
         self,

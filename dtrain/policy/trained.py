@@ -1,13 +1,13 @@
 """Which parameters are trained, by `train.train_only` and `train.freeze` or an adapter; and the dtype of the others."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from dtrain.checkpoint.peft_config import adapter_of
+from dtrain.config.patterns import matched, unmatched
 from dtrain.config.schema import Recipe, Train
 from dtrain.errors import UserError
 from dtrain.models.adapter_config import is_adapter
@@ -51,19 +51,11 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Parameter]:
     """What the patterns of `section` leave out. A pattern names parameters as `named_parameters` does; `*` stands for
     any part. A parameter of several names (a tied head) matches if one of its names does."""
+    if problems := unmatched(section, [name for known in names.values() for name in known]):
+        raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
-    for key, patterns in (("train.train_only", only), ("train.freeze", frozen)):
-        for pattern in patterns:
-            if not any(_matches(known, [pattern]) for known in names.values()):
-                first = next(iter(names.values()))[0]
-                raise UserError(
-                    f"{key}: {pattern} matches no parameter of the model; they have names such as {first}, and * "
-                    "stands for any part"
-                )
     out = {
-        parameter
-        for parameter, known in names.items()
-        if (only and not _matches(known, only)) or _matches(known, frozen)
+        parameter for parameter, known in names.items() if (only and not matched(known, only)) or matched(known, frozen)
     }
     if len(out) == len(names):
         raise UserError("train.train_only and train.freeze leave no parameter to train")
@@ -77,7 +69,3 @@ def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dty
         for name, held in module._parameters.items():
             if held is not None and held in copies:
                 module._parameters[name] = copies[held]
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
