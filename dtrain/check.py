@@ -49,6 +49,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
+    ("metrics.plan", lambda v: v in ("auto", True, False), "auto, true or false"),
     *lora_section.SECTION_RANGES,
     *(one for facts in FACTS.values() for one in facts.ranges),
 )

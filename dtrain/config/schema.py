@@ -301,9 +301,10 @@ class Metrics:
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: bool = False
-    """Whether the run's memory is planned beside it, in a process of lower priority; the terminal then shows the
-    planned peak with the measured one."""
+    plan: bool | str = "auto"
+    """auto | true | false: whether the run's memory is planned beside it, in a process of lower priority; the terminal
+    shows the planned peak with the measured one. auto: on GPUs, where weights are read once the plan is there. A peak
+    that their memory cannot hold ends the run before, with the smallest change that helps."""
 
 
 @dataclass
