@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -38,6 +38,8 @@ Train = Callable[[Recipe, "Runtime"], None]
 
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
+DEVICES = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
@@ -61,6 +63,7 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
+    from dtrain.parallel.mesh import init_process_group
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:
@@ -70,8 +73,12 @@ def run_rank(
         planned = None
         if place.rank == 0 and recipe.metrics.plan:
             beside = importlib.import_module("dtrain.plan.beside")
-            planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type)).tell
+            with devices_hidden(place.environ):
+                planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type)).tell
         if device.type == "cuda":
+            if not any(name in place.environ for name in ALLOCATOR):
+                # Lengths differ from step to step: segments of fixed size would be left with holes.
+                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
             torch.cuda.set_device(device)
         hosts = met = None
         if place.watches:
@@ -86,14 +93,27 @@ def run_rank(
         if place.world_size > 1:
             size = place.world_size
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
-            backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, device_id=bound)
+            init_process_group(device.type, store, place.rank, size, recipe.launch.collective_timeout)
         if hosts is not None:
             hosts.same_on_all(recipe)
-        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned)
+        wait = recipe.launch.collective_timeout
+        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned, wait)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
+
+
+@contextmanager
+def devices_hidden(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """A process forked inside sees no CUDA device. torch asks for one where it needs none (an optimizer's step does),
+    and CUDA does not survive a fork. This process must not begin to use CUDA inside."""
+    given = environ.get(DEVICES)
+    environ[DEVICES] = ""
+    try:
+        yield
+    finally:
+        del environ[DEVICES]
+        environ.update({} if given is None else {DEVICES: given})
 
 
 @contextmanager
