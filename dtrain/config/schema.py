@@ -46,6 +46,11 @@ class Launch:
     """Seconds without a sign of life (a stopped process, a silent host) after which a rank is lost, and the run ends
     with its name. A process that died is noticed at once. After a first SIGINT, SIGTERM or SIGUSR1 also the seconds
     that the ranks of one machine may get nothing done, a save aside: the run then ends unsaved."""
+    collective_timeout: float | None = None
+    """Seconds that a rank waits for the others in a collective, until the run ends with an error. null: a day over
+    gloo, where ranks wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
+    nccl, where they wait for one another's part of a step. It ends a run whose ranks all live and wait for one another;
+    one that died or fell silent is noticed sooner, by lost_after."""
 
 
 @dataclass

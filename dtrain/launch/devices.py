@@ -7,7 +7,8 @@ import json
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
 DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
 
 
@@ -86,10 +88,26 @@ def _hidden(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def start_device(device: "torch.device", rank: int) -> DeviceFacts:
+@contextmanager
+def devices_hidden(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """A process forked inside sees no CUDA device. torch asks for one where it needs none (an optimizer's step does),
+    and CUDA does not survive a fork. This process must not begin to use CUDA inside."""
+    given = environ.get(VISIBLE)
+    environ[VISIBLE] = ""
+    try:
+        yield
+    finally:
+        del environ[VISIBLE]
+        environ.update({} if given is None else {VISIBLE: given})
+
+
+def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
     """Start CUDA on `device`, the default from here on. Raises UserError where the driver does not let it start."""
     import torch
 
+    if not any(name in place.environ for name in ALLOCATOR):
+        # Lengths differ from step to step: segments of fixed size would be left with holes.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         torch.cuda.init()
         torch.cuda.set_device(device)
@@ -103,7 +121,7 @@ def start_device(device: "torch.device", rank: int) -> DeviceFacts:
         ) from error
     capability = (found.major, found.minor)
     uuid = str(getattr(found, "uuid", device.index))
-    return DeviceFacts(rank, socket.gethostname(), found.name, found.total_memory, capability, uuid)
+    return DeviceFacts(place.rank, socket.gethostname(), found.name, found.total_memory, capability, uuid)
 
 
 def problems(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:

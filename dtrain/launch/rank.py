@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
+from dtrain.launch.devices import DeviceFacts, agree, choose_device, devices_hidden, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
 from dtrain.methods.facts import facts_of
@@ -64,6 +64,7 @@ def run_rank(
     import torch
     import torch.distributed as dist
 
+    from dtrain.parallel.mesh import init_process_group
     from dtrain.parallel.runtime import Runtime
 
     if threads is not None:
@@ -74,7 +75,8 @@ def run_rank(
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         if place.rank == 0 and wants_plan:
             beside = importlib.import_module("dtrain.plan.beside")
-            planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
+            with devices_hidden(place.environ):
+                planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
         hosts = met = None
         if place.watches:
             hosts = importlib.import_module("dtrain.hosts.watch")
@@ -89,14 +91,14 @@ def run_rank(
         if size > 1:
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
         if device.type == "cuda":
-            agree(start_device(device, place.rank), place, store, partial(_unfit_devices, recipe, planned))
+            agree(start_device(device, place), place, store, partial(_unfit_devices, recipe, planned))
+        wait = recipe.launch.collective_timeout
         if store is not None:
-            backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, device_id=bound)
+            init_process_group(device.type, store, place.rank, size, wait)
         if hosts is not None:
             hosts.same_on_all(recipe)
         tell = planned.tell if planned else None
-        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, tell)
+        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, tell, wait)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()

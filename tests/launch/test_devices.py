@@ -163,7 +163,7 @@ def test_more_processes_than_visible_devices(monkeypatch):
 def test_a_driver_that_is_too_old(monkeypatch):
     FakeCuda(monkeypatch, 1, RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nmore"))
     with pytest.raises(UserError, match=r"CUDA does not start on .*: The NVIDIA driver .* is too old") as caught:
-        start_device(torch.device("cuda", 0), 0)
+        start_device(torch.device("cuda", 0), RankPlace())
     assert "built for CUDA 13.0: update the driver" in str(caught.value)
     assert "more" not in str(caught.value)
 
