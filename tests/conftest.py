@@ -20,7 +20,7 @@ import pytest
 from tests.depends import changed_since, dependent_tests, starters
 
 SLICES = 28  # each case that is marked `full` comes up once in four weeks
-FEW = 2  # cases a day of a test that starts processes: all of its cases come up within days
+FEW = 1  # cases a day of a test that starts processes: all of its cases come up within days
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # audit events
 
 
@@ -79,7 +79,7 @@ def _resting(items: list[pytest.Item], starting: dict[Path, frozenset[str]], cho
             cases.setdefault(key, []).append(item)
     found = set()
     for (_, _, turns), of_test in cases.items():
-        days = turns or -(-len(of_test) // FEW)
+        days = turns or min(SLICES, -(-len(of_test) // FEW))
         of_test.sort(key=_number)
         found |= {item for index, item in enumerate(of_test) if index % days != chosen % days}
     return found
