@@ -88,12 +88,11 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
 def _varlen(recipe: Recipe) -> list[str]:
     unfit = {
         "launch.device=cpu": recipe.launch.device == "cpu",
-        f"parallel.cp={recipe.parallel.cp}": recipe.parallel.cp > 1,
         f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
     }
     named = [key for key, is_so in unfit.items() if is_so]
     return [
-        f"model.attention=varlen is for CUDA, bfloat16 or float16, and parallel.cp=1, and {' and '.join(named)}: set "
+        f"model.attention=varlen is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
         "model.attention=auto, which takes it where it can"
     ] * bool(named)
 

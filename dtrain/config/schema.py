@@ -63,9 +63,9 @@ class Model:
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows, on
-    CUDA in bfloat16 or float16 without context parallel. auto: varlen where it proves on the device that it gives
-    sdpa's numbers, else sdpa; the terminal says which."""
+    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
+    windows and context parallel, on CUDA in bfloat16 or float16. auto: varlen where it proves on the device that it
+    gives sdpa's numbers, else sdpa, which needs a mask there; the terminal says which."""
 
     @property
     def directory(self) -> Path:

@@ -19,7 +19,7 @@ from dtrain.launch.rank import OutOfMemory, memory_errors
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(6)
+pytestmark = pytest.mark.turns(12)
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
