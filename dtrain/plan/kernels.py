@@ -81,7 +81,7 @@ PlannedKernel = PlannedSdpa | PlannedVarlen
 
 def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> PlannedKernel:
     """The kernel that the recipe's model takes on a device of this type. None is proved, for the device is not here."""
-    precision = choose_precision(recipe.train.dtype, device_type)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     if mesh.cp.size() == 1 and wants_varlen(recipe, precision, device_type):
         return PlannedVarlen()
     return PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
