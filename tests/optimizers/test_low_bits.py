@@ -5,18 +5,22 @@ import torch
 from torch import nn
 
 from dtrain import check
-from dtrain.config import schema
+from dtrain.config import schema, sizes
 from dtrain.errors import UserError
 from dtrain.optim import build_optimizer
 from dtrain.optimizers.adam import LowBitAdam
 from dtrain.optimizers.moments import BLOCK, Int8, kind_of, round_bfloat16
 from dtrain.optimizers.places import Place
+from dtrain.models.config import read_config
+from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.plan.policy import state_bytes
+from dtrain.plan.step import plan_step
 from dtrain.policy.precision import choose_precision
 from dtrain.trainer import train
-from tests.optimizers.stepping import assert_same_bits, recipe_of, step_on
+from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.test_trainer import run, trajectory, weights
-from tests.tiny import tiny_recipe
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
 from tests.world import run_world
 
 FEW = {
@@ -237,3 +241,59 @@ def test_a_resume_with_other_moments_or_masters_is_refused_by_name(tmp_path):
     start = f"checkpoint.init_from={tmp_path / 'runs' / 'run'}"
     other = run(recipe_of(tmp_path, "optimizer.state=int8", "checkpoint.every=5", "run.name=other", start))
     assert len(trajectory(other)) == 10
+
+
+FEW_BITS = ["optimizer.state=int8", "train.masters=bfloat16", "train.dtype=auto", "train.steps=3"]
+
+
+@pytest.mark.parametrize("case", ["dpo", "grpo", "distill", "lora", "qlora"])
+def test_every_method_and_adapters_train_weights_in_bfloat16(tmp_path, case):
+    more = ["checkpoint.every=3", "checkpoint.export=final"]
+    if case == "grpo":
+        recipe = tiny_grpo(tmp_path, *FEW_BITS, *more, "grpo.beta=0.1")
+    elif case == "dpo":
+        pairs = write_pairs(tmp_path / "pairs.jsonl")
+        recipe = tiny_recipe(tmp_path, *FEW_BITS, *more, "method=dpo", f"data.train.path={pairs}")
+    elif case == "distill":
+        teacher = save_weights(write_model(tmp_path / "teacher"), seed=1)
+        recipe = tiny_recipe(tmp_path, *FEW_BITS, *more, "method=distill", f"distill.teacher={teacher}")
+    else:
+        quantize = "nf4" if case == "qlora" else "none"
+        wide = save_weights(write_model(tmp_path / "wide", hidden_size=64, intermediate_size=128))
+        lora = [f"model.path={wide}", "model.init=pretrained", "lora.rank=4", f"lora.quantize={quantize}"]
+        recipe = tiny_recipe(tmp_path, *FEW_BITS, *more, *lora)
+    run(recipe)
+    assert all(row[0] == row[0] and row[1] > 0 for row in trajectory(recipe))
+    held = {name: one for name, one in weights(recipe, 3).items() if name.startswith("model.") and "lora_B" in name}
+    held = held or {"": weights(recipe, 3)["model.model.layers.0.mlp.up_proj.weight"]}
+    assert all(one.dtype == torch.bfloat16 and one.any() for one in held.values())
+    exported = tmp_path / "runs" / "run" / "export"
+    assert list(exported.glob("*.safetensors"))
+
+
+def test_the_loss_is_that_of_float32_moments(tmp_path):
+    """60 steps that learn a few rows by heart; the tensors are large enough for int8."""
+    write_rows(tmp_path / "rows.jsonl", count=12)
+    shape = ["train.steps=60", "optimizer.lr=3e-3", "data.packing=false"]
+    exact = trajectory(run(recipe_of(tmp_path, *shape, "run.name=float32", "train.dtype=float32")))
+    assert exact[-1][0] < 0.5 * exact[0][0]
+    for state in ("int8", "bfloat16"):
+        few = trajectory(run(recipe_of(tmp_path, *shape, f"run.name={state}", f"optimizer.state={state}")))
+        means = [sum(row[0] for row in rows[-10:]) for rows in (few, exact)]
+        assert abs(means[0] - means[1]) < 0.02 * means[1], state
+
+
+def held_bytes(rank, recipe, world_size):
+    policy = policy_on(recipe, rank, world_size)
+    give_gradients(policy, 0)
+    policy.optimizer.step()
+    return state_bytes(policy.optimizer), sum(local_tensor(one).nbytes for one in policy.model.parameters())
+
+
+@pytest.mark.parametrize("mesh", ["dp3", "tp2", "dp3 tp2"])
+def test_a_plan_counts_states_scales_and_masters(tmp_path, mesh):
+    ranks, options = MESHES[mesh]
+    few = FEW["int8, bfloat16 masters"]
+    recipe = recipe_of(tmp_path, *few, *options, "train.global_batch=12", "train.micro_batch=1", tied=False)
+    step = plan_step(recipe, read_config(recipe.model.path), sizes(recipe, ranks), device="cpu")
+    assert (step.state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
