@@ -7,11 +7,11 @@ from torch import nn
 from dtrain import check
 from dtrain.config import schema, sizes
 from dtrain.errors import UserError
+from dtrain.models.config import read_config
 from dtrain.optim import build_optimizer
 from dtrain.optimizers.adam import LowBitAdam
 from dtrain.optimizers.moments import BLOCK, Int8, kind_of, round_bfloat16
 from dtrain.optimizers.places import Place
-from dtrain.models.config import read_config
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.policy import state_bytes
