@@ -25,6 +25,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.nproc", lambda v: v >= 1, "at least 1"),
     ("launch.max_restarts", lambda v: v >= 0, "at least 0"),
     ("launch.lost_after", lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1"),
+    ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
     ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
     ("data.num_workers", lambda v: v >= 0, "at least 0"),
     ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
@@ -49,6 +50,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("checkpoint.keep_every", lambda v: v >= 1, "at least 1, or null"),
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
+    ("metrics.plan", lambda v: v in ("auto", True, False), "auto, true or false"),
     *lora_section.SECTION_RANGES,
     *(one for facts in FACTS.values() for one in facts.ranges),
 )
@@ -87,12 +89,11 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
 def _varlen(recipe: Recipe) -> list[str]:
     unfit = {
         "launch.device=cpu": recipe.launch.device == "cpu",
-        f"parallel.cp={recipe.parallel.cp}": recipe.parallel.cp > 1,
         f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
     }
     named = [key for key, is_so in unfit.items() if is_so]
     return [
-        f"model.attention=varlen is for CUDA, bfloat16 or float16, and parallel.cp=1, and {' and '.join(named)}: set "
+        f"model.attention=varlen is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
         "model.attention=auto, which takes it where it can"
     ] * bool(named)
 

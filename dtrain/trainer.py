@@ -113,7 +113,15 @@ class Trainer:
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
         background = keep.async_save and keep.every is not None
         beside = self.policy.beside
-        saver = Saver(self.run.checkpoints, retention, runtime.device, background=background, beside=beside)
+        wait = runtime.collective_timeout
+        saver = Saver(
+            self.run.checkpoints,
+            retention,
+            runtime.device,
+            background=background,
+            beside=beside,
+            collective_timeout=wait,
+        )
         self.saver = stack.enter_context(saver)
         stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step

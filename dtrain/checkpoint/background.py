@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.checkpoint.pieces import Piece
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.store import Beside, CheckpointStore
+from dtrain.parallel.mesh import new_host_group
 from dtrain.parallel.ranks import Ranks
 
 
@@ -40,12 +40,13 @@ class Saver:
         *,
         background: bool,
         beside: Beside | None = None,
+        collective_timeout: float | None = None,
     ):
         self.background = background
         self.beside = beside
         self.retention = retention
         self.device = device
-        self.store = CheckpointStore(directory, Ranks(dist.new_group(backend="gloo") if background else None))
+        self.store = CheckpointStore(directory, Ranks(new_host_group(collective_timeout) if background else None))
         self._flying: Future[None] | None = None
         self._pinned: dict[str, Tensor] = {}
 

@@ -46,6 +46,11 @@ class Launch:
     """Seconds without a sign of life (a stopped process, a silent host) after which a rank is lost, and the run ends
     with its name. A process that died is noticed at once. After a first SIGINT, SIGTERM or SIGUSR1 also the seconds
     that the ranks of one machine may get nothing done, a save aside: the run then ends unsaved."""
+    collective_timeout: float | None = None
+    """Seconds that a rank waits for the others in a collective, until the run ends with an error. null: a day over
+    gloo, where ranks wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
+    nccl, where they wait for one another's part of a step. It ends a run whose ranks all live and wait for one another;
+    one that died or fell silent is noticed sooner, by lost_after."""
 
 
 @dataclass
@@ -58,9 +63,9 @@ class Model:
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows, on
-    CUDA in bfloat16 or float16 without context parallel. auto: varlen where it proves on the device that it gives
-    sdpa's numbers, else sdpa; the terminal says which."""
+    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
+    windows and context parallel, on CUDA in bfloat16 or float16. auto: varlen where it proves on the device that it
+    gives sdpa's numbers, else sdpa, which needs a mask there; the terminal says which."""
 
     @property
     def directory(self) -> Path:
@@ -308,9 +313,10 @@ class Metrics:
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: bool = False
-    """Whether the run's memory is planned beside it, in a process of lower priority; the terminal then shows the
-    planned peak with the measured one."""
+    plan: bool | str = "auto"
+    """auto | true | false: whether the run's memory is planned beside it, in a process of lower priority; the terminal
+    shows the planned peak with the measured one. auto: on GPUs, where weights are read once the plan is there. A peak
+    that their memory cannot hold ends the run before, with the smallest change that helps."""
 
 
 @dataclass

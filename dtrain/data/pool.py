@@ -46,8 +46,9 @@ class Pool:
         self.encoder, self.workers = encoder, workers
 
     def __enter__(self) -> "Pool":
-        # The child finds this package where the parent did, wherever it was started.
-        start = f"import sys; sys.path[:] = {sys.path!r}; from dtrain.data.pool import serve; serve()"
+        # The child finds this package where the parent did, wherever it was started, and no device.
+        start = "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
+        start += f"sys.path[:] = {sys.path!r}; from dtrain.data.pool import serve; serve()"
         self._processes = [
             _Process([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for _ in range(self.workers)

@@ -1,6 +1,8 @@
-"""The device mesh of a run: dimensions dp_replicate, dp_shard, cp, tp, and what is flattened from them."""
+"""The device mesh of a run: dimensions dp_replicate, dp_shard, cp, tp, and what is flattened from them. And the
+process groups of a run: their backends, and how long a rank waits in them."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtrain.parallel.runtime import Runtime
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+HOST_WAIT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,14 @@ def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp
     mesh = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=DIMENSIONS)
     sharded = mesh["dp_shard", "cp"]._flatten("fsdp")
     dp = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+    for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in (sharded, dp, dp_cp))):
+        set_timeouts(group, runtime.collective_timeout)
     return Mesh(
         device_mesh=mesh,
         fsdp=mesh["dp_replicate", "fsdp"] if dp_replicate > 1 else sharded,
         dp=dp,
-        dp_cp=mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
+        dp_cp=dp_cp,
         cp=mesh["cp"],
         tp=mesh["tp"],
         size=mesh.size(),
@@ -49,8 +55,40 @@ def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp
     )
 
 
+def init_process_group(
+    device_type: str, store: dist.Store, rank: int, world_size: int, collective_timeout: float | None = None
+) -> None:
+    """The process group of the whole run: gloo for tensors of the host, on CUDA nccl for those of the device.
+
+    No device is bound to it: DeviceMesh would then split its groups from this one, and torch hands nccl's options to
+    gloo's half of them too, with a warning. Communicators of nccl are made where they are first used.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    set_timeouts(dist.group.WORLD, collective_timeout)
+
+
 def init_one_process_group(device_type: str) -> None:
     """A process group of this process alone, where none is up, so that one rank runs the code of many."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        init_process_group(device_type, dist.HashStore(), 0, 1)
+
+
+def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None:
+    """How long a rank waits for the others in a collective of `group`; the rule of `launch.collective_timeout`.
+
+    Ranks wait for one another's own work (data, a rollout, a file) over gloo alone, so that nccl keeps torch's half an
+    hour where `seconds` is None.
+    """
+    assert group is not None, "no process group is up"
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if seconds is not None or isinstance(backend, dist.ProcessGroupGloo):
+            backend.set_timeout(HOST_WAIT if seconds is None else timedelta(seconds=seconds))
+
+
+def new_host_group(collective_timeout: float | None = None) -> dist.ProcessGroup:
+    """All ranks in a gloo group of their own, for a thread beside the main one. Collective."""
+    group = dist.new_group(backend="gloo")
+    set_timeouts(group, collective_timeout)
+    return group

@@ -39,6 +39,7 @@ class Runtime:
     """One rank of a run. Made by `launch`; packages below read it and never the environment.
 
     planned: where a plan is worked out beside the run, what it says of the peak, waited for so many seconds.
+    collective_timeout: seconds, as of `launch.collective_timeout`; mesh.py knows what None means.
     """
 
     rank: int = 0
@@ -47,6 +48,7 @@ class Runtime:
     device: torch.device = torch.device("cpu")
     stop: StopFlag = field(default_factory=StopFlag)
     planned: Callable[[float], str | None] | None = None
+    collective_timeout: float | None = None
 
     @property
     def is_main(self) -> bool:

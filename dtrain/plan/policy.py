@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dtrain.attention.kernels import Kernel
 from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.methods.distill import DistillMethod
@@ -21,7 +22,7 @@ from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.kernels import PlannedKernel, planned_kernel
+from dtrain.plan.kernels import PlannedSdpa, planned_kernel
 from dtrain.plan.memory import LEFT_OUT, Phase
 from dtrain.plan.planned_device import MetaKernels
 from dtrain.plan.tracer import Tracer
@@ -123,7 +124,7 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _build(
-    kernel: PlannedKernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+    kernel: Kernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> CausalLM:
     """As `build_model`, without memory or values. Recomputed activations are not compared with those of the forward:
     inside an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
@@ -145,7 +146,8 @@ class _TracedScorer(Scorer):
 
     def at_head(self, batch, fn, *more):
         tracer, memory, number = self.tracer, self.tracer.memory, self.passes
-        self.kernel.take(batch)
+        if isinstance(self.kernel, PlannedSdpa):
+            self.kernel.take(batch)
         self.host, self.micro_rows = tracer.host.total(), bytes_of(batch.values())
         memory.rename("temporaries", "gradients")  # what a backward has left
         self.passes += 1

@@ -157,9 +157,10 @@ def search_path() -> list[str]:
 
 def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
     """A process that answers at the socket `channel`. What the user's code prints goes to standard error; what it reads
-    is empty."""
+    is empty; CUDA's devices are hidden from it, whose memory is the run's, until it names them itself."""
     module, name = service.split(":")
-    code = "import json, sys; parent, channel, sys.path[:] = json.loads(sys.argv[1]); "
+    code = "import json, os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
+    code += "parent, channel, sys.path[:] = json.loads(sys.argv[1]); "
     code += f"from dtrain.rollout.child import serve; from {module} import {name}; serve(parent, channel, {name}())"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, json.dumps([os.getpid(), channel, search_path()])],
