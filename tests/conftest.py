@@ -2,8 +2,10 @@
 
 fast     no processes and no whole runs
 usual    a slice of the matrices, the day's or that of `--slice K`, and everything else. Of the cases marked `full` one
-         in SLICES runs; of a test that starts processes FEW cases, and of a file whose tests take `turns(N)` every Nth.
+         in SLICES runs; of a test that starts processes FEW cases, and where a file's tests take `turns(N)` every Nth.
          The others run on other days
+
+A test that starts no process may take `turns(N)` too, by a mark of its own: it does so in both lanes.
 all      everything
 
 `--changed REV` keeps, of a lane, the files that depend on what has changed since the commit REV; imports tell.
@@ -20,7 +22,7 @@ import pytest
 from tests.depends import changed_since, dependent_tests, starters
 
 SLICES = 28  # each case that is marked `full` comes up once in four weeks
-FEW = 2  # cases a day of a test that starts processes: all of its cases come up within days
+FEW = 1  # cases a day of a test that starts processes: all of its cases come up within days
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # audit events
 
 
@@ -39,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     lane, chosen = config.getoption("lane"), _slice(config)
     more = f", slice {chosen} of {SLICES} (--slice {chosen} repeats it)"
-    terminalreporter.write_line(f"lane: {lane}{more if lane == 'usual' else ''}")
+    terminalreporter.write_line(f"lane: {lane}{more if lane != 'all' else ''}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if rev := config.getoption("changed"):
         depending = dependent_tests(config.rootpath, changed_since(config.rootpath, rev))
     starting = {path: starters(path) for path in {item.path for item in items}}
-    resting = _resting(items, starting, chosen) if lane == "usual" else set()
+    resting = _resting(items, starting, chosen) if lane != "all" else set()
 
     def runs(item: pytest.Item) -> bool:
         if depending is not None and item.path not in depending or item in resting:
@@ -70,16 +72,20 @@ def pytest_collection_finish() -> None:
 
 
 def _resting(items: list[pytest.Item], starting: dict[Path, frozenset[str]], chosen: int) -> set[pytest.Item]:
-    """Of the tests that start processes, the cases of other days."""
+    """Of the tests that take turns, the cases of other days."""
     cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("full") is None and _starts(item, starting):
-            turns = item.get_closest_marker("turns")
+        if item.get_closest_marker("full") is not None:
+            continue
+        turns = item.get_closest_marker("turns")
+        if turns in item.own_markers:
+            cases.setdefault((item.path, item.originalname, turns.args[0]), []).append(item)
+        elif _starts(item, starting):
             key = (item.path, "", turns.args[0]) if turns else (item.path, item.originalname, 0)
             cases.setdefault(key, []).append(item)
     found = set()
     for (_, _, turns), of_test in cases.items():
-        days = turns or -(-len(of_test) // FEW)
+        days = turns or min(SLICES, -(-len(of_test) // FEW))
         of_test.sort(key=_number)
         found |= {item for index, item in enumerate(of_test) if index % days != chosen % days}
     return found

@@ -17,7 +17,7 @@ from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(8)
+pytestmark = pytest.mark.turns(16)
 
 KINDS = {
     "_allgather_base_": "all-gather",

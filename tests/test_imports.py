@@ -32,7 +32,7 @@ FLOORS = (
     ("methods",),
     ("policy",),
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
-    ("attention",),
+    ("attention", "optimizers"),
     ("parallel",),
     ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments", "ranges"),
 )

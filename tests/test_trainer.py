@@ -15,7 +15,7 @@ from dtrain.trainer import train
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 
 def metrics(recipe):

@@ -50,18 +50,18 @@ def _child_main(parent, function, args):
     function(*args)
 
 
-def _rank_main(fn, rank, world_size, store_path, args, pipe):
+def join_gloo(rank: int, world_size: int, store_path: str) -> None:
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+
+
+def _rank_main(fn, rank, world_size, store_path, args, pipe, join):
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store_path, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=60),
-        )
+        join(rank, world_size, store_path)
         pipe.send((True, fn(rank, *args)))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
@@ -69,9 +69,16 @@ def _rank_main(fn, rank, world_size, store_path, args, pipe):
         os._exit(0)
 
 
-def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+def run_world(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 90.0,
+    join: Callable[[int, int, str], None] = join_gloo,
+) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` forked ranks with a gloo process group up.
 
+    join(rank, world_size, path of a store): brings up other groups.
     Returns the ranks' results in order: picklable, and no tensors, whose memory would go with their rank.
     Raises AssertionError with the traceback of the first rank that failed, or the names of ranks that hung, whose
     stacks then stand on stderr.
@@ -82,7 +89,7 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         pipes, processes = {}, []
         for rank in range(world_size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
-            process = _fork(_rank_main, fn, rank, world_size, store_path, args, sender)
+            process = _fork(_rank_main, fn, rank, world_size, store_path, args, sender, join)
             sender.close()
             pipes[receiver] = rank
             processes.append(process)

@@ -1,8 +1,11 @@
 """Attention: what a query may see, what computes it, and the keys kept while generating.
 
 kernels   which keys a query may see, what computes attention, and the choice of it
-varlen    packed rows on CUDA, by variable-length flash attention
+packing   where documents lie, known on the host, and what is to be computed of them
+varlen    rows by variable-length flash attention, on CUDA
 blocks    queries over one block of keys, and merging blocks
-context   context parallel: keys gathered, or passed from rank to rank
+context   context parallel: keys gathered
+ring      context parallel: keys passed from rank to rank
+proof     what a device must show before variable-length attention is used
 decode    keys and values of running sequences, and a forward over them
 """

@@ -1,33 +1,33 @@
-"""Attention under context parallel: keys gathered, or passed around a ring of ranks.
+"""Attention under context parallel: what both exchanges share, and the one that gathers keys (`ring` has the other).
 
-One small all-gather of positions and documents per forward, since masks come from those and not from where tokens lie.
+Masks come from positions and documents and not from where tokens lie: one small all-gather of those per forward. Where
+the host knows the packing of the whole rows there is neither mask nor all-gather.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import Blocks, blocks_for, merge
-from dtrain.attention.kernels import Kernel, Visibility, additive
-from dtrain.parallel.layout import gather_sequence, shard_sequence
+from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.attention.packing import Call, Packing
+from dtrain.attention.varlen import Flash, Segmented, Segments, VarlenKernel, find_packing, pad_tokens, pick, put
+from dtrain.parallel.layout import gather_sequence
 
 
 class ContextKernel(Kernel):
     """Over the keys of all cp ranks: q [B, S/cp, H, hd], k and v [B, S/cp, kv, hd] in the head-tail layout."""
 
     def __init__(self, inner: Kernel, mesh: DeviceMesh):
-        self.inner = inner
+        self.inner, self.note = inner, inner.note
         self.group = mesh.get_group()
         self.abilities = replace(inner.abilities, cache=False, context_parallel=True)
 
-    def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def keys(
+        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """[B or 1, S/cp] and [B, S/cp] -> [B or 1, S] and [B, S] in natural order; one all-gather for both."""
         if documents is None:
             return gather_sequence(positions, self.group), None
@@ -52,98 +52,68 @@ class GatherKernel(ContextKernel):
         return self.inner(q, k, v, prepared, scale)
 
 
-class RingKernel(ContextKernel):
-    """Keys and values travel from rank to rank, never gathered: each rank keeps its queries and sees one rank's keys at
-    a time; partial outputs are merged by their log-sum-exp (Liu et al., Ring Attention, arXiv:2310.01889; the merge is
-    that of FlashAttention, arXiv:2205.14135, section 3.1). Backward the keys travel again, their gradients with them,
-    and every block uses the output and log-sum-exp of the whole.
+class PackedContextKernel(ContextKernel):
+    """By `inner.flash`, without a mask, and without the all-gather of positions where the packing is given; by `masked`
+    what is no packing."""
 
-    cp−1 exchanges of keys and values forward, cp−1 of them and cp of their gradients, in max(float32, the dtype),
-    backward, each with the two neighbours; one small all-gather of positions and documents per forward of the model.
-    blocks: what computes a step (default: by device)."""
+    takes_packing = True
 
-    name = "ring"
-
-    def __init__(self, inner: Kernel, mesh: DeviceMesh, blocks: Blocks | None = None):
+    def __init__(self, inner: VarlenKernel, mesh: DeviceMesh, masked: ContextKernel):
         super().__init__(inner, mesh)
-        self.blocks = blocks
+        self.flash, self.masked = inner.flash, masked
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Tensor | None]:
-        """What this rank's queries see of the keys that each rank of the ring holds, its own first: [B or 1, 1, q, k],
-        0 or -inf; None: nothing, which is read on the host."""
-        size, rank = self.group.size(), self.group.rank()
+    def keys(
+        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return None if packing is not None else super().keys(positions, documents)
 
-        def held(stream: Tensor | None, source: int) -> Tensor | None:
-            return None if stream is None else shard_sequence(stream, source, size)
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
+        packing = find_packing(visibility)
+        if packing is None:
+            return self.masked.prepare(visibility, dtype, device)
+        rank, size = self.group.rank(), self.group.size()
+        steps = self.calls(packing, visibility.window, rank, size)
+        placed = iter(put((call for step in steps for call in step), device))
+        return Segmented(packing.length // size, [[next(placed) for _ in step] for step in steps])
 
-        biases: list[Tensor | None] = []
-        for distance in range(size):
-            source = (rank - distance) % size
-            positions, documents = (held(one, source) for one in (visibility.key_positions, visibility.key_documents))
-            part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
-            visible = part.visible(slice(0, visibility.queries), device)
-            biases.append(additive(visible, dtype)[:, None] if bool(visible.any()) else None)
-        return biases
+    def calls(self, packing: Packing, window: int | None, rank: int, size: int) -> list[list[Call]]:
+        """What a rank is to compute: of the keys of each exchange."""
+        raise NotImplementedError
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Tensor | None], scale: float) -> Tensor:
-        return _Ring.apply(q, k, v, prepared, scale, self.group, self.blocks or blocks_for(q.device))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        """As a kernel; q, k and v are of the tokens that the packing has."""
+        raise NotImplementedError
 
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, biases, scale, group, blocks):
-        q = q.transpose(1, 2).contiguous()  # [B, H, S/cp, hd]
-        kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)])  # [2, B, kv, S/cp, hd]
-        steps = zip(_around(kv, group), biases, strict=True)
-        parts = (blocks.forward(q, *held.unbind(0), bias, scale) for held, bias in steps if bias is not None)
-        out, lse = reduce(lambda whole, part: merge(*whole, *part), parts)
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse, *biases)
-        ctx.scale, ctx.group, ctx.blocks = scale, group, blocks
-        return out.to(q.dtype).transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, kv, out, lse, *biases = ctx.saved_tensors
-        grad = grad.transpose(1, 2).contiguous()  # [B, H, S/cp, hd]
-        q_grad = torch.zeros_like(q, dtype=lse.dtype)
-        held_grad = torch.zeros_like(kv, dtype=lse.dtype)
-        for held, bias in zip(_around(kv, ctx.group), biases, strict=True):
-            if bias is not None:
-                block_q, *block_kv = ctx.blocks.backward(grad, q, *held.unbind(0), out, lse, bias, ctx.scale)
-                q_grad += block_q
-                held_grad += torch.stack(block_kv)
-            # The gradient follows its keys, and the last exchange brings it home.
-            held_grad = _pass_on(held_grad, ctx.group).wait()
-        grads = (q_grad, *held_grad.unbind(0))
-        return *(part.to(q.dtype).transpose(1, 2) for part in grads), None, None, None, None
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+        if not isinstance(prepared, Segmented):
+            return self.masked(q, k, v, prepared, scale)
+        length = q.shape[1]
+        q, k, v = (part[:, : prepared.tokens] for part in (q, k, v))
+        return pad_tokens(self.attend(q, k, v, prepared.steps, scale), length)
 
 
-def _around(tensor: Tensor, group: Any) -> Iterator[Tensor]:
-    """This rank's tensor, then those of the ranks before it: while one is used, the next one travels."""
-    for left in reversed(range(group.size())):
-        incoming = _pass_on(tensor, group) if left else None
-        yield tensor
-        if incoming is not None:
-            tensor = incoming.wait()
+class VarlenGatherKernel(PackedContextKernel):
+    """Over gathered keys; exchanges as `GatherKernel`'s. Two calls for all rows and documents: each rank holds two
+    chunks of a row, and each is over the keys before its end."""
+
+    name = "varlen over gathered keys"
+
+    def __init__(self, inner: VarlenKernel, mesh: DeviceMesh):
+        super().__init__(inner, mesh, GatherKernel(inner.masked, mesh))
+
+    def calls(self, packing: Packing, window: int | None, rank: int, size: int) -> list[list[Call]]:
+        return [packing.over_gathered(window, rank, size)]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)  # [B · S, kv, hd]
+        return over_keys(self.flash, q, k, v, steps[0], scale)
 
 
-class _Incoming(NamedTuple):
-    tensor: Tensor
-    requests: list[dist.Work]
-
-    def wait(self) -> Tensor:
-        for request in self.requests:
-            request.wait()
-        return self.tensor
-
-
-def _pass_on(tensor: Tensor, group: Any) -> _Incoming:
-    """Send to the next rank of the ring, receive from the one before."""
-    size, rank = group.size(), group.rank()
-    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    operations = [
-        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
-    ]
-    return _Incoming(received, dist.batch_isend_irecv(operations))
+def over_keys(flash: Flash, q: Tensor, k: Tensor, v: Tensor, calls: list[Segments], scale: float) -> Tensor:
+    """A rank's q [B, 2c, H, hd] over the keys and values of whole rows, [B · S, kv, hd] each -> [B, 2c, H, hd]: a call
+    for each of its two chunks."""
+    outputs = []
+    for chunk, segments in zip(q.chunk(2, 1), calls, strict=True):
+        out = flash(chunk.flatten(0, 1), pick(k, segments.keys), pick(v, segments.keys), segments, scale)
+        outputs.append(out.unflatten(0, chunk.shape[:2]))
+    return torch.cat(outputs, 1)

@@ -12,15 +12,25 @@ kind with q [B, Q, H, hd], k and v [B, K, kv, hd]; H is a multiple of kv, both a
 [B, Q, H, hd] in q's dtype; the softmax is computed in max(float32, the dtype).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
+from dtrain.attention.blocks import ByMasks, Masked, Products
 from dtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from dtrain.attention.packing import Packing
+
+HALF = (torch.bfloat16, torch.float16)
+MASK_BYTES = 2**26  # of a mask that is held at once, on a GPU
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,8 @@ class Visibility:
 
     Without positions, query i and key i are the same token (Q == K) and every row is one document.
     query_positions [B, Q], key_positions [B or 1, K], query_documents [B, Q], key_documents [B, K]: int64 or None;
-    positions come in pairs, documents too and only with positions. window: keys seen, the query's own included.
+    positions come in pairs, documents too and only with positions. window: keys seen, the query's own included. rows:
+    B. packing: where the documents of the whole rows lie, if the host knows; a kernel that takes it needs no tensor.
     """
 
     queries: int
@@ -39,6 +50,8 @@ class Visibility:
     key_positions: Tensor | None = None
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
+    rows: int = 1
+    packing: "Packing | None" = None
 
     @property
     def is_plain(self) -> bool:
@@ -53,16 +66,33 @@ class Visibility:
     def visible(self, queries: slice, device: torch.device) -> Tensor:
         """[B or 1, q, K] bool: which keys the queries of a slice see."""
         if self.query_positions is None or self.key_positions is None:
-            distance = torch.arange(self.queries, device=device)[queries, None] - torch.arange(self.keys, device=device)
-            distance = distance[None]
+            asked, held = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
         else:
-            distance = self.query_positions[:, queries, None] - self.key_positions[:, None, :]
+            asked, held = self.query_positions.int(), self.key_positions.int()  # half the bytes of every distance
+        distance = asked[:, queries, None] - held[:, None, :]
         seen = distance >= 0
         if self.window is not None:
             seen &= distance < self.window
         if self.query_documents is not None and self.key_documents is not None:
-            seen &= self.query_documents[:, queries, None] == self.key_documents[:, None, :]
+            seen &= self.query_documents.int()[:, queries, None] == self.key_documents.int()[:, None, :]
         return seen
+
+    def bias(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[B or 1, 1, q, K]: 0 where the queries of a slice see a key, -inf where not."""
+        return additive(self.visible(queries, device), dtype)[:, None]
+
+    def reach(self, queries: slice) -> slice:
+        """The keys that a run of queries may see, as far as their places tell."""
+        if not self.is_plain:
+            return slice(0, self.keys)
+        return slice(0 if self.window is None else max(0, queries.start - self.window + 1), queries.stop)
+
+    def runs(self, row_bytes: int | None = None, most: int = MASK_BYTES) -> list[slice]:
+        """The queries in runs, of which each takes at most `most` bytes; row_bytes: of one query of every row, by
+        default what the distances to its keys take."""
+        rows = 1 if self.is_plain else self.rows
+        size = max(1, most // (row_bytes or 4 * rows * self.keys))
+        return [slice(start, min(start + size, self.queries)) for start in range(0, self.queries, size)]
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,10 +119,13 @@ class Kernel:
     name: str
     abilities: Abilities
     note = ""
+    takes_packing = False  # whether it computes from a `Packing`, where there is one
 
-    def keys(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def keys(
+        self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Positions [B or 1, S] and documents [B, S] of all keys, from this rank's [B or 1, S/cp] and [B, S/cp]; once
-        per forward."""
+        per forward. None: the packing says all."""
         return positions, documents
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
@@ -105,21 +138,27 @@ class Kernel:
 class Span(NamedTuple):
     """A run of queries, the run of keys that holds all they see, and what is hidden in between.
 
-    bias [B or 1, 1, q, k] is 0 or -inf; None: causal by index where `causal`, else nothing is hidden.
+    bias [B or 1, 1, q, k] is 0 or -inf; None: causal by index where `causal`, else as `hidden` says, which is made into
+    a bias by every layer, since those of all runs would be a mask over queries × keys.
     """
 
     queries: slice
     keys: slice
     bias: Tensor | None
     causal: bool
+    hidden: Visibility | None = None
 
 
 class SdpaKernel(Kernel):
     """torch's scaled_dot_product_attention, on every device.
 
-    On a GPU one call, by torch's causal kernel where nothing else hides keys. On a CPU one call per run of queries,
-    over no more keys than those can see: torch's CPU kernel multiplies all of up to 512 keys and hides half of them
-    afterwards (a third of the time at 512 tokens, and most of it where rows are packed with short documents).
+    On a GPU torch's causal kernel where nothing else hides keys, else a mask: one call where all of it takes
+    `MASK_BYTES` at most, or one per run of queries, computed again in the backward; in float64, for which a GPU has no
+    fused kernel, products of a run of queries at a time. Keys are repeated for their query
+    heads unless the flash kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's
+    composition, which holds all scores. On a CPU one call per run of queries, over no more keys than those can see:
+    torch's CPU kernel multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512
+    tokens, and most of it where rows are packed with short documents).
     """
 
     name = "sdpa"
@@ -131,10 +170,14 @@ class SdpaKernel(Kernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)
         size = 64 if visibility.keys < 1024 else 128
+        if device.type != "cpu" and dtype == torch.float64:
+            return [Span(*everything, None, False, visibility)]
         if device.type != "cpu" or visibility.queries <= size:
             if visibility.is_causal:
                 return [Span(*everything, bias=None, causal=True)]
-            return [Span(*everything, additive(visibility.visible(everything[0], device), dtype)[:, None], False)]
+            if device.type != "cpu" and len(runs := visibility.runs()) > 1:
+                return [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+            return [Span(*everything, visibility.bias(everything[0], dtype, device), False)]
         runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
         if visibility.is_plain:
             return _plain_blocks(visibility, runs, dtype, device)
@@ -156,20 +199,33 @@ class SdpaKernel(Kernel):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
-        gqa = q.shape[1] != k.shape[1]
-        outputs = [
-            scaled_dot_product_attention(
-                q[:, :, block.queries],
-                k[:, :, block.keys],
-                v[:, :, block.keys],
-                attn_mask=block.bias,
-                is_causal=block.causal,
-                scale=scale,
-                enable_gqa=gqa,
-            ).transpose(1, 2)
-            for block in prepared
-        ]
+        if (hidden := prepared[0].hidden) is not None and q.dtype == torch.float64:
+            return Masked.apply(q, torch.stack([k, v]), hidden, ByMasks(Products(), scale)).transpose(1, 2)
+        flash = q.dtype in HALF and all(block.causal for block in prepared)
+        if q.shape[1] != k.shape[1] and q.device.type == "cuda" and not flash:
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        outputs = [output.transpose(1, 2) for output in self._outputs(q, k, v, prepared, scale)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
+        gqa = q.shape[1] != k.shape[1]
+        for block in prepared:
+            run, keys, values = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
+            attend = partial(_attend, block, scale=scale, gqa=gqa)
+            if block.hidden is None:
+                yield attend(run, keys, values)
+            else:
+                yield checkpoint(
+                    attend, run, keys, values, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+                )
+
+
+def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:
+    """q [B, H, q, hd] of the run of `block`, k and v [B, H or kv, k, hd] -> [B, H, q, hd]."""
+    bias = block.bias
+    if block.hidden is not None:
+        bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys]
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
 
 
 def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:
@@ -179,9 +235,9 @@ def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype,
     bias = additive(last, dtype)[:, None]
     blocks = []
     for run in runs:
-        first = 0 if visibility.window is None else max(0, run.start - visibility.window + 1)
-        count, seen = run.stop - run.start, run.stop - first
-        blocks.append(Span(run, slice(first, run.stop), bias[:, :, size - count :, keys - seen :], False))
+        reach = visibility.reach(run)
+        count, seen = run.stop - run.start, reach.stop - reach.start
+        blocks.append(Span(run, reach, bias[:, :, size - count :, keys - seen :], False))
     return blocks
 
 

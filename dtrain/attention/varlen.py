@@ -1,109 +1,175 @@
-"""Packed rows by torch's variable-length flash attention, on CUDA in half precision: documents cost their own length
-squared, where a mask over the row costs the row's, and no mask is held.
+"""torch's variable-length flash attention, on CUDA in half precision: documents cost their own length squared, where a
+mask over the row costs the row's, and no mask is held.
 
-The kernel is chosen only where it proves itself: `prove` computes a small case on the device itself, forward and
-backward, and compares it with `SdpaKernel`.
+`attention.packing` says on the host what is to be computed. Its lengths go to the device in one copy, and nothing is
+read from there.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Span, Visibility
-
-HALF = (torch.bfloat16, torch.float16)
-_PROVED_WITH = ((1, 63, 64, 128), (200, 56))  # documents of two rows of 256
-_TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
+from dtrain.attention.packing import Call, Packing
 
 
-class DocumentEnds(NamedTuple):
-    """The documents of all rows behind one another: where each begins, and the end of the last [n + 1], int32; the
-    longest; keys seen to the left and right of a query, -1: all."""
+class Segments(NamedTuple):
+    """A `Call` on the device. query_ends, key_ends: int32 [n + 1], where each segment begins and the last one ends.
+    longest_query, longest_key: of a segment, or more."""
 
-    ends: Tensor
-    longest: int
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
     window: tuple[int, int]
 
 
-class VarlenKernel(Kernel):
-    """`torch.nn.attention.varlen` where rows hold several documents; rows of one document are SDPA's.
+class Segmented(NamedTuple):
+    """What a forward is to call, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
+    sequence parallel, which sees nothing and gets zeros."""
 
-    Needs documents that lie in one piece each, positions that count their tokens, and no other rank's keys, as rows
-    have them without context parallel. Reads from the device once per forward and kind of layer.
+    tokens: int
+    steps: list[list[Segments]]
+
+
+class Flash:
+    """The operations. q [T, H, hd], k and v [K, kv, hd], H a multiple of kv: the tokens of the segments' slices, behind
+    one another. The log-sum-exp is [H, T], float32."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """[T, H, hd], differentiable."""
+        return self._forward(q, k, v, segments, scale, None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        """[T, H, hd], and the log-sum-exp; not differentiable."""
+        return self._forward(q, k, v, segments, scale, AuxRequest(lse=True))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The segments' part of the gradients of q, k and v. grad, out [T, H, hd] and lse are those of the whole: of
+        the softmax over all keys, these and others."""
+        return torch.ops.torch_attn._varlen_attn_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            segments.query_ends,
+            segments.key_ends,
+            segments.longest_query,
+            segments.longest_key,
+            segments.window == (-1, 0),
+            torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, of which there is none
+            scale,
+            list(segments.window),
+        )
+
+    def _forward(self, q, k, v, segments, scale, aux):
+        return varlen_attn(
+            q,
+            k,
+            v,
+            segments.query_ends,
+            segments.key_ends,
+            segments.longest_query,
+            segments.longest_key,
+            return_aux=aux,
+            scale=scale,
+            window_size=segments.window,
+            enable_gqa=True,
+        )
+
+
+class VarlenKernel(Kernel):
+    """Rows that hold several documents, and rows under a window, by `Flash`; plain causal ones are SDPA's. So is what
+    is no `Packing`, by a mask: positions that do not count a document's tokens, documents in pieces.
+
+    Where the caller does not give the packing, documents and positions are read from the device, once per forward and
+    kind of layer.
     """
 
     name = "varlen"
     abilities = Abilities(
         devices=frozenset({"cuda"}), window=True, documents=True, cache=False, backward=True, context_parallel=False
     )
+    takes_packing = True
 
-    def __init__(
-        self,
-        attend: Callable[..., Tensor] = varlen_attn,  # type: ignore[assignment]  # a tensor unless more is asked for
-    ):
-        self._attend, self._plain = attend, SdpaKernel()
+    def __init__(self, flash: Flash | None = None):
+        self.flash, self.masked = flash or Flash(), SdpaKernel()
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span] | DocumentEnds:
-        if visibility.query_documents is None:
-            return self._plain.prepare(visibility, dtype, device)
-        documents = visibility.query_documents  # [B, S]
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        ends = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=documents.numel())
-        window = -1 if visibility.window is None else visibility.window - 1
-        return DocumentEnds(ends.to(torch.int32), int(ends.diff().max()), (window, 0))
+    def keys(
+        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return None if packing is not None else super().keys(positions, documents)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span] | DocumentEnds, scale: float) -> Tensor:
-        if not isinstance(prepared, DocumentEnds):
-            return self._plain(q, k, v, prepared, scale)
-        ends, longest = prepared.ends, prepared.longest
-        tokens = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
-        out = self._attend(
-            *tokens, ends, ends, longest, longest, scale=scale, window_size=prepared.window, enable_gqa=True
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span] | Segmented:
+        is_causal = visibility.packing is None and visibility.is_causal
+        packing = None if is_causal else find_packing(visibility)
+        if packing is None:
+            return self.masked.prepare(visibility, dtype, device)
+        return Segmented(packing.length, [put(packing.of_rows(visibility.window), device)])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span] | Segmented, scale: float) -> Tensor:
+        if not isinstance(prepared, Segmented):
+            return self.masked(q, k, v, prepared, scale)
+        tokens, ((segments,),) = prepared
+        length = q.shape[1]
+        q, k, v = (part[:, :tokens].flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
+        return pad_tokens(self.flash(q, k, v, segments, scale).unflatten(0, (-1, tokens)), length)
+
+
+def find_packing(visibility: Visibility) -> Packing | None:
+    """The packing of whole rows: as it was given, or that of plain rows, or read from the device, if there is one."""
+    if visibility.packing is not None:
+        return visibility.packing
+    if visibility.is_plain:
+        return Packing.whole(visibility.rows, visibility.queries)
+    positions, documents = visibility.key_positions, visibility.key_documents
+    if positions is None:
+        return None
+    if documents is None:
+        return Packing.of(positions.expand(visibility.rows, -1).cpu(), None)
+    return Packing.of(*torch.stack([positions.expand_as(documents), documents]).cpu().unbind(0))
+
+
+def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
+    """The calls on `device`. One copy for all, which the host does not wait for."""
+    calls = list(calls)
+    ends = [list(accumulate(some, initial=0)) for call in calls for some in (call.query_lengths, call.key_lengths)]
+    host = torch.tensor(
+        [end for some in ends for end in some], dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
+    )
+    of_calls = iter(host.to(device, non_blocking=True).split([len(some) for some in ends]))
+    return [
+        Segments(
+            tuple(call.queries),
+            tuple(call.keys),
+            next(of_calls),
+            next(of_calls),
+            max(2, *call.query_lengths),  # for segments of one query each the kernel has a way of its own, with errors
+            max(2, *call.key_lengths),
+            call.window,
         )
-        return out.unflatten(0, q.shape[:2])
+        for call in calls
+    ]
 
 
-def prove(
-    kernel: Kernel, *, heads: int, key_heads: int, head_dim: int, window: int | None, dtype: torch.dtype,
-    device: torch.device,
-) -> str | None:  # fmt: skip
-    """Why `kernel` is not to be used for such heads here; None where it computes what SDPA does. No collective, and no
-    random number of the run's is drawn."""
-    try:
-        found = _compute(kernel, heads, key_heads, head_dim, window, dtype, device)
-        plain = _compute(SdpaKernel(), heads, key_heads, head_dim, window, dtype, device)
-        exact = _compute(SdpaKernel(), heads, key_heads, head_dim, window, torch.float32, device)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # what a torch or a device does not have
-        return f"{kernel.name} does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    for one, other, truth in zip(found, plain, exact, strict=True):
-        off, usual = (float((some.float() - truth).abs().max()) for some in (one, other))
-        if not off <= _TIMES * usual + torch.finfo(dtype).eps * float(truth.abs().max()):
-            return f"{kernel.name} gives other numbers than sdpa here: {off:.2e} from the truth, sdpa {usual:.2e}"
-    return None
+def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
+    """The slices of `tensor` [..] along `dim`, behind one another: a view where it is one."""
+    parts = [tensor.narrow(dim, one.start, one.stop - one.start) for one in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _compute(
-    kernel: Any, heads: int, key_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """The output and the gradients of q, k and v on fixed numbers."""
-    lengths = [list(row) for row in _PROVED_WITH]
-    documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in lengths])
-    documents[-1, -lengths[-1][-1] :] = -1  # padding
-    positions = torch.tensor([[at for size in row for at in range(size)] for row in lengths])
-    count = documents.shape[1]
-    documents, positions = documents.to(device), positions.to(device)
-    draw = torch.Generator().manual_seed(0)
-
-    def drawn(of: int) -> Tensor:
-        values = torch.randn(len(lengths), count, of, head_dim, generator=draw).to(HALF[0]).float()
-        return values.to(device, dtype)
-
-    q, k, v = (drawn(of).requires_grad_() for of in (heads, key_heads, key_heads))
-    visibility = Visibility(count, count, window, positions, positions, documents, documents)
-    out = kernel(q, k, v, kernel.prepare(visibility, dtype, device), head_dim**-0.5)
-    grads = torch.autograd.grad(out, (q, k, v), drawn(heads))
-    return [out.detach(), *grads]
+def pad_tokens(out: Tensor, length: int) -> Tensor:
+    """[B, s, H, hd] -> [B, length, H, hd], zeros behind."""
+    missing = length - out.shape[1]
+    return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out

@@ -63,9 +63,9 @@ class Model:
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows, on
-    CUDA in bfloat16 or float16 without context parallel. auto: varlen where it proves on the device that it gives
-    sdpa's numbers, else sdpa; the terminal says which."""
+    """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
+    windows and context parallel, on CUDA in bfloat16 or float16. auto: varlen where it proves on the device that it
+    gives sdpa's numbers, else sdpa, which needs a mask there; the terminal says which."""
 
     @property
     def directory(self) -> Path:
@@ -172,6 +172,10 @@ class Train:
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in
     float32, or in float64 where this is float64."""
+    masters: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: trained weights are kept in bfloat16 alone, and updates are rounded up or down at random, by
+    `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. For adamw and
+    adam, and `dtype` bfloat16, which auto then is."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm over the whole model. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
@@ -238,6 +242,9 @@ class Optimizer:
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's class; they win over the keys above."""
+    state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What adamw and adam keep their moments in: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
+    less than 4096 elements and embeddings keep float32."""
 
 
 @dataclass
@@ -306,9 +313,10 @@ class Metrics:
     """auto | true | false: auto writes where the package is installed, and says which."""
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
-    plan: bool = False
-    """Whether the run's memory is planned beside it, in a process of lower priority; the terminal then shows the
-    planned peak with the measured one."""
+    plan: bool | str = "auto"
+    """auto | true | false: whether the run's memory is planned beside it, in a process of lower priority; the terminal
+    shows the planned peak with the measured one. auto: on GPUs, where weights are read once the plan is there. A peak
+    that their memory cannot hold ends the run before, with the smallest change that helps."""
 
 
 @dataclass

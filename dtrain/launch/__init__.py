@@ -4,7 +4,8 @@ start        in place, in processes of its own, or as a rank of torchrun's or sr
 agent        several ranks on this machine: the launcher, and the worker that it starts
 workers      those processes, watched by their heartbeats
 job          the private directory that launcher and workers share
-rank         one rank: its device, its process group, its signals, what running out of memory means
+rank         one rank: its process group, its signals, what running out of memory means
+devices      the device of a rank, and what is wrong with it or with those of all ranks together
 place        where a rank is among those of its run, by what torchrun and SLURM say
 
 Ranks that torchrun or srun started watch over one another: `dtrain.hosts`.

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from dtrain.checkpoint.files import replace_text
 from dtrain.config import Recipe, hidden, load, origins, to_yaml, with_origins_of
 from dtrain.errors import Stopped, UserError
+from dtrain.launch.devices import choose_device
 from dtrain.launch.job import job_directory
 from dtrain.launch.rank import (
     STOPPING,
     OutOfMemory,
     RankPlace,
     Train,
-    choose_device,
     log_file,
     newest_checkpoint,
     on_signals,

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
+from dtrain.launch.devices import DeviceFacts, agree, choose_device, devices_hidden, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
 from dtrain.methods.facts import facts_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from dtrain.parallel.runtime import Runtime, StopFlag
+    from dtrain.plan.beside import PlannedPeak
 
 
 class OutOfMemory(UserError):
@@ -36,10 +38,9 @@ class OutOfMemory(UserError):
 T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
+PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
-DEVICES = "CUDA_VISIBLE_DEVICES"
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
@@ -71,15 +72,11 @@ def run_rank(
     device = choose_device(recipe.launch.device, place)
     with ExitStack() as stack:
         planned = None
-        if place.rank == 0 and recipe.metrics.plan:
+        wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
+        if place.rank == 0 and wants_plan:
             beside = importlib.import_module("dtrain.plan.beside")
             with devices_hidden(place.environ):
-                planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type)).tell
-        if device.type == "cuda":
-            if not any(name in place.environ for name in ALLOCATOR):
-                # Lengths differ from step to step: segments of fixed size would be left with holes.
-                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-            torch.cuda.set_device(device)
+                planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
         hosts = met = None
         if place.watches:
             hosts = importlib.import_module("dtrain.hosts.watch")
@@ -90,30 +87,36 @@ def run_rank(
             # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
             reaches_out = train is not None or facts_of(recipe).sends_weights(recipe)
             stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not reaches_out))
-        if place.world_size > 1:
-            size = place.world_size
+        size, store = place.world_size, None
+        if size > 1:
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
-            init_process_group(device.type, store, place.rank, size, recipe.launch.collective_timeout)
+        if device.type == "cuda":
+            agree(start_device(device, place), place, store, partial(_unfit_devices, recipe, planned))
+        wait = recipe.launch.collective_timeout
+        if store is not None:
+            init_process_group(device.type, store, place.rank, size, wait)
         if hosts is not None:
             hosts.same_on_all(recipe)
-        wait = recipe.launch.collective_timeout
-        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, planned, wait)
+        tell = planned.tell if planned else None
+        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, tell, wait)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
 
 
-@contextmanager
-def devices_hidden(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """A process forked inside sees no CUDA device. torch asks for one where it needs none (an optimizer's step does),
-    and CUDA does not survive a fork. This process must not begin to use CUDA inside."""
-    given = environ.get(DEVICES)
-    environ[DEVICES] = ""
-    try:
-        yield
-    finally:
-        del environ[DEVICES]
-        environ.update({} if given is None else {DEVICES: given})
+def _unfit_devices(recipe: Recipe, planned: "PlannedPeak | None", devices: Sequence[DeviceFacts]) -> Sequence[str]:
+    """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
+    import torch
+
+    found = problems(devices, recipe, torch.cuda.get_arch_list() if torch.version.cuda else ())
+    told = notes(devices)
+    if planned is not None:
+        too_much = planned.too_much(min(one.memory for one in devices), PLAN_SECONDS)
+        if too_much is not None:
+            (found if too_much.is_certain else told).append(too_much.words)
+    for line in [] if found else told:
+        print(f"note: {line}", file=sys.stderr)
+    return found
 
 
 @contextmanager
@@ -217,25 +220,6 @@ def resumed(recipe: Recipe) -> Recipe:
     if recipe.checkpoint.resume is None or any(saved):
         return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
     return recipe
-
-
-def choose_device(wanted: str, place: RankPlace) -> "torch.device":
-    """The device of this rank: `launch.device`, auto being cuda where there is one. Raises UserError."""
-    import torch
-
-    count = torch.cuda.device_count() if wanted != "cpu" else 0
-    if count == 0:
-        if wanted == "cuda":
-            raise UserError("launch.device=cuda: torch sees no CUDA device here; set launch.device=cpu")
-        return torch.device("cpu")
-    if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
-        return torch.device("cuda", 0)
-    if place.local_world_size > count:
-        raise UserError(
-            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' * (count > 1)}: "
-            f"set launch.nproc={count}, or launch.device=cpu"
-        )
-    return torch.device("cuda", place.local_rank)
 
 
 @contextmanager

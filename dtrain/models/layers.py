@@ -30,6 +30,7 @@ from dtrain.parallel.tensor import (
 )
 
 if TYPE_CHECKING:
+    from dtrain.attention.packing import Packing
     from dtrain.models.adapters import Adapter, AdapterState
 
 Rotary = tuple[Tensor, Tensor]
@@ -215,6 +216,7 @@ class Decoder(Stack):
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
         cache: Cached | None = None,
+        packing: "Packing | None" = None,
     ) -> Tensor:
         """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]."""
         config, device, kernel = self.config, input_ids.device, self.kernel
@@ -224,7 +226,7 @@ class Decoder(Stack):
             position_ids = cache.positions
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         by_position = seq_ids is not None or kernel.abilities.context_parallel
-        keys = kernel.keys(positions, seq_ids) if by_position and cache is None else None
+        keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
         rotary: dict[Rope, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
@@ -234,10 +236,12 @@ class Decoder(Stack):
             masks[kind] = None
             if cache is None:
                 window = config.sliding_window if kind == SLIDING else None
-                if keys is None:
-                    visibility = Visibility(length, length, window)
-                else:
-                    visibility = Visibility(length, keys[0].shape[1], window, positions, keys[0], seq_ids, keys[1])
+                visibility = Visibility(length, length, window, rows=len(input_ids), packing=packing)
+                if keys is not None:
+                    of_keys, owners = keys
+                    visibility = Visibility(
+                        length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
+                    )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
         for layer, kind in zip(self.layers, config.layer_types, strict=True):
             hidden = layer(hidden, rotary[config.ropes[kind]], masks[kind], cache)
@@ -332,14 +336,17 @@ class CausalLM(ParallelModel):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
+        packing: "Packing | None" = None,
     ) -> Any:
         """`fn(hidden [B, S/cp, D], head_weight [V/tp, D])`'s result: how a loss reaches the head without whole logits.
+        packing: of the whole rows, for a kernel that `takes_packing`.
 
         Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
         applies config.final_logit_softcapping.
         """
         # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
-        return fn(self.model(input_ids, position_ids, seq_ids), self.lm_head.local("weight"))
+        hidden = self.model(input_ids, position_ids, seq_ids, packing=packing)
+        return fn(hidden, self.lm_head.local("weight"))
 
     def checkpoint_names(self, name: str) -> list[str]:
         """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""

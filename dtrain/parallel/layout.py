@@ -2,6 +2,7 @@
 mask every rank has the same work. Shard a stream to it, and gather it back in the caller's order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor
     return torch.cat([chunks[index] for index in chunks_of(rank, size)], dim)
 
 
+def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """The whole stream [.., S, ..] in its natural order, from the ranks' parts [.., S/n, ..] in rank order. No
+    collective."""
+    chunks: dict[int, Tensor] = {}
+    for rank, part in enumerate(parts):
+        chunks |= zip(chunks_of(rank, len(parts)), part.chunk(2, dim), strict=True)
+    return torch.cat([chunks[index] for index in range(2 * len(parts))], dim)
+
+
 def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
     """The whole stream [.., S, ..] in its natural order, from every rank's part [.., S/n, ..]. One all-gather.
 
@@ -44,12 +54,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, group):
         ctx.dim, ctx.group = dim, group
-        size = group.size()
-        parts = all_gather(tensor.unsqueeze(0), 0, group)  # [n, .., S/n, ..]
-        chunks: dict[int, Tensor] = {}
-        for rank, part in enumerate(parts.unbind(0)):
-            chunks |= zip(chunks_of(rank, size), part.chunk(2, dim), strict=True)
-        return torch.cat([chunks[index] for index in range(2 * size)], dim)
+        return join_sequence(all_gather(tensor.unsqueeze(0), 0, group).unbind(0), dim)  # [n, .., S/n, ..]
 
     @staticmethod
     def backward(ctx, grad):

@@ -126,7 +126,14 @@ class Stack(nn.Module):
     layers: nn.ModuleList
     tp: TensorParallel | None = None  # set by the style `decoder`
 
-    def states(self, input_ids: Tensor, position_ids: Tensor | None, seq_ids: Tensor | None, cache: Any) -> Tensor:
+    def states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        seq_ids: Tensor | None = None,
+        cache: Any = None,
+        packing: Any = None,
+    ) -> Tensor:
         """[B, S] ids, positions and documents -> hidden states [B, S, D], cut as the styles of the modules within."""
         raise NotImplementedError
 
@@ -136,13 +143,14 @@ class Stack(nn.Module):
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
         cache: Any = None,
+        packing: Any = None,
     ) -> Tensor:
         """Hidden states [B, S, D], complete on every tp rank. In the backward their gradients are summed over tp."""
         tp, length = self.tp, input_ids.shape[1]
         if tp is None:
-            return self.states(input_ids, position_ids, seq_ids, cache)
+            return self.states(input_ids, position_ids, seq_ids, cache, packing)
         if not tp.sequence:
-            return enter_region(self.states(input_ids, position_ids, seq_ids, cache), tp.group)
+            return enter_region(self.states(input_ids, position_ids, seq_ids, cache, packing), tp.group)
         if cache is not None:
             raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
         # Context parallel cuts the padded sequence in two again.
@@ -152,7 +160,7 @@ class Stack(nn.Module):
             input_ids = F.pad(input_ids, (0, missing))
             position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
             seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
-        hidden = self.states(input_ids, position_ids, seq_ids, None)  # [B, (S + missing)/tp, D]
+        hidden = self.states(input_ids, position_ids, seq_ids, None, packing)  # [B, (S + missing)/tp, D]
         return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
 
 

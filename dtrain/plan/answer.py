@@ -47,7 +47,7 @@ def answer(recipe: Recipe, asked: Namespace, say: Callable[[str], None]) -> None
         if found:
             say("\n" + report.search_text(found, plan))
     if plan.device == "cuda" and not plan.fits:
-        raise UserError(_too_much(plan))
+        raise UserError(too_much(plan))
 
 
 def _hardware(asked: Namespace) -> Hardware:
@@ -61,7 +61,7 @@ def _hardware(asked: Namespace) -> Hardware:
     )
 
 
-def _too_much(plan: Plan) -> str:
+def too_much(plan: Plan) -> str:
     """By how much a plan does not fit, on which part, and what would."""
     over = plan.step.peak - plan.budget
     name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import SdpaKernel, Span, Visibility
-from dtrain.attention.varlen import HALF, DocumentEnds, VarlenKernel
+from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, Visibility
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.batch import Batch, pad_stream
 from dtrain.config.schema import Recipe
 from dtrain.parallel.layout import shard_sequence
@@ -54,36 +54,12 @@ class PlannedSdpa(SdpaKernel):
         return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
 
 
-class PlannedVarlen(VarlenKernel):
-    """The kernel that packed rows take on CUDA. Where documents lie, the rows of the micro-batch on the host say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._documents = torch.zeros(0, 0, dtype=torch.int64)  # [B, S]
-
-    def take(self, batch: Batch) -> None:
-        """The rows of the forward that follows."""
-        self._documents = batch["seq_ids"]
-
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span] | DocumentEnds:
-        if visibility.query_documents is None:
-            return super().prepare(visibility, dtype, device)
-        documents = [pad_stream("seq_ids", row, visibility.queries) for row in self._documents]
-        rows = replace(visibility, query_documents=torch.stack(documents))
-        real = super().prepare(rows, dtype, torch.device("cpu"))
-        if not isinstance(real, DocumentEnds):
-            return real
-        return real._replace(ends=torch.empty_like(real.ends, device=device))
-
-
-PlannedKernel = PlannedSdpa | PlannedVarlen
-
-
-def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> PlannedKernel:
-    """The kernel that the recipe's model takes on a device of this type. None is proved, for the device is not here."""
-    precision = choose_precision(recipe.train.dtype, device_type)
-    if mesh.cp.size() == 1 and wants_varlen(recipe, precision, device_type):
-        return PlannedVarlen()
+def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> Kernel:
+    """The kernel that the recipe's model takes on a device of this type, for one cp rank. None is proved, for the
+    device is not here."""
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
+    if wants_varlen(recipe, precision, device_type):
+        return VarlenKernel()
     return PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
 
 
@@ -101,8 +77,8 @@ def attention(
     """scaled_dot_product_attention of q [B, H, Q, hd], k and v [B, kv, K, hd] by the kernel that a device would take.
 
     cpu: torch's CPU kernel, with or without a mask. cuda: flash attention where nothing but causality hides keys and
-    the dtype is half; with a mask cuDNN's kernel; in float32 the memory-efficient one, for which keys are repeated for
-    their query heads; in float64 the composition, which holds the scores.
+    the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads; in float64 the
+    composition, which holds the scores.
     """
     if device_type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -110,17 +86,20 @@ def attention(
         )[0]
     if q.dtype in HALF and attn_mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-    heads = q.shape[1]
-    bias = None if attn_mask is None else attn_mask.expand(q.shape[0], heads, q.shape[2], k.shape[2])
-    if q.dtype in HALF:
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout_p, is_causal, False, scale=scale)[
-            0
-        ]
-    if k.shape[1] != heads:
-        k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
-    if q.dtype == torch.float32:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
+    bias = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if q.dtype == torch.float64:
+        return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
+    """Bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]: that of q
+    in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
+    multiple = 32 if q.shape[2] <= 128 else 64
+    size = -(-q.shape[2] // multiple) * multiple
+    own = (q.shape[0] + 128 * documents) * q.shape[1] * (size + 1) * 4
+    grouped = q.shape[1] != k.shape[1]
+    return own + (2 * k.shape[0] * q.shape[1] * q.shape[2] * k.element_size() if grouped else 0)
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

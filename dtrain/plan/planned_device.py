@@ -40,6 +40,7 @@ class PlannedDevice(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        kwargs.pop("pin_memory", None)  # this machine may have no device to pin for
         if func == Tensor.device.__get__:
             return self._where(args[0])
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a property; torch's stub says bool

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dtrain.attention.kernels import Kernel
 from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.methods.distill import DistillMethod
@@ -21,7 +22,7 @@ from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.kernels import PlannedKernel, planned_kernel
+from dtrain.plan.kernels import PlannedSdpa, planned_kernel
 from dtrain.plan.memory import LEFT_OUT, Phase
 from dtrain.plan.planned_device import MetaKernels
 from dtrain.plan.tracer import Tracer
@@ -67,12 +68,15 @@ class PlannedPolicy(Policy):
             self.see_all(method.teacher.model.parameters(), "teacher")
 
     def init_optimizer(self, total_steps: int) -> None:
-        """The recipe's optimizer as it is from its second step on, over plain tensors: DTensors would take minutes to
-        step. Its state is left out of the timeline, its cost to the estimate."""
+        """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to
+        the estimate. torch's own step plain tensors here: DTensors would take minutes."""
         super().init_optimizer(total_steps)
         parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
-        optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
+        shards: dict[str, nn.Parameter] = parameters
+        optimizer = self._updating.optimizer
+        if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
+            shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
+            optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
@@ -82,8 +86,9 @@ class PlannedPolicy(Policy):
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
         def before(*_: object) -> None:
-            for name, parameter in parameters.items():
-                shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            if shards is not parameters:
+                for name, parameter in parameters.items():
+                    shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
             self.tracer.counts_costs = False
 
         def after(*_: object) -> None:
@@ -119,7 +124,7 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _build(
-    kernel: PlannedKernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+    kernel: Kernel, recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
 ) -> CausalLM:
     """As `build_model`, without memory or values. Recomputed activations are not compared with those of the forward:
     inside an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
@@ -141,7 +146,8 @@ class _TracedScorer(Scorer):
 
     def at_head(self, batch, fn, *more):
         tracer, memory, number = self.tracer, self.tracer.memory, self.passes
-        self.kernel.take(batch)
+        if isinstance(self.kernel, PlannedSdpa):
+            self.kernel.take(batch)
         self.host, self.micro_rows = tracer.host.total(), bytes_of(batch.values())
         memory.rename("temporaries", "gradients")  # what a backward has left
         self.passes += 1

@@ -12,9 +12,11 @@
 import torch
 
 from dtrain import models
-from dtrain.attention.context import GatherKernel, RingKernel
-from dtrain.attention.kernels import Kernel, SdpaKernel, choose_kernel
-from dtrain.attention.varlen import HALF, VarlenKernel, prove
+from dtrain.attention.context import GatherKernel, VarlenGatherKernel
+from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
+from dtrain.attention.proof import prove
+from dtrain.attention.ring import RingKernel, VarlenRingKernel
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
@@ -25,8 +27,11 @@ from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
+
+LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
 
 
 def build_model(
@@ -37,6 +42,9 @@ def build_model(
 
     Collective: every rank of the mesh calls it.
     """
+    if device.type == "cuda":
+        # cuDNN builds a graph for each new shape, and the rows of a micro-batch are as long as its longest.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model = lay_out(recipe, config, mesh, precision, device)
     model.to_empty(device="cpu" if _offloads(recipe, device) else device)
     model.tie_weights()  # memory is given parameter by parameter where FSDP does not hold them
@@ -59,8 +67,9 @@ def lay_out(
 ) -> CausalLM:
     """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
 
-    kernel: in place of the one that the recipe and the device ask for. One rank that computes in its masters' dtype
-    goes without FSDP: the same bits, and no copies. No collective.
+    kernel: in place of the one that the recipe and the device ask for, for one cp rank; it is taken over the exchange
+    of the recipe. One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
+    Collective over cp on CUDA in half precision, unless a kernel is given: the ranks agree on one.
     """
     parallel = recipe.parallel
     model = models.build(config, dtype=precision.master, device="meta")
@@ -68,11 +77,9 @@ def lay_out(
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
-    if mesh.cp.size() > 1:
-        kernel = kernel or choose_kernel("sdpa", device=device.type, documents=True, backward=True)
-        model.use_kernel((RingKernel if parallel.cp_rotate == "ring" else GatherKernel)(kernel, mesh.cp))
-    elif kernel is not None or wants_varlen(recipe, precision, device.type):
-        model.use_kernel(kernel or _proved(recipe, config, mesh, precision, device))
+    if kernel is None:
+        kernel = _choose(recipe, config, mesh, precision, device)
+    model.use_kernel(kernel if mesh.cp.size() == 1 else _over_ranks(kernel, mesh, parallel.cp_rotate))
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         for layer in model.model.layers:
@@ -90,31 +97,53 @@ def lay_out(
 
 
 def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool:
-    """Whether packed rows are to take `VarlenKernel`, where it is sound, without context parallel."""
+    """Whether `VarlenKernel` is to be taken, where it is sound."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
     return recipe.model.attention == "varlen"
 
 
-def _proved(
-    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
-) -> SdpaKernel | VarlenKernel:
-    """`VarlenKernel` where it is sound here. Where it is not, SDPA, or UserError if `model.attention` insists."""
-    tp = mesh.tp.size()
-    problem = prove(
-        VarlenKernel(),
-        heads=config.num_attention_heads // tp,
-        key_heads=max(1, config.num_key_value_heads // tp),
-        head_dim=config.head_dim,
-        window=config.sliding_window if SLIDING in config.layer_types else None,
-        dtype=precision.compute,
-        device=device,
-    )
+def _choose(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device) -> Kernel:
+    """`VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. UserError where it is not sound and
+    `model.attention` insists, or rows are so long that a mask is out of the question."""
+    if not wants_varlen(recipe, precision, device.type):
+        return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
+    tp, kernel, exchanges = mesh.tp.size(), VarlenKernel(), mesh.cp.size() > 1
+    window = config.sliding_window if SLIDING in config.layer_types else None
+
+    def proof() -> str | None:
+        return prove(
+            kernel.flash,
+            heads=config.num_attention_heads // tp,
+            key_heads=max(1, config.num_key_value_heads // tp),
+            head_dim=config.head_dim,
+            window=window,
+            dtype=precision.compute,
+            device=device,
+            exchange=recipe.parallel.cp_rotate if exchanges else None,
+        )
+
+    of_ranks = Ranks(mesh.cp.get_group()).every(proof) if exchanges else [proof()]
+    problem = next((one for one in of_ranks if one is not None), None)
     if problem is None:
-        return VarlenKernel()
+        return kernel
     if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
+    length = recipe.data.max_length
+    if length > LONGEST_UNDER_MASK and (exchanges or recipe.data.packing or window is not None):
+        raise UserError(
+            f"data.max_length={length}: {problem}. Without it such rows need a mask of {length} × {length}: set "
+            f"data.max_length={LONGEST_UNDER_MASK} or less, or use a torch and a GPU that have the kernel "
+            "(model.attention=sdpa takes the mask all the same, in parts, and is slow)"
+        )
     return SdpaKernel(note=problem)
+
+
+def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
+    """`kernel` over the keys of all cp ranks."""
+    if isinstance(kernel, VarlenKernel):
+        return (VarlenRingKernel if rotate == "ring" else VarlenGatherKernel)(kernel, mesh.cp)
+    return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)
 
 
 def _offloads(recipe: Recipe, device: torch.device) -> bool:

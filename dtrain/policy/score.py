@@ -3,13 +3,15 @@ by token or summed by document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, Batch, document_ids, documents, sum_by_document
+from dtrain.attention.packing import Packing
+from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
 from dtrain.losses import (
     HeadInput,
     HeadLogprobs,
@@ -24,18 +26,21 @@ from dtrain.losses import (
 from dtrain.losses.policy_losses import Documents
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.collectives import leave_region
-from dtrain.parallel.context import cut_streams, gather_tokens
+from dtrain.parallel.context import cut_streams, gather_tokens, pad_right
 from dtrain.parallel.mesh import Mesh
 
 
 class Inputs(TypedDict):
-    """What a model is called with: this rank's tokens [B, S/cp], with positions and documents where it needs them."""
+    """What a model is called with: this rank's tokens [B, S/cp], with positions and documents where it needs them, and
+    the packing of the whole rows where its kernel takes that."""
 
     input_ids: Tensor
     position_ids: Tensor | None
     seq_ids: Tensor | None
+    packing: Packing | None
 
 
+_ALIGNED = 16  # bytes: where a stream of any dtype may begin
 Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -195,12 +200,23 @@ class Scorer:
             "input_ids": local["input_ids"],
             "position_ids": local["position_ids"] if by_position else None,
             "seq_ids": local["seq_ids"] if is_packed else None,
+            "packing": self._packing(batch, is_packed) if self.model.model.kernel.takes_packing else None,
         }
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
             return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local, *more)
 
         return self.model.with_head(within, **inputs)
+
+    def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
+        """Of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of one rank."""
+        cp = self.mesh.cp.size()
+        if not is_packed and cp == 1:
+            return None
+        multiple = 2 * cp if cp > 1 else 1
+        names = ("position_ids", "seq_ids") if is_packed else ("position_ids",)
+        positions, *owners = (pad_right(batch[name], multiple, STREAMS[name].pad, 1) for name in names)
+        return Packing.of(positions, *owners)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, sampling: TrainingSamplingParams | None = None) -> Tensor:
@@ -241,7 +257,19 @@ class Scorer:
 def _to_device(batch: Batch, device: torch.device) -> Batch:
     """A host micro-batch on `device`, with `label_index` [T]: the flat positions that have a label.
 
-    The index is made on the host, where it costs no synchronisation.
+    The index is made on the host, where it costs no synchronisation. To a GPU all goes in one copy out of pinned
+    memory, which the host does not wait for; the streams are views of it.
     """
-    index = (batch["labels"].flatten() != IGNORE).nonzero().squeeze(1)
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in {**batch, "label_index": index}.items()}
+    streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE).nonzero().squeeze(1)}
+    if device.type != "cuda":
+        return {name: one.to(device) for name, one in streams.items()}
+    ends = list(accumulate((-(-one.nbytes // _ALIGNED) * _ALIGNED for one in streams.values()), initial=0))
+    here = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+
+    def views(buffer: Tensor) -> Batch:
+        places = zip(streams.items(), ends, strict=False)
+        return {n: buffer[at : at + one.nbytes].view(one.dtype).view(one.shape) for (n, one), at in places}
+
+    for name, view in views(here).items():
+        view.copy_(streams[name])
+    return views(here.to(device, non_blocking=True))

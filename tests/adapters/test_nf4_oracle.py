@@ -15,7 +15,7 @@ from tests.tiny import tiny_recipe, write_rows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 SECTIONS = {"LoRA": {"rank": 4}, "DoRA": {"rank": 4, "dora": True}}
 

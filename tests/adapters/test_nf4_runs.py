@@ -11,7 +11,7 @@ from tests.test_parity import distance
 from tests.test_trainer import run, trajectory
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 # name: (ranks, rows of a micro-batch, overrides); one process takes all 12 at once.
 MESHES = {

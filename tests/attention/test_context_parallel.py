@@ -1,4 +1,5 @@
-"""Both kernels of context parallel on 2, 3 and 4 ranks, forward and backward, against dense attention."""
+"""The kernels of context parallel on 2, 3 and 4 ranks, forward and backward, against dense attention: by masks, and
+by variable-length calls, where the host knows the packing and where positions are gathered and read."""
 
 import itertools
 import random
@@ -8,10 +9,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
-from dtrain.attention.context import GatherKernel, RingKernel
+from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import KERNELS, Visibility
+from dtrain.attention.packing import Packing
+from dtrain.attention.ring import RingKernel, VarlenRingKernel
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.parallel.layout import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible
+from tests.attention.flash import WrittenFlash
 from tests.world import run_world
 
 KERNELS_OF_CP = {
@@ -19,7 +24,10 @@ KERNELS_OF_CP = {
     "ring": lambda mesh: RingKernel(KERNELS["sdpa"], mesh),
     "ring by products": lambda mesh: RingKernel(KERNELS["sdpa"], mesh, Products()),
     "ring by torch's kernel": lambda mesh: RingKernel(KERNELS["sdpa"], mesh, CpuFlash()),
+    "varlen gather": lambda mesh: VarlenGatherKernel(VarlenKernel(WrittenFlash()), mesh),
+    "varlen ring": lambda mesh: VarlenRingKernel(VarlenKernel(WrittenFlash()), mesh),
 }
+EXTRA = 3  # tokens of sequence parallel's padding
 
 
 def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype, rtol):
@@ -40,9 +48,17 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype
         expected = attention(*wide, visible(positions, documents, window), 0.25)
         expected.backward(grad.double())
         parts = [shard_sequence(x, rank, size).clone().requires_grad_() for x in (q, k, v)]
-        seen = Visibility(parts[0].shape[1], length, window, mine[0], keys[0], mine[1], keys[1])
+        seen = Visibility(parts[0].shape[1], length, window, mine[0], keys[0], mine[1], keys[1], rows=2)
         out = kernel(*parts, kernel.prepare(seen, dtype, torch.device("cpu")), 0.25)
         assert out.dtype == dtype
+        if kernel.takes_packing:
+            packing = Packing.of(positions.expand(2, -1), documents)
+            assert kernel.keys(*mine, packing) is None
+            known = kernel.prepare(Visibility(1, 1, window, packing=packing), dtype, torch.device("cpu"))
+            padded = (torch.nn.functional.pad(part, (0, 0, 0, 0, 0, EXTRA), value=9.0) for part in parts)
+            more = kernel(*padded, known, 0.25)
+            assert torch.equal(more[:, :-EXTRA], out) and bool((more[:, -EXTRA:] == 0).all())
+            out = more[:, :-EXTRA]
         out.backward(shard_sequence(grad, rank, size))
         right = [expected.detach(), *(x.grad for x in wide)]
         for found, whole in zip([out, *(part.grad for part in parts)], right, strict=True):
@@ -55,7 +71,7 @@ CASES = [
     for case in itertools.product(KERNELS_OF_CP, (2, 3, 4), (48,), ((4, 2), (4, 4), (3, 1)), (True, False))
 ]
 CASES += [(kernel, 2, 24, (4, 2), True, torch.float32, 5e-6) for kernel in KERNELS_OF_CP]
-CASES += [(kernel, 3, 6, (4, 2), packed, torch.float64, 1e-12) for kernel in ("gather", "ring") for packed in (0, 1)]
+CASES += [(kernel, 3, 6, (4, 2), packed, torch.float64, 1e-12) for kernel in KERNELS_OF_CP for packed in (0, 1)]
 SAMPLE = set(random.Random(1).sample(range(len(CASES)), 20))
 
 

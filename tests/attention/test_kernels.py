@@ -1,11 +1,13 @@
 """The kernel against attention written out, over the whole of what a mask can say; abilities and their errors."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Visibility, choose_kernel
+from dtrain.attention.blocks import ByMasks, Products
+from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visibility, choose_kernel
 from dtrain.errors import UserError
 
 
@@ -97,11 +99,63 @@ def test_blocks_skip_what_no_query_sees():
 
 
 def test_one_call_on_a_gpu():
-    """No host reads there: causal by flag, anything else one mask."""
+    """No host reads there: causal by flag, anything else one mask, as long as that is small."""
     blocks = SdpaKernel().prepare(Visibility(512, 512), torch.bfloat16, torch.device("meta"))
     assert len(blocks) == 1 and blocks[0].causal and blocks[0].bias is None
     blocks = SdpaKernel().prepare(Visibility(512, 512, window=32), torch.bfloat16, torch.device("meta"))
     assert len(blocks) == 1 and blocks[0].bias.shape == (1, 1, 512, 512) and blocks[0].bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_large_mask_on_a_gpu_is_made_in_parts(packed, window):
+    """At 32k tokens each part's distances take 64 MiB, nothing is held, and plain rows leave out keys beyond reach."""
+    stream = torch.empty(2, 2**15, dtype=torch.int64, device="meta")
+    streams = (stream,) * 4 if packed else (None,) * 4
+    visibility = Visibility(2**15, 2**15, window, *streams, rows=2)
+    blocks = SdpaKernel().prepare(visibility, torch.float32, torch.device("meta"))
+    if visibility.is_causal:
+        assert len(blocks) == 1 and blocks[0].causal
+        return
+    assert all(block.bias is None and block.hidden is visibility and not block.causal for block in blocks)
+    assert [block.queries.start for block in blocks[1:]] == [block.queries.stop for block in blocks[:-1]]
+    assert blocks[0].queries.stop == 2**26 // (4 * 2**15 * (2 if packed else 1)) and blocks[-1].queries.stop == 2**15
+    reach = max(block.keys.stop - block.keys.start for block in blocks)
+    assert reach == (2**15 if packed else blocks[0].queries.stop + window - 1)
+
+
+@pytest.mark.parametrize("name", ["packed-9", "plain-150-7", "permuted"])
+def test_parts_of_a_mask_are_the_whole(name):
+    """A mask made for 40 queries at a time, again in the backward: SDPA's, and the steps of a ring."""
+    visibility = replace(VISIBILITIES[name], rows=3)
+    runs = visibility.runs(1, 40)
+    assert [run.stop for run in runs] == [40, 80, 120, 150]
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(3, 150, n, 8, generator=draw, dtype=torch.float64).requires_grad_() for n in (4, 2, 2, 4)
+    )
+    expected = written_out(q, k, v, brute_force(visibility, 3), 0.3)
+    right = (expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad))
+    spans = [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+    narrow = [one.detach().float().requires_grad_() for one in (q, k, v)]  # float64 goes another way
+    out = SdpaKernel()(*narrow, spans, 0.3)
+    for mine, theirs in zip((out, *torch.autograd.grad(out, narrow, grad.float())), right, strict=True):
+        assert (mine.double() - theirs).abs().max() <= 3e-6 * theirs.abs().max()
+    (span,) = SdpaKernel().prepare(visibility, torch.float64, torch.device("meta"))
+    out = SdpaKernel()(q, k, v, [span], 0.3)
+    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
+    with torch.no_grad():
+        way = ByMasks(Products(), 0.3, most=40 * 3 * 4 * 150 * 8)
+        q, k, v, grad = (one.transpose(1, 2) for one in (q, k, v, grad))
+        kv = torch.stack([k, v])
+        assert len(list(way._parts(q, kv, visibility))) == 4
+        whole = way.forward(q, kv, visibility, None)
+        q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv)
+        way.backward(grad, q, kv, whole, visibility, q_grad, kv_grad)
+    of_ring = [one.transpose(1, 2) for one in (whole[0], q_grad, *kv_grad)]
+    for results in (found, of_ring):
+        for mine, theirs in zip(results, right, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
 def test_abilities_are_asked():

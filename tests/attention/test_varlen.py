@@ -1,98 +1,167 @@
 """The variable-length kernel over torch's operation written out from its documentation, and the proof that it must give
 before it is chosen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dtrain.attention.varlen import DocumentEnds, VarlenKernel, prove
+from dtrain.attention.kernels import Visibility
+from dtrain.attention.packing import Packing
+from dtrain.attention.proof import prove
+from dtrain.attention.varlen import Flash, Segments, VarlenKernel
+from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out
 
 PACKED = [name for name in VISIBILITIES if name.startswith("packed")]
 HEADS = {"heads": 4, "key_heads": 2, "head_dim": 16, "device": torch.device("cpu")}
+EXCHANGES = [None, "allgather", "ring"]
 
 
-def documented(q, k, v, ends, key_ends, longest, longest_key, *, scale, window_size, enable_gqa, off=0):
-    """varlen_attn(q [T, H, hd], k and v [T, kv, hd], ...) as its documentation has it: each document by itself, seen
-    as far to the left as the window says (-1: all), nothing to the right."""
-    assert enable_gqa and window_size[1] == 0 and longest == longest_key == int(ends.diff().max())
-    assert ends.dtype == torch.int32 and torch.equal(ends, key_ends) and ends[0] == 0 and ends[-1] == len(q)
-    left = window_size[0] if window_size[0] >= 0 else longest
-    out = []
-    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
-        seen = (distance >= 0) & (distance <= left + off)
-        out.append(written_out(q[None, begin:end], k[None, begin:end], v[None, begin:end], seen[None], scale)[0])
-    return torch.cat(out)
+def check(kernel, given, visibility, rows, extra=0):
+    """The kernel, prepared from `given`, computes what `visibility` says; `extra` tokens behind see nothing."""
+    draw, length = torch.Generator().manual_seed(0), visibility.queries
+    q, k, v = (
+        torch.randn(rows, length + extra, n, 8, generator=draw, dtype=torch.float64).requires_grad_() for n in (6, 2, 2)
+    )
+    out = kernel(q, k, v, kernel.prepare(given, q.dtype, q.device), 0.3)
+    assert bool((out[:, length:] == 0).all())
+    seen = brute_force(visibility, rows)
+    expected = written_out(*(one[:, :length] for one in (q, k, v)), seen, 0.3)
+    torch.testing.assert_close(out[:, :length], expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
+    found = torch.autograd.grad(out[:, :length], (q, k, v), weight)
+    for one, other in zip(found, torch.autograd.grad(expected, (q, k, v), weight), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_rows_are_what_the_mask_says(name):
-    visibility = VISIBILITIES[name]
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, 150, n, 8, generator=draw, dtype=torch.float64).requires_grad_() for n in (6, 2, 2))
-    kernel = VarlenKernel(documented)
-    prepared = kernel.prepare(visibility, q.dtype, q.device)
-    out, expected = kernel(q, k, v, prepared, 0.3), written_out(q, k, v, brute_force(visibility, 3), 0.3)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    weight = torch.randn(out.shape, generator=draw, dtype=torch.float64)
-    for one, other in zip(*(torch.autograd.grad(x, (q, k, v), weight) for x in (out, expected)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    """Where the host knows the packing, sequence parallel's padding behind it, and where it is read from the device."""
+    visibility, flash = VISIBILITIES[name], WrittenFlash()
+    positions, documents = visibility.key_positions, visibility.key_documents
+    packing, kernel = Packing.of(positions, documents), VarlenKernel(flash)
+    assert kernel.keys(positions, documents, packing) is None
+    check(kernel, Visibility(153, 153, visibility.window, rows=3, packing=packing), visibility, 3, extra=3)
+    check(kernel, visibility, visibility, 3)
+    assert flash.calls == 2
 
 
-@pytest.mark.parametrize("name", ["plain-65-None", "plain-65-7"])
-def test_rows_of_one_document_are_sdpas(name):
-    def never(*args, **kwargs):
-        raise AssertionError
-
-    visibility = VISIBILITIES[name]
-    kernel = VarlenKernel(never)
-    q, k, v = (torch.randn(2, 65, n, 8, dtype=torch.float64) for n in (6, 2, 2))
-    out = kernel(q, k, v, kernel.prepare(visibility, q.dtype, q.device), 0.3)
-    torch.testing.assert_close(out, written_out(q, k, v, brute_force(visibility, 2), 0.3), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["plain-65-7", "plain-150-64"])
+def test_rows_under_a_window(name, rows):
+    flash = WrittenFlash()
+    check(VarlenKernel(flash), replace(VISIBILITIES[name], rows=rows), VISIBILITIES[name], rows)
+    assert flash.calls == 1
 
 
-@pytest.mark.parametrize("window", [None, 5])
+def broken(stream, how):
+    stream = stream.clone()
+    how(stream)
+    return stream
+
+
+@pytest.mark.parametrize("name", ["plain-65-None", "plain-65-200", "positions", "pieces"])
+def test_what_is_sdpas(name):
+    """Plain causal rows; positions that do not count, and documents in two pieces, by a mask."""
+    visibility = VISIBILITIES.get(name) or VISIBILITIES["packed-9"]
+    positions, documents = visibility.key_positions, visibility.key_documents
+    if name == "positions":
+        positions = broken(positions, lambda one: one[1].mul_(2))
+    if name == "pieces":
+        documents = broken(documents, lambda one: one[0, 60:].fill_(int(one[0, 0])))
+    if positions is not None:
+        assert Packing.of(positions, documents) is None
+        visibility = Visibility(150, 150, 9, positions, positions, documents, documents)
+    flash = WrittenFlash()
+    check(VarlenKernel(flash), visibility, visibility, 3)
+    assert flash.calls == 0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("window", [None, 5, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype):
+def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype, exchange):
     state = torch.get_rng_state()
-    assert prove(VarlenKernel(documented), window=window, dtype=dtype, **HEADS) is None
+    assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, **HEADS) is None
     assert torch.equal(state, torch.get_rng_state())
 
 
-def wider(*args, **kwargs):
-    return documented(*args, **kwargs, off=1)
+class Wider(WrittenFlash):
+    def seen(self, distance, window):
+        return super().seen(distance, (window[0] + 1 if window[0] >= 0 else -1, window[1]))
 
 
-def blind_to_documents(q, k, v, ends, *args, **kwargs):
-    whole = torch.tensor([0, len(q)], dtype=torch.int32)
-    return documented(q, k, v, whole, whole, len(q), len(q), **kwargs)
+class BlindToDocuments(WrittenFlash):
+    def _segments(self, q, k, v, segments):
+        queries, keys = (torch.tensor([0, len(one)], dtype=torch.int32) for one in (q, k))
+        return super()._segments(q, k, v, Segments((), (), queries, keys, len(q), len(k), segments.window))
 
 
-def without_gradient_of_values(q, k, v, *args, **kwargs):
-    return documented(q, k, v.detach(), *args, **kwargs) + 0 * v.sum()
+class FromTheStart(WrittenFlash):
+    """Causal from the first query and key on, as flash attention before 2.1."""
+
+    def seen(self, distance, window):
+        return super().seen(distance - int(distance[0, 0]) if window[1] == 0 else distance, window)
 
 
-def refuses(*args, **kwargs):
-    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nmore")
+class WithoutGradientOfValues(WrittenFlash):
+    def __call__(self, q, k, v, segments, scale):
+        return super().__call__(q, k, v.detach(), segments, scale) + 0 * v.sum()
+
+    def backward(self, *args):
+        q_grad, k_grad, v_grad = super().backward(*args)
+        return q_grad, k_grad, 0 * v_grad
 
 
-@pytest.mark.parametrize("attend", [wider, blind_to_documents, without_gradient_of_values])
-def test_a_kernel_that_computes_something_else_is_found_out(attend):
-    found = prove(VarlenKernel(attend), window=5, dtype=torch.bfloat16, **HEADS)
-    assert found.startswith("varlen gives other numbers than sdpa here")
+class OwnSumInBackward(WrittenFlash):
+    """Ignores the log-sum-exp that it is given."""
+
+    def backward(self, grad, q, k, v, out, lse, segments, scale):
+        return super().backward(grad, q, k, v, out, self._computed(q, k, v, segments, scale)[1], segments, scale)
+
+
+class Refuses(WrittenFlash):
+    def _computed(self, *args):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nmore")
+
+
+@pytest.mark.parametrize(
+    ("flash", "exchange"),
+    [
+        (Wider, None),
+        (BlindToDocuments, None),
+        (WithoutGradientOfValues, None),
+        (FromTheStart, "allgather"),
+        (OwnSumInBackward, "ring"),
+        (Wider, "ring"),
+    ],
+)
+def test_a_kernel_that_computes_something_else_is_found_out(flash, exchange):
+    found = prove(flash(), window=5, dtype=torch.bfloat16, exchange=exchange, **HEADS)
+    assert "gives other numbers than sdpa here" in found
+    if flash in (FromTheStart, OwnSumInBackward):  # right where it is asked for nothing more
+        assert found.startswith(f"varlen for {exchange} gives")
+        assert prove(flash(), window=5, dtype=torch.bfloat16, **HEADS) is None
 
 
 def test_what_a_device_does_not_have_is_said():
-    found = prove(VarlenKernel(refuses), window=None, dtype=torch.bfloat16, **HEADS)
+    found = prove(Refuses(), window=None, dtype=torch.bfloat16, **HEADS)
     assert found == "varlen does not run here: FlashAttention only supports Ampere GPUs or newer."
-    assert "varlen does not run here" in prove(VarlenKernel(), window=None, dtype=torch.bfloat16, **HEADS)
+    assert "varlen does not run here" in prove(Flash(), window=None, dtype=torch.bfloat16, **HEADS)
 
 
-def test_torchs_own_operation_takes_these_arguments():
-    """On tensors without numbers, forward and backward: names, shapes and dtypes."""
+def test_torchs_own_operations_take_these_arguments():
+    """On tensors without numbers, forward and backward, alone and with the log-sum-exp: names, shapes and dtypes."""
     with torch.device("meta"):
-        q, k, v = (torch.empty(2, 64, n, 16, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
+        q, k, v = (torch.empty(64, n, 16, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
         ends = torch.empty(6, dtype=torch.int32)
-    out = VarlenKernel()(q, k, v, DocumentEnds(ends, 40, (6, 0)), 0.25)
+    segments, flash = Segments((), (), ends, ends, 128, 128, (6, 0)), Flash()
+    out = flash(q, k, v, segments, 0.25)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert [one.shape for one in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+    with torch.no_grad():
+        out, lse = flash.forward(q, k, v, segments, 0.25)
+        assert out.shape == q.shape and lse.shape == (4, 64) and lse.dtype == torch.float32
+        grads = flash.backward(out, q, k, v, out, lse, segments, 0.25)
+    assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]

@@ -56,6 +56,7 @@ def check(out, model):
     return loaded
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_of_every_family(tmp_path, family):
     model = make_run(tmp_path / "run", family)

@@ -8,7 +8,7 @@ import pytest
 from tests.test_trainer import assert_same, interrupt, metrics, run, weights
 from tests.tiny import tiny_recipe
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(28)
 
 # dp_replicate, dp_shard, cp, tp
 MESHES = [

@@ -172,6 +172,7 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_template_has_limits_of_work_memory_and_time(name, monkeypatch):
     monkeypatch.setattr(sandbox, "ROUNDS", sandbox.ROUNDS // 10)  # the whole budget takes a tenth of a minute

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import types
 from datetime import timedelta
 
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 from dtrain import config
 from dtrain.data.pool import Pool
-from dtrain.launch import launch, rank
-from dtrain.launch.rank import devices_hidden
+from dtrain.launch import launch
+from dtrain.launch.devices import devices_hidden, start_device
+from dtrain.launch.place import RankPlace
 from dtrain.parallel import mesh
 from dtrain.parallel.mesh import build_mesh, init_process_group, new_host_group
 from dtrain.parallel.runtime import Runtime
@@ -129,22 +131,22 @@ def test_a_second_run_in_a_process_is_as_the_first_one(tmp_path):
     assert losses(recipes[1]) == losses(apart)
 
 
-def cuda_begins(tmp_path, monkeypatch, **environ):
+def cuda_begins(monkeypatch, **environ):
     """What is asked of torch, in its order, where a rank begins on CUDA."""
     asked = []
-    monkeypatch.setattr(rank, "choose_device", lambda *_: torch.device("cuda", 0))
+    found = types.SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: asked.append("init"))
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    launch(tiny_recipe(tmp_path), lambda recipe, runtime: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    start_device(torch.device("cuda", 0), RankPlace(environ=environ))
     return asked
 
 
-def test_the_allocator_grows_its_segments_unless_the_user_has_set_it(tmp_path, monkeypatch):
-    expandable = "expandable_segments:True"
-    assert cuda_begins(tmp_path, monkeypatch) == [expandable, torch.device("cuda", 0)]
+def test_the_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch):
+    expandable, device = "expandable_segments:True", torch.device("cuda", 0)
+    with monkeypatch.context() as patch:
+        assert cuda_begins(patch) == [expandable, "init", device]
     torch._C._accelerator_setAllocatorSettings(expandable)  # torch takes it
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        with monkeypatch.context() as patch:
-            assert cuda_begins(tmp_path, patch, **{name: "max_split_size_mb:512"}) == [torch.device("cuda", 0)]
+        assert cuda_begins(monkeypatch, **{name: "max_split_size_mb:512"}) == ["init", device]

@@ -23,7 +23,7 @@ from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(28)
 
 LARGER = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 80}
 

@@ -7,7 +7,7 @@ import pytest
 from tests.test_trainer import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_recipe, write_pairs
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(28)
 
 FIELDS = {"rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy"}
 

@@ -22,7 +22,7 @@ from tests.test_trainer import assert_same, interrupt, run, trajectory
 from tests.tiny import tiny_grpo, write_prompts
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(28)
 
 # Of these a run on another mesh writes others, for they are times and memory.
 CLOCKS = {"tokens_per_sec", "mfu", "mem_gib", "step_time", "data_time", "rollout_time", "train_time"}

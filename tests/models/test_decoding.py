@@ -20,6 +20,7 @@ def store_of(model):
     return KeyValues([config.sliding_window if kind == SLIDING else None for kind in config.layer_types])
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("variant", ["llama3.1", "mistral-window", "qwen2-window", "qwen3", "gemma3-softcap"])
 @torch.no_grad()
 def test_cached_decoding_is_a_whole_forward(variant):

@@ -18,7 +18,7 @@ from tests.test_recipes import LLAMA_3_1_8B
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(12)
+pytestmark = pytest.mark.turns(24)
 
 GIB = 2**30
 MIXED = "train.dtype=bfloat16"

@@ -23,7 +23,7 @@ from dtrain.plan.step import plan_step
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
-pytestmark = pytest.mark.turns(4)
+pytestmark = pytest.mark.turns(8)
 
 ROOT = Path(__file__).parents[2]
 LLAMA_3_1_70B = {

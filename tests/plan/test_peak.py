@@ -24,7 +24,7 @@ from dtrain.policy import Policy
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(24)
+pytestmark = pytest.mark.turns(28)
 
 SHAPE = {
     "hidden_size": 256,

@@ -18,7 +18,7 @@ from dtrain.trainer import Trainer
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(6)
+pytestmark = pytest.mark.turns(12)
 
 LENGTH = 16  # tokens of a sample: two of them fill a row, as in a plan's batch
 

@@ -41,7 +41,8 @@ def choices(rank, root):
         build.prove = proof(None)
         assert kernel_of(half, cuda).name == "varlen"
         assert asked.pop() == {
-            "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda
+            "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda,
+            "exchange": None,
         }  # fmt: skip
         for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
             assert kernel_of(other, cuda).name == "sdpa"
@@ -52,6 +53,11 @@ def choices(rank, root):
         wanted = tiny_recipe(root, "train.dtype=bfloat16", "model.attention=varlen")
         with pytest.raises(UserError, match="model.attention=varlen: varlen does not run here: too old; set"):
             kernel_of(wanted, cuda)
+        long = "data.max_length=16385"
+        with pytest.raises(UserError, match="data.max_length=16385: varlen does not run here: too old. Without it"):
+            kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long), cuda)
+        for able in ("data.max_length=16384", "model.attention=sdpa"):
+            assert kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long, able), cuda).name == "sdpa"
         build.prove = own
         with pytest.raises(UserError, match="model.attention=varlen: varlen does not run here"):
             kernel_of(wanted, torch.device("cpu"))

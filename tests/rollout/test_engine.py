@@ -41,6 +41,7 @@ def same(found, expected, tolerance=1e-12):
         assert a.logprobs == pytest.approx(b.logprobs, rel=0, abs=tolerance)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("variant", ["llama3.1", "qwen2-window", "qwen3", "gemma3"])
 def test_greedy_tokens_and_logprobs_are_transformers(variant, tmp_path):
     torch.manual_seed(0)
@@ -206,6 +207,7 @@ def spelled(ids):
     return "".join(WORDS[token % len(WORDS)] for token in ids)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("stop", [("stop",), ("ST", "OPb"), ("é ",), ("aaa", "bab", " st", "T")])
 def test_stop_texts_end_with_the_token_that_completes_them(stop):
     model = build("qwen3")

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain import models
-from dtrain.attention.context import GatherKernel, RingKernel
+from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import KERNELS
+from dtrain.attention.ring import RingKernel
 from dtrain.errors import UserError
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.checkpointing import checkpoint_activations

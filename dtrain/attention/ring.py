@@ -1,0 +1,202 @@
+"""Attention in a ring of ranks: keys and values travel, and are never gathered (Liu et al., Ring Attention,
+arXiv:2310.01889; the merge is that of FlashAttention, arXiv:2205.14135, section 3.1).
+
+Each rank keeps its queries and sees one rank's keys at a time; partial outputs are merged by their log-sum-exp.
+Backward the keys travel again, their gradients with them, and every part uses the output and log-sum-exp of the whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtrain.attention.blocks import Blocks, ByMasks, Partial, blocks_for
+from dtrain.attention.context import ContextKernel, PackedContextKernel
+from dtrain.attention.kernels import Kernel, Visibility, additive
+from dtrain.attention.packing import Call, Packing
+from dtrain.attention.varlen import Flash, Segments, VarlenKernel, pick
+from dtrain.parallel.layout import shard_sequence
+
+
+class Way(Protocol):
+    """How one rank's keys are attended to. What q, kv and the rest are shaped like, each way says."""
+
+    def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
+        """`so_far` with the keys of one step merged in; its tensors may be written over."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: Any, q_grad: Tensor, kv_grad: Tensor
+    ) -> None:
+        """Adds one step's part to `q_grad` and `kv_grad`. whole: the output in q's dtype, and the log-sum-exp."""
+        ...
+
+
+class RingKernel(ContextKernel):
+    """By masks: 0 or -inf for every query and key of an exchange.
+
+    cp−1 exchanges of keys and values forward, cp−1 of them and cp of their gradients, in max(float32, the dtype),
+    backward, each with the two neighbours; one small all-gather of positions and documents per forward of the model.
+    blocks: what computes attention over one rank's keys (default: by device)."""
+
+    name = "ring"
+
+    def __init__(self, inner: Kernel, mesh: DeviceMesh, blocks: Blocks | None = None):
+        super().__init__(inner, mesh)
+        self.blocks = blocks
+
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> "list[Hidden | None]":
+        """What this rank's queries see of the keys that each rank of the ring holds, its own first. None: nothing,
+        which is read on the host."""
+        size, rank = self.group.size(), self.group.rank()
+
+        def held(stream: Tensor | None, source: int) -> Tensor | None:
+            return None if stream is None else shard_sequence(stream, source, size)
+
+        steps: list[Hidden | None] = []
+        for distance in range(size):
+            source = (rank - distance) % size
+            positions, documents = (held(one, source) for one in (visibility.key_positions, visibility.key_documents))
+            part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
+            steps.append(_hidden(part, dtype, device))
+        return steps
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: "list[Hidden | None]", scale: float) -> Tensor:
+        way = ByMasks(self.blocks or blocks_for(q.device), scale)
+        kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)])  # [2, B, kv, S/cp, hd]
+        return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, way).transpose(1, 2)
+
+
+class VarlenRingKernel(PackedContextKernel):
+    """Exchanges as `RingKernel`'s. Of each rank's keys at most three calls for all rows and documents, or under a
+    window a few more."""
+
+    name = "varlen ring"
+
+    def __init__(self, inner: VarlenKernel, mesh: DeviceMesh):
+        super().__init__(inner, mesh, RingKernel(inner.masked, mesh))
+
+    def calls(self, packing: Packing, window: int | None, rank: int, size: int) -> list[list[Call]]:
+        return packing.in_ring(window, rank, size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        shape = q.shape[:2]
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
+        out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, BySegments(self.flash, scale))
+        return out.unflatten(0, shape)
+
+
+Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is large, what it is made of
+
+
+def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:
+    runs = part.runs() if device.type != "cpu" else [slice(0, part.queries)]
+    if len(runs) > 1:
+        return part if any(bool(part.visible(run, device).any()) for run in runs) else None
+    visible = part.visible(runs[0], device)
+    return additive(visible, dtype)[:, None] if bool(visible.any()) else None
+
+
+@dataclass(frozen=True)
+class BySegments:
+    """q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is calls, the first one of all has every query
+    in order."""
+
+    flash: Flash
+    scale: float
+
+    def forward(self, q: Tensor, kv: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
+        for call in step:
+            k, v = (pick(part, call.keys) for part in kv.unbind(0))
+            part, part_lse = self.flash.forward(pick(q, call.queries), k, v, call, self.scale)
+            if so_far is None:  # copies: a checkpoint may keep what the kernel gave
+                so_far = part.to(torch.promote_types(q.dtype, torch.float32), copy=True), part_lse.clone()
+                continue
+            out, lse = so_far
+            sizes = [one.stop - one.start for one in call.queries]
+            for at, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
+                total = torch.logaddexp(lse[:, at], more_lse)
+                shares = ((one - total).exp().t()[..., None] for one in (lse[:, at], more_lse))  # [t, H, 1]
+                out[at].mul_(next(shares)).add_(more * next(shares))
+                lse[:, at] = total
+        assert so_far is not None  # the first step is never empty
+        return so_far
+
+    def backward(
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: list[Segments], q_grad: Tensor, kv_grad: Tensor
+    ) -> None:
+        out, lse = whole
+        for call in step:
+            some_grad, some_q, some_out = (pick(part, call.queries) for part in (grad, q, out))
+            k, v = (pick(part, call.keys) for part in kv.unbind(0))
+            some_lse = pick(lse, call.queries, 1)
+            parts = self.flash.backward(some_grad, some_q, k, v, some_out, some_lse, call, self.scale)
+            for into, slices, values in zip(
+                (q_grad, *kv_grad.unbind(0)), (call.queries, call.keys, call.keys), parts, strict=True
+            ):
+                for at, value in zip(slices, values.split([one.stop - one.start for one in slices]), strict=True):
+                    into[at] += value
+
+
+class _Ring(torch.autograd.Function):
+    """q and kv as `way` has them, contiguous; steps: of the keys of each rank, this one's first; None or empty: nothing
+    is seen. Gives the output in q's dtype."""
+
+    @staticmethod
+    def forward(ctx, q, kv, steps, group, way):
+        whole: Any = None
+        for held, step in zip(_around(kv, group), steps, strict=True):
+            if step is not None:
+                whole = way.forward(q, held, step, whole)
+        out, lse = whole
+        ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
+        ctx.steps, ctx.group, ctx.way = steps, group, way
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, kv, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        q_grad, held_grad = (torch.zeros_like(one, dtype=lse.dtype) for one in (q, kv))
+        for held, step in zip(_around(kv, ctx.group), ctx.steps, strict=True):
+            if step is not None:
+                ctx.way.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
+            # The gradient follows its keys, and the last exchange brings it home.
+            held_grad = _pass_on(held_grad, ctx.group).wait()
+        return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None
+
+
+def _around(tensor: Tensor, group: Any) -> Iterator[Tensor]:
+    """This rank's tensor, then those of the ranks before it: while one is used, the next one travels."""
+    for left in reversed(range(group.size())):
+        incoming = _pass_on(tensor, group) if left else None
+        yield tensor
+        if incoming is not None:
+            tensor = incoming.wait()
+
+
+class _Incoming(NamedTuple):
+    tensor: Tensor
+    requests: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for request in self.requests:
+            request.wait()
+        return self.tensor
+
+
+def _pass_on(tensor: Tensor, group: Any) -> _Incoming:
+    """Send to the next rank of the ring, receive from the one before."""
+    size, rank = group.size(), group.rank()
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    operations = [
+        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+    ]
+    return _Incoming(received, dist.batch_isend_irecv(operations))

@@ -1,0 +1,219 @@
+"""The device of a rank: which it takes, and what is wrong with it or with those of all ranks together.
+
+Ranks meet in a store before NCCL starts, which would hang or speak of its own matters where two of them cannot talk.
+"""
+
+import json
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtrain.config import Recipe
+from dtrain.errors import UserError
+from dtrain.launch.place import RankPlace
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
+DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A rank's GPU. memory: bytes; capability: CUDA's compute capability, major and minor."""
+
+    rank: int
+    host: str
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    uuid: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {self.version})"
+
+    @property
+    def version(self) -> str:
+        return ".".join(map(str, self.capability))
+
+    @property
+    def is_slice(self) -> bool:
+        return " MIG " in f"{self.name} "
+
+
+def choose_device(wanted: str, place: RankPlace) -> "torch.device":
+    """The device of this rank: `launch.device`, auto being cuda where there is one. CUDA is not started.
+
+    Raises UserError where there is none for it.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if count == 0:
+        why = _hidden(place.environ) if wanted != "cpu" else None
+        if wanted == "cuda":
+            why = why or "torch sees no CUDA device here (`nvidia-smi` shows what the driver sees)"
+            raise UserError(f"launch.device=cuda: {why}; or set launch.device=cpu")
+        if why is not None and DRIVER.exists() and place.rank == 0:
+            print(f"note: launch.device=auto takes the CPU, though this machine has a GPU: {why}", file=sys.stderr)
+        return torch.device("cpu")
+    if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
+        return torch.device("cuda", 0)
+    if place.local_world_size > count:
+        shown = f" ({VISIBLE}={place.environ[VISIBLE]})" if VISIBLE in place.environ else ""
+        raise UserError(
+            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' * (count > 1)}{shown}: "
+            f"set launch.nproc={count}, or launch.device=cpu"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def _hidden(environ: Mapping[str, str]) -> str | None:
+    """Why torch sees no GPU, as far as that shows without starting CUDA."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
+    if VISIBLE in environ:
+        return f"{VISIBLE}={environ[VISIBLE]} hides all GPUs: unset it, or name some that `nvidia-smi -L` lists"
+    return None
+
+
+@contextmanager
+def devices_hidden(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """A process forked inside sees no CUDA device. torch asks for one where it needs none (an optimizer's step does),
+    and CUDA does not survive a fork. This process must not begin to use CUDA inside."""
+    given = environ.get(VISIBLE)
+    environ[VISIBLE] = ""
+    try:
+        yield
+    finally:
+        del environ[VISIBLE]
+        environ.update({} if given is None else {VISIBLE: given})
+
+
+def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
+    """Start CUDA on `device`, the default from here on. Raises UserError where the driver does not let it start."""
+    import torch
+
+    if not any(name in place.environ for name in ALLOCATOR):
+        # Lengths differ from step to step: segments of fixed size would be left with holes.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        torch.cuda.init()
+        torch.cuda.set_device(device)
+        found = torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError) as error:  # torch raises both: for the driver, and for a build without CUDA
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"CUDA does not start on {socket.gethostname()}: {first}. torch {torch.__version__} is built for CUDA "
+            f"{torch.version.cuda}: update the driver (`nvidia-smi` shows its version), install a torch for an older "
+            "CUDA, or set launch.device=cpu"
+        ) from error
+    capability = (found.major, found.minor)
+    uuid = str(getattr(found, "uuid", device.index))
+    return DeviceFacts(place.rank, socket.gethostname(), found.name, found.total_memory, capability, uuid)
+
+
+def problems(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:
+    """What keeps a run of `recipe` from the `devices` of its ranks. kernels: `torch.cuda.get_arch_list()`."""
+    return [*_unfit(devices, recipe, kernels), *_unlike(devices)]
+
+
+def _unfit(devices: Sequence[DeviceFacts], recipe: Recipe, kernels: Sequence[str]) -> list[str]:
+    found = []
+    for one in {device.capability: device for device in devices}.values():
+        if kernels and not _has_kernels(one.capability, kernels):
+            found.append(
+                f"this torch has no kernels for {one.words}: it is built for {', '.join(kernels)}; install a build of "
+                "torch that names this capability"
+            )
+        if recipe.train.dtype in ("auto", "bfloat16") and one.capability < (8, 0):
+            found.append(
+                f"{one.words} does not compute in bfloat16 (train.dtype={recipe.train.dtype}), which takes compute "
+                "capability 8.0: an A100 or later. Set train.dtype=float16 or float32"
+            )
+    return found
+
+
+def _has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """Binary kernels (sm) run on their own major version from their minor one on, PTX (compute) on all later ones."""
+    for kernel in kernels:
+        kind, _, digits = kernel.partition("_")
+        number = int("".join(filter(str.isdigit, digits)) or 0)
+        version = (number // 10, number % 10)
+        if version <= capability and (kind == "compute" or version[0] == capability[0]):
+            return True
+    return False
+
+
+def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
+    """What keeps the devices from working together."""
+    if len(devices) == 1:
+        return []
+    sliced = next((one for one in devices if one.is_slice), None)
+    if sliced is not None:
+        return [
+            f"rank {sliced.rank} has a MIG slice, {sliced.name}, and NCCL does not connect slices: set launch.nproc=1, "
+            "or have MIG switched off"
+        ]
+    found = []
+    for host, count in Counter(one.host for one in devices).items():
+        distinct = len({one.uuid for one in devices if one.host == host})
+        if distinct < count:
+            found.append(
+                f"{count} ranks on {host} share {distinct} GPU{'s' * (distinct > 1)}, and NCCL takes one rank each: "
+                f"give every rank its own ({VISIBLE}, or the batch system's --gpus-per-task)"
+            )
+    if len({one.capability for one in devices}) > 1:
+        found.append(
+            f"the GPUs are of different kinds, {_kinds(devices)}: ranks would take different kernels, whose numbers "
+            f"differ. Choose GPUs of one kind ({VISIBLE}, or the batch system's constraint)"
+        )
+    return found
+
+
+def notes(devices: Sequence[DeviceFacts]) -> list[str]:
+    """What the user is told of devices that work together."""
+    if len({(one.name, one.memory) for one in devices}) == 1:
+        return []
+    return [f"the GPUs differ, {_kinds(devices)}: the least memory is what counts, and the slowest sets the pace"]
+
+
+def _kinds(devices: Sequence[DeviceFacts]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for one in devices:
+        ranks.setdefault(one.words, []).append(one.rank)
+    shown = (f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' * (len(of) > 8)}" for words, of in ranks.items())
+    return "; ".join(shown)
+
+
+def agree(
+    mine: DeviceFacts,
+    place: RankPlace,
+    store: "dist.Store | None",
+    judge: Callable[[Sequence[DeviceFacts]], Sequence[str]],
+) -> None:
+    """Raises UserError, on every rank, with what `judge` finds in the devices of all, on rank 0. store: where the ranks
+    of several meet."""
+    if store is None:
+        found = "\n".join(judge([mine]))
+    else:
+        prefix = f"devices of attempt {place.attempt}"
+        store.set(f"{prefix}/{place.rank}", json.dumps(asdict(mine)))
+        if place.rank == 0:
+            told = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
+            devices = [DeviceFacts(**{**one, "capability": tuple(one["capability"])}) for one in told]
+            store.set(f"{prefix}/found", "\n".join(judge(devices)))
+        found = store.get(f"{prefix}/found").decode()
+    if found:
+        raise UserError(found)

@@ -1,0 +1,185 @@
+"""What is wrong with the GPUs of a run, from facts made up here: no GPU is asked for."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtrain import config
+from dtrain.errors import UserError
+from dtrain.launch import devices
+from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
+from dtrain.launch.place import RankPlace
+from dtrain.plan.beside import PlannedPeak
+from dtrain.plan.hardware import USABLE
+from tests.tiny import tiny_recipe
+
+H100 = DeviceFacts(0, "one", "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-0")
+T4 = DeviceFacts(0, "one", "Tesla T4", 15 * 2**30, (7, 5), "GPU-9")
+KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "compute_120"]
+RECIPE = config.Recipe()
+
+
+def ranks(*facts: DeviceFacts) -> list[DeviceFacts]:
+    """Each with a rank and a card of its own."""
+    return [replace(one, rank=rank, uuid=f"GPU-{rank}") for rank, one in enumerate(facts)]
+
+
+def with_dtype(dtype: str) -> config.Recipe:
+    return replace(RECIPE, train=replace(RECIPE.train, dtype=dtype))
+
+
+@pytest.mark.parametrize("world", [ranks(H100), ranks(H100, H100)])
+def test_gpus_of_one_kind_are_fine(world):
+    assert problems(world, RECIPE, KERNELS) == notes(world) == []
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_bfloat16_takes_capability_8(dtype):
+    (found,) = problems([T4], with_dtype(dtype), KERNELS)
+    assert "Tesla T4 (15 GiB, compute capability 7.5) does not compute in bfloat16" in found
+    assert f"train.dtype={dtype}" in found
+    assert "Set train.dtype=float16 or float32" in found
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_other_dtypes_take_any_capability(dtype):
+    assert problems([T4], with_dtype(dtype), KERNELS) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "runs"),
+    [
+        ((8, 9), ["sm_80"], True),  # a later minor version
+        ((8, 0), ["sm_86"], False),  # an earlier one
+        ((9, 0), ["sm_80", "sm_86"], False),  # binaries are for one major version
+        ((9, 0), ["compute_80"], True),  # PTX for all later ones
+        ((9, 0), ["sm_90a"], True),
+        ((12, 0), ["sm_120"], True),
+        ((6, 1), ["sm_75", "compute_120"], False),
+        ((6, 1), [], True),  # a build that does not say
+    ],
+)
+def test_torch_has_kernels_for_the_device(capability, kernels, runs):
+    found = problems([replace(T4, capability=capability)], with_dtype("float32"), kernels)
+    assert (found == []) == runs
+    assert runs or "this torch has no kernels for Tesla T4" in found[0]
+
+
+def test_ranks_take_one_kind_of_gpu():
+    (found,) = problems(ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), RECIPE, KERNELS)
+    assert (
+        "of different kinds, NVIDIA H100 80GB HBM3 (80 GiB, compute capability 9.0) on rank 0, 1; NVIDIA A100" in found
+    )
+    assert "on rank 2: ranks would take different kernels" in found
+
+
+def test_other_memory_is_only_told():
+    world = ranks(H100, replace(H100, memory=94 * 2**30))
+    assert problems(world, RECIPE, KERNELS) == []
+    assert "the least memory is what counts" in notes(world)[0]
+
+
+def test_two_ranks_on_one_card():
+    (found,) = problems([H100, replace(H100, rank=1)], RECIPE, KERNELS)
+    assert found.startswith("2 ranks on one share 1 GPU, and NCCL takes one rank each")
+    assert problems([H100, replace(H100, rank=1, host="another")], RECIPE, KERNELS) == []  # ids are of a host's own
+
+
+def test_slices_work_alone():
+    part = replace(H100, name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * 2**30)
+    assert problems([part], RECIPE, KERNELS) == []
+    (found,) = problems(ranks(part, part), RECIPE, KERNELS)
+    assert "rank 0 has a MIG slice" in found
+    assert "set launch.nproc=1" in found
+
+
+def test_every_rank_is_told_what_rank_0_finds():
+    store, told = dist.HashStore(), {}
+
+    def rank(number: int) -> None:
+        mine = ranks(H100, T4, H100)[number]
+        try:
+            agree(mine, RankPlace(rank=number, world_size=3), store, lambda seen: problems(seen, RECIPE, KERNELS))
+        except UserError as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(told) == {0, 1, 2}
+    assert len(set(told.values())) == 1
+    assert told[1].splitlines() == problems(ranks(H100, T4, H100), RECIPE, KERNELS)
+    assert len(told[1].splitlines()) == 2
+    agree(H100, RankPlace(), None, lambda seen: problems(seen, RECIPE, KERNELS))
+
+
+class FakeCuda:
+    """torch.cuda of a build with CUDA that sees `count` devices and whose start raises `error`."""
+
+    def __init__(self, monkeypatch, count: int, error: Exception | None = None):
+        def init():
+            raise error
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "init", init)
+
+
+def test_a_build_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"launch.device=cuda: torch .* is built without CUDA: install a build with it"):
+        choose_device("cuda", RankPlace())
+
+
+@pytest.mark.parametrize("value", ["", "-1", "7"])
+def test_devices_that_are_hidden(monkeypatch, capsys, tmp_path, value):
+    FakeCuda(monkeypatch, 0)
+    place = RankPlace(environ={"CUDA_VISIBLE_DEVICES": value})
+    with pytest.raises(UserError, match=f"launch.device=cuda: CUDA_VISIBLE_DEVICES={value} hides all GPUs: unset it"):
+        choose_device("cuda", place)
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "none")
+    assert choose_device("auto", place) == torch.device("cpu")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(devices, "DRIVER", tmp_path)
+    assert choose_device("auto", place) == torch.device("cpu")
+    assert (
+        f"takes the CPU, though this machine has a GPU: CUDA_VISIBLE_DEVICES={value} hides" in capsys.readouterr().err
+    )
+
+
+def test_more_processes_than_visible_devices(monkeypatch):
+    FakeCuda(monkeypatch, 1)
+    place = RankPlace(world_size=2, local_world_size=2, environ={"CUDA_VISIBLE_DEVICES": "3"})
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 CUDA device \(CUDA_VISIBLE_DEVICES=3\)"):
+        choose_device("auto", place)
+
+
+def test_a_driver_that_is_too_old(monkeypatch):
+    FakeCuda(monkeypatch, 1, RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nmore"))
+    with pytest.raises(UserError, match=r"CUDA does not start on .*: The NVIDIA driver .* is too old") as caught:
+        start_device(torch.device("cuda", 0), RankPlace())
+    assert "built for CUDA 13.0: update the driver" in str(caught.value)
+    assert "more" not in str(caught.value)
+
+
+def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.micro_batch=4", "train.global_batch=8", "train.dtype=float32")
+    with PlannedPeak(recipe, 1, "cuda") as roomy:
+        assert roomy.too_much(2**40, 120) is None
+        peak = roomy._peak.size
+        assert roomy.tell().startswith("planned peak")
+    with PlannedPeak(recipe, 1, "cuda") as tight:
+        found = tight.too_much(int(peak * 1.02), 120)  # it fits, but for what CUDA itself takes
+    assert not found.is_certain
+    with PlannedPeak(recipe, 1, "cuda") as small:
+        found = small.too_much(int(peak * 0.8 / USABLE), 120)
+    assert found.is_certain
+    assert "this does not fit: the peak is" in found.words
+    assert "the smallest change that fits is train.micro_batch=2" in found.words
+    assert "metrics.plan=false" in found.words

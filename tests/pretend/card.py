@@ -1,0 +1,15 @@
+"""The card that a pretend world has: how many, which model, how much memory. Loads no torch."""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    """memory: bytes; an allocation beyond them fails as CUDA's does."""
+
+    devices: int | None = None  # None: as many as the world has ranks
+    name: str = "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] = (9, 0)
+    memory: int = 80 * GIB
