@@ -46,8 +46,8 @@ class Kernels:
         return out
 
     def add_product_out(self, total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out):
-        """out = total + a @ b, where total may be out itself: then nothing of its size is held beside it."""
-        _require(total.dtype == out.dtype == out_dtype, f"self is {total.dtype}, out {out.dtype}, out_dtype {out_dtype}")
+        """out = total + a @ b, where total may be out itself: nothing of its size is held beside it then."""
+        _require(total.dtype == out.dtype == out_dtype, f"self is {total.dtype}, out {out.dtype}, not {out_dtype}")
         _require(beta == alpha == 1, "a product that is only added")
         self._host(out).copy_(self._host(total) + self._wide_product(a, b, out_dtype))
         return out
