@@ -34,6 +34,7 @@ class Kernels:
         for name in ("mm", "bmm"):
             self._registered.impl(f"{name}.dtype", self.product, "CUDA")
             self._registered.impl(f"{name}.dtype_out", self.product_out, "CUDA")
+        self._registered.impl("addmm.dtype_out", self.add_product_out, "CUDA")
 
     def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         """a @ b of half operands [.., m, k] and [.., k, n], summed and given in float32."""
@@ -42,6 +43,13 @@ class Kernels:
     def product_out(self, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
         _require(out.dtype == out_dtype, f"out is {out.dtype} and out_dtype {out_dtype}")
         self._host(out).copy_(self._wide_product(a, b, out_dtype))
+        return out
+
+    def add_product_out(self, total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out):
+        """out = total + a @ b, where total may be out itself: nothing of its size is held beside it then."""
+        _require(total.dtype == out.dtype == out_dtype, f"self is {total.dtype}, out {out.dtype}, not {out_dtype}")
+        _require(beta == alpha == 1, "a product that is only added")
+        self._host(out).copy_(self._host(total) + self._wide_product(a, b, out_dtype))
         return out
 
     def _wide_product(self, a, b, out_dtype):
