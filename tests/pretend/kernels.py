@@ -34,6 +34,8 @@ class Kernels:
         for name in ("mm", "bmm"):
             self._registered.impl(f"{name}.dtype", self.product, "CUDA")
             self._registered.impl(f"{name}.dtype_out", self.product_out, "CUDA")
+        self._registered.impl("addmm.dtype", self.sum_with_product, "CUDA")
+        self._registered.impl("addmm.dtype_out", self.sum_with_product_out, "CUDA")
 
     def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         """a @ b of half operands [.., m, k] and [.., k, n], summed and given in float32."""
@@ -41,7 +43,26 @@ class Kernels:
 
     def product_out(self, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
         _require(out.dtype == out_dtype, f"out is {out.dtype} and out_dtype {out_dtype}")
+        _require(out.device == a.device, f"out and operands on several devices: {out.device} and {a.device}")
         self._host(out).copy_(self._wide_product(a, b, out_dtype))
+        return out
+
+    def sum_with_product(
+        self, total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1
+    ) -> Tensor:
+        """beta · total + alpha · a @ b in float32, of a total [m, n] in the operands' dtype or in float32."""
+        out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+        return self.sum_with_product_out(total, a, b, out_dtype, beta=beta, alpha=alpha, out=out)
+
+    def sum_with_product_out(
+        self, total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor
+    ) -> Tensor:
+        _require(out.dtype == out_dtype, f"out is {out.dtype} and out_dtype {out_dtype}")
+        _require(
+            total.dtype in (a.dtype, out_dtype), f"self is {total.dtype}, and must be of the operands' or out's dtype"
+        )
+        _require(total.device == a.device == out.device, "operands on several devices")
+        self._host(out).copy_(beta * self._host(total).float() + alpha * self._wide_product(a, b, out_dtype))
         return out
 
     def _wide_product(self, a, b, out_dtype):
