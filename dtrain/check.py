@@ -73,6 +73,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
     problems += _best(recipe)
+    problems += _few_bits(recipe)
     problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
     if not any(key.startswith("parallel.") for key, _ in wrong):
         of_mesh, shape = mesh_problems(recipe, world_size)
@@ -95,6 +96,39 @@ def _varlen(recipe: Recipe) -> list[str]:
         f"model.attention=varlen is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
         "model.attention=auto, which takes it where it can"
     ] * bool(named)
+
+
+def _few_bits(recipe: Recipe) -> list[str]:
+    """What weights and moments of fewer bits than float32 do not go with."""
+    state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
+    fewer = [f"optimizer.state={state}"] * (state != "float32") + [f"train.masters={masters}"] * (masters != "float32")
+    if not fewer:
+        return []
+    problems, named = [], " and ".join(fewer)
+    back = " and ".join(key.partition("=")[0] + "=float32" for key in fewer)
+    if recipe.optimizer.name not in ("adamw", "adam"):
+        problems.append(f"{named}: for adamw and adam, and optimizer.name={recipe.optimizer.name}; set {back}")
+    if masters == "bfloat16" and dtype not in ("auto", "bfloat16"):
+        problems.append(
+            f"train.masters=bfloat16 keeps weights in bfloat16, in which train.dtype={dtype} would gain nothing: set "
+            "train.dtype=bfloat16, or train.masters=float32"
+        )
+    elif state != "float32" and dtype == "float64":
+        problems.append(
+            f"train.dtype=float64 is for exact numbers, and optimizer.state={state} rounds moments: set "
+            "train.dtype=float32 or bfloat16, or optimizer.state=float32"
+        )
+    if masters == "bfloat16" and recipe.parallel.reduce_each:
+        problems.append(
+            "parallel.reduce_each=true adds gradients up in the dtype of the weights, and train.masters=bfloat16 is "
+            "too coarse for a sum: set parallel.reduce_each=false, or train.masters=float32"
+        )
+    if masters == "bfloat16" and recipe.parallel.cpu_offload:
+        problems.append(
+            "parallel.cpu_offload=true steps on the host, where the rounding of train.masters=bfloat16 would take "
+            "longer than all else: set parallel.cpu_offload=false, or train.masters=float32"
+        )
+    return problems
 
 
 def _get(recipe: Recipe, key: str) -> Any:

@@ -62,8 +62,9 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors).
+def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int = 0) -> Optimizer:
+    """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed: of the
+    random bits that it rounds by, where it keeps weights or moments in few bits.
 
     `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
     over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
@@ -71,6 +72,7 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
 
     Raises UserError: an unknown name, a path that does not import, arguments that the class refuses.
     """
+    named_parameters = list(named_parameters)
     groups = parameter_groups(named_parameters, section.weight_decay)
     kwargs = dict(section.kwargs or {})
     fields = {"betas": tuple(section.betas), "eps": section.eps}
@@ -83,7 +85,9 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
             f"optimizer.name={section.name} cannot step sharded parameters: torch's class changes them by operations "
             "that DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
         )
-    if named is not None:
+    if section.state != "float32" or any(p.dtype == torch.bfloat16 for group in groups for p in group["params"]):
+        cls, settings = _low_bit(section, named_parameters, seed), fields
+    elif named is not None:
         settings = {field: fields[field] for field in named.reads}
         if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
             settings["fused"] = True
@@ -93,6 +97,19 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
         return cls(groups, **{"lr": section.lr, **settings, **kwargs})
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
+
+
+def _low_bit(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
+    """AdamW or Adam over weights or moments of few bits."""
+    if section.name not in ("adamw", "adam"):
+        raise UserError(
+            f"optimizer.name={section.name} keeps weights and state in float32: optimizer.state={section.state}, or "
+            "train.masters=bfloat16, needs adamw or adam"
+        )
+    from dtrain.optimizers.adam import LowBitAdam
+
+    names = {parameter: name for name, parameter in named_parameters}
+    return partial(LowBitAdam, names=names, seed=seed, state=section.state, decoupled=section.name == "adamw")
 
 
 def _fused_fits(groups: list[dict[str, Any]]) -> bool:

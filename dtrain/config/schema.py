@@ -172,6 +172,10 @@ class Train:
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in
     float32, or in float64 where this is float64."""
+    masters: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: trained weights are kept in bfloat16 alone, and updates are rounded up or down at random, by
+    `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. For adamw and
+    adam, and `dtype` bfloat16, which auto then is."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm over the whole model. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
@@ -238,6 +242,9 @@ class Optimizer:
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's class; they win over the keys above."""
+    state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What adamw and adam keep their moments in: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
+    less than 4096 elements and embeddings keep float32."""
 
 
 @dataclass

@@ -57,7 +57,7 @@ class PlannedSdpa(SdpaKernel):
 def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> Kernel:
     """The kernel that the recipe's model takes on a device of this type, for one cp rank. None is proved, for the
     device is not here."""
-    precision = choose_precision(recipe.train.dtype, device_type)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     if wants_varlen(recipe, precision, device_type):
         return VarlenKernel()
     return PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())
@@ -90,6 +90,16 @@ def attention(
     if q.dtype == torch.float64:
         return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
+    """Bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]: that of q
+    in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
+    multiple = 32 if q.shape[2] <= 128 else 64
+    size = -(-q.shape[2] // multiple) * multiple
+    own = (q.shape[0] + 128 * documents) * q.shape[1] * (size + 1) * 4
+    grouped = q.shape[1] != k.shape[1]
+    return own + (2 * k.shape[0] * q.shape[1] * q.shape[2] * k.element_size() if grouped else 0)
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

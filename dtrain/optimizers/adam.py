@@ -1,0 +1,123 @@
+"""AdamW and Adam by torch's formulas, over weights and moments of fewer bits than the arithmetic has.
+
+A parameter is stepped rows at a time, so that what a step allocates does not grow with it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtrain.optimizers.moments import KINDS, Int8, Plain, kind_of, round_bfloat16
+from dtrain.optimizers.places import Place, stream
+from dtrain.parallel.placement import local_tensor
+
+AT_ONCE = 2**22  # elements: 16 MiB in float32
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """What a step knows of a parameter."""
+
+    name: str
+    place: Place
+    moments: tuple[Plain, Plain]
+
+
+class LowBitAdam(Optimizer):
+    """AdamW, or with decoupled=False Adam (the decay is added to the gradient).
+
+    names: of the parameters, whole and on every mesh the same; seed: of what is drawn. state: how moments are kept, of
+    those parameters that `kind_of` does not leave out. Weights in bfloat16 are rounded at random, as moments are. Of
+    every parameter: "step", on the host, "exp_avg" and "exp_avg_sq", and in int8 each with "_scale".
+
+    No collective, but for int8 moments where tensor parallel cuts a block (`moments.Int8`).
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        names: dict[nn.Parameter, str],
+        seed: int,
+        state: str,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.seed, self.decoupled = seed, decoupled
+        self._stepped = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name, place = names[parameter], Place.of(parameter)
+                kind = KINDS[kind_of(name, parameter.shape, state)]
+                self._stepped[parameter] = _Stepped(name, place, (kind(place, "exp_avg"), kind(place, "exp_avg_sq")))
+
+    def placed(self, parameter: Tensor, key: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of the state `key` of `parameter` [..]: the size of the whole tensor, and where this rank's part begins; None
+        where it lies as the parameter does."""
+        for moment in self._stepped[parameter].moments:
+            if isinstance(moment, Int8) and key == moment.scales:
+                return moment.scales_at
+        return None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+
+    def _step(self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]) -> None:
+        stepped, state = self._stepped[parameter], self.state[parameter]
+        place = stepped.place
+        weights, gradients = place.of_local(parameter), place.of_local(whole_gradient)
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        if not state:
+            state["step"] = torch.zeros(())
+            for moment in stepped.moments:
+                state |= moment.allocate(local_tensor(parameter.detach()), dtype)
+        state["step"] += 1
+        number = int(state["step"].item())
+        name = stream(self.seed, number, stepped.name)
+        rows_at_once = max(1, AT_ONCE // place.columns)  # as many on all ranks that share a block
+        for start in range(0, place.held_rows, rows_at_once):
+            rows = slice(start, min(start + rows_at_once, place.held_rows))
+            self._step_rows(stepped, state, group, weights[rows], gradients[rows].to(dtype), rows, number, name)
+
+    def _step_rows(
+        self,
+        stepped: _Stepped,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        weights: Tensor,
+        gradient: Tensor,
+        rows: slice,
+        number: int,
+        name: int,
+    ) -> None:
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        first, second = (moment.read(state, rows) for moment in stepped.moments)
+        values = weights.to(gradient.dtype)
+        if decay and self.decoupled:
+            values.mul_(1 - lr * decay)
+        elif decay:
+            gradient = gradient + values * decay
+        # Products and sums apart: torch's fused kernels round a tensor's ends otherwise than its middle.
+        first.mul_(beta1).add_(gradient * (1 - beta1))
+        second.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
+        denominator = second.sqrt().div_((1 - beta2**number) ** 0.5).add_(group["eps"])
+        values.sub_((first / denominator).mul_(lr / (1 - beta1**number)))
+        needs_bits = weights.dtype == torch.bfloat16 or any(type(moment) is not Plain for moment in stepped.moments)
+        bits = stepped.place.bits(rows, name, weights.device) if needs_bits else gradient
+        if weights.dtype == torch.bfloat16:
+            weights.copy_(round_bfloat16(values, bits))
+        for moment, kept, shift in zip(stepped.moments, (first, second), (16, 40), strict=True):
+            if type(moment) is not Plain:
+                moment.write(state, rows, kept, bits >> shift)
