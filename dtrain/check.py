@@ -99,13 +99,21 @@ def _varlen(recipe: Recipe) -> list[str]:
 
 
 def _few_bits(recipe: Recipe) -> list[str]:
-    """What weights and moments of fewer bits than float32 do not go with."""
+    """What weights and moments of fewer bits than float32, or moments on the host, do not go with."""
     state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
     fewer = [f"optimizer.state={state}"] * (state != "float32") + [f"train.masters={masters}"] * (masters != "float32")
+    fewer += ["parallel.optimizer_offload=true"] * recipe.parallel.optimizer_offload
     if not fewer:
         return []
     problems, named = [], " and ".join(fewer)
-    back = " and ".join(key.partition("=")[0] + "=float32" for key in fewer)
+    back = " and ".join(
+        key.partition("=")[0] + ("=false" if key.startswith("parallel") else "=float32") for key in fewer
+    )
+    if recipe.parallel.optimizer_offload and recipe.parallel.cpu_offload:
+        problems.append(
+            "parallel.optimizer_offload=true and parallel.cpu_offload=true: the second has the optimizer's state and "
+            "its step on the host already; set one of them to false"
+        )
     if recipe.optimizer.name not in ("adamw", "adam"):
         problems.append(f"{named}: for adamw and adam, and optimizer.name={recipe.optimizer.name}; set {back}")
     if masters == "bfloat16" and dtype not in ("auto", "bfloat16"):

@@ -148,6 +148,10 @@ class Parallel:
     (dtrain/parallel/README.md), or the import path of one, or of a function that gives one."""
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
+    optimizer_offload: bool = False
+    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
+    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
+    there already."""
     reduce_each: bool = False
     """Under accumulation, gradients are reduced after every micro-batch, so that between two a rank keeps those of its
     own shards alone: 4 bytes of memory for each parameter that tp leaves it, against one reduce-scatter more per
