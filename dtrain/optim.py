@@ -42,7 +42,7 @@ OPTIMIZERS = {
     "sgd": NamedOptimizer(torch.optim.SGD),  # its fused kernel does not know DTensors
     "adafactor": NamedOptimizer(torch.optim.Adafactor),
 }
-
+NAMES = (*OPTIMIZERS, "muon")  # the last is dtrain's own, and loaded where it is asked for
 
 # torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
 _WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -80,7 +80,9 @@ def build_optimizer(
     kwargs = dict(section.kwargs or {})
     fields = {"betas": tuple(section.betas), "eps": section.eps}
     named = OPTIMIZERS.get(section.name)
-    cls = _import(section.name, "optimizer.name", OPTIMIZERS) if named is None else named.cls
+    cls: Any = (
+        None if section.name == "muon" else named.cls if named else _import(section.name, "optimizer.name", NAMES)
+    )
     if cls in _SPARSE_GRADIENTS_ONLY:
         raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
     if cls in _WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
@@ -89,7 +91,9 @@ def build_optimizer(
             "that DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
         )
     has_few_bits = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
-    if section.state != "float32" or has_few_bits or offload is not None:
+    if section.name == "muon":
+        cls, settings = _muon(section, named_parameters, seed), fields
+    elif section.state != "float32" or has_few_bits or offload is not None:
         cls, settings = _own_adam(section, named_parameters, seed, offload), fields
     elif named is not None:
         settings = {field: fields[field] for field in named.reads}
@@ -101,6 +105,13 @@ def build_optimizer(
         return cls(groups, **{"lr": section.lr, **settings, **kwargs})
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
+
+
+def _muon(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
+    from dtrain.optimizers.muon import Muon
+
+    names = {parameter: name for name, parameter in named_parameters}
+    return partial(Muon, names=names, seed=seed, adam_lr=section.adam_lr)
 
 
 def _own_adam(

@@ -71,9 +71,13 @@ class LowBitAdam(Optimizer):
                 return moment.scales_at
         return None
 
+    def _is_adams(self, group: dict[str, Any]) -> bool:
+        return True
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
-        parts = [part for group in self.param_groups for one in group["params"] for part in self._parts(one, group)]
+        groups = [group for group in self.param_groups if self._is_adams(group)]
+        parts = [part for group in groups for one in group["params"] for part in self._parts(one, group)]
         held = [part.state for part in parts]
         for part, state in zip(parts, held if self._visits is None else self._visits.through(held), strict=True):
             self._step_rows(part, state)
