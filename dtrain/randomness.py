@@ -34,9 +34,14 @@ def mix(values: "Tensor") -> "Tensor":
     return values ^ _shift(values, 31)
 
 
+def bits(index: "Tensor", key: "int | Tensor") -> "Tensor":
+    """64 random bits, int64: of each index [..] int64 in the sequence that `key` names."""
+    return mix(index * _GAMMA + key)
+
+
 def uniform(index: "Tensor", key: "int | Tensor") -> "Tensor":
     """Uniform numbers in (0, 1), float64, never 0 or 1: of each index [..] int64 in the sequence that `key` names."""
-    return (_shift(mix(index * _GAMMA + key), 11).double() + 0.5) * 2.0**-53  # 53 bits and a half
+    return (_shift(bits(index, key), 11).double() + 0.5) * 2.0**-53  # 53 bits and a half
 
 
 def _shift(bits: "Tensor", count: int) -> "Tensor":

@@ -389,7 +389,8 @@ class CheckpointStore:
                 problems.append(f"{name}: saved as {list(saved[name].size)}, the run has {list(piece.global_size)}")
             elif saved[name].properties.dtype != piece.local.dtype and name not in cast:
                 dtypes = saved[name].properties.dtype, piece.local.dtype
-                problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} (train.dtype)")
+                keys = "optimizer.state, train.dtype" if name.startswith("optim.") else "train.dtype, train.masters"
+                problems.append(f"{name}: saved in {dtypes[0]}, the run has {dtypes[1]} ({keys})")
         if not only:
             problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
         if problems:

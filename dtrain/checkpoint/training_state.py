@@ -185,6 +185,9 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
         return value
     if not isinstance(parameter, DTensor) or value.dim() == 0:
         return value
+    told = getattr(optimizer, "placed", None)  # of dtrain's own optimizers: they keep tensors of other shapes too
+    if told is not None and (place := told(parameter, key)) is not None:
+        return Piece.place(value, *place)
     if value.shape == local_tensor(parameter).shape:
         place = Piece.of(parameter)
         return Piece.place(value, place.global_size, place.offsets)

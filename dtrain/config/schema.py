@@ -148,6 +148,10 @@ class Parallel:
     (dtrain/parallel/README.md), or the import path of one, or of a function that gives one."""
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
+    optimizer_offload: bool = False
+    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
+    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
+    there already."""
     reduce_each: bool = False
     """Under accumulation, gradients are reduced after every micro-batch, so that between two a rank keeps those of its
     own shards alone: 4 bytes of memory for each parameter that tp leaves it, against one reduce-scatter more per
@@ -172,6 +176,10 @@ class Train:
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in
     float32, or in float64 where this is float64."""
+    masters: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: trained weights are kept in bfloat16 alone, and updates are rounded up or down at random, by
+    `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. For adamw and
+    adam, and `dtype` bfloat16, which auto then is."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm over the whole model. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
@@ -227,9 +235,13 @@ class Optimizer:
     """`optimizer`."""
 
     name: str = "adamw"
-    """adamw | adam | sgd | adafactor, or the import path of a torch Optimizer."""
+    """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
+    whole on every mesh, and embeddings, heads and vectors by AdamW; its `kwargs`: momentum (0.95), nesterov (true),
+    ns_steps (5), ns_coefficients, adjust_lr_fn (match_rms_adamw, for rates as AdamW's; or original)."""
     lr: float = 1e-5
     """The peak learning rate."""
+    adam_lr: float | None = None
+    """Of muon: the peak learning rate of what it leaves to AdamW. null: `lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's decay of the first and second moment."""
     eps: float = 1e-8
@@ -238,6 +250,9 @@ class Optimizer:
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's class; they win over the keys above."""
+    state: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What adamw and adam keep their moments in: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
+    less than 4096 elements and embeddings keep float32."""
 
 
 @dataclass
@@ -530,7 +545,7 @@ class Recipe:
     distill: Distill = field(default_factory=Distill)
 
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
 """`optimizer.name` without a dot. `dtrain.optim` holds what they mean."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 """`scheduler.name` without a dot. `dtrain.optim` holds what they mean."""

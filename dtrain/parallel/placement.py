@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard, _StridedShard
 
@@ -30,30 +31,42 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
     No collective. Raises ValueError for a Partial placement, which is no slice of anything.
     """
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, n) for n in tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not on the mesh of a tensor placed as {tensor.placements}")
-    bounds = [(0, n) for n in tensor.shape]
-
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise ValueError("a Partial tensor has no local slice; redistribute it first")
-    placed = list(enumerate(tensor.placements))
-    plain = [(mesh_dim, one.dim) for mesh_dim, one in placed if isinstance(one, Shard)]
-    strided = [(mesh_dim, one.dim) for mesh_dim, one in placed if isinstance(one, _StridedShard)]
-    for mesh_dim, dim in plain + strided:
-        start, end = bounds[dim]
-        low, high = chunk_bounds(end - start, tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim])
-        bounds[dim] = (start + low, start + high)
+    bounds = local_bounds(tensor)
     held = tuple(end - start for start, end in bounds)
-    shape = tuple(tensor._local_tensor.shape)
+    shape = tuple(local_tensor(tensor).shape)
     if 0 in held and 0 in shape:
         # FSDP2 gives a rank without rows a tensor whose other dimensions are of its own choice.
         return tuple(slice(start, start + size) for (start, _), size in zip(bounds, shape, strict=True))
     if held != shape:
-        raise ValueError(f"placements {tensor.placements} of {tuple(tensor.shape)} say {held}, the rank holds {shape}")
+        said = tensor.placements if isinstance(tensor, DTensor) else None
+        raise ValueError(f"placements {said} of {tuple(tensor.shape)} say {held}, the rank holds {shape}")
     return tuple(slice(start, end) for start, end in bounds)
+
+
+def local_bounds(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Start and end of this rank's part in each dimension of `tensor` [..], as its placements have them: the others
+    too of a part without elements. No collective. Raises ValueError as `local_slices`."""
+    bounds = [(0, n) for n in tensor.shape]
+    for dim in range(tensor.dim()):
+        for mesh, mesh_dim in cut_by(tensor, dim):
+            start, end = bounds[dim]
+            low, high = chunk_bounds(end - start, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            bounds[dim] = (start + low, start + high)
+    return tuple(bounds)
+
+
+def cut_by(tensor: Tensor, dim: int) -> list[tuple[DeviceMesh, int]]:
+    """The mesh and its dimensions that cut dimension `dim` of `tensor` [..], in the order in which they do."""
+    if not isinstance(tensor, DTensor):
+        return []
+    if tensor.device_mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not on the mesh of a tensor placed as {tensor.placements}")
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError("a Partial tensor has no local slice; redistribute it first")
+    placed = list(enumerate(tensor.placements))
+    plain = [mesh_dim for mesh_dim, one in placed if isinstance(one, Shard) and one.dim == dim]
+    strided = [mesh_dim for mesh_dim, one in placed if isinstance(one, _StridedShard) and one.dim == dim]
+    return [(tensor.device_mesh, mesh_dim) for mesh_dim in plain + strided]
 
 
 @dataclass(frozen=True)

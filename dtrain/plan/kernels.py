@@ -57,7 +57,7 @@ class PlannedSdpa(SdpaKernel):
 def planned_kernel(recipe: Recipe, mesh: Mesh, device_type: str) -> Kernel:
     """The kernel that the recipe's model takes on a device of this type, for one cp rank. None is proved, for the
     device is not here."""
-    precision = choose_precision(recipe.train.dtype, device_type)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     if wants_varlen(recipe, precision, device_type):
         return VarlenKernel()
     return PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())

@@ -68,7 +68,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     device = "cpu" if recipe.launch.device == "cpu" else "cuda"
-    dtype = choose_precision(recipe.train.dtype, device).compute
+    dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
     model = models.build(config, device="meta")
     choose_trained(model, recipe, dtype)
     step = plan_step(recipe, config, world, device=device)

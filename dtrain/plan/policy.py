@@ -68,23 +68,28 @@ class PlannedPolicy(Policy):
             self.see_all(method.teacher.model.parameters(), "teacher")
 
     def init_optimizer(self, total_steps: int) -> None:
-        """The recipe's optimizer as it is from its second step on, over plain tensors: DTensors would take minutes to
-        step. Its state is left out of the timeline, its cost to the estimate."""
+        """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to
+        the estimate. torch's own step plain tensors here: DTensors would take minutes."""
+        is_offloaded, self.optimizer_offloaded = self.optimizer_offloaded, False  # no machine that plans has streams
         super().init_optimizer(total_steps)
         parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
-        optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
+        shards: dict[str, nn.Parameter] = parameters
+        optimizer = self._updating.optimizer
+        if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
+            shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
+            optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
             optimizer.step()
         optimizer.zero_grad()
-        self.state_bytes = state_bytes(optimizer)
+        self.state_bytes = 0 if is_offloaded else state_bytes(optimizer)
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
         def before(*_: object) -> None:
-            for name, parameter in parameters.items():
-                shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            if shards is not parameters:
+                for name, parameter in parameters.items():
+                    shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
             self.tracer.counts_costs = False
 
         def after(*_: object) -> None:

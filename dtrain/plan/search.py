@@ -141,7 +141,7 @@ class _ClosedForms:
 
     def __init__(self, recipe: Recipe, config: ModelConfig, hardware: Hardware):
         self.recipe, self.config, self.hardware = recipe, config, hardware
-        self.precision = choose_precision(recipe.train.dtype, "cuda")
+        self.precision = choose_precision(recipe.train.dtype, "cuda", recipe.train.masters)
         model = models.build(config, device="meta")
         choose_trained(model, recipe, self.precision.compute)
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -8,7 +8,7 @@ import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
 from dtrain.parallel.mesh import Mesh
 from dtrain.plan.collectives import CollectiveReader
@@ -76,6 +76,8 @@ class Tracer(MetaKernels):
 
     def _count_cost(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
         formula = _FLOPS.get(func._overloadpacket)
+        if func._overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
+            formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
             dtype = next(one.dtype for one in args if isinstance(one, Tensor))
             self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)

@@ -54,7 +54,8 @@ class Policy(Saved, Memory, WeightsOut):
         self.rank = runtime.rank
         self.device = runtime.device
         self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
-        self.precision = choose_precision(recipe.train.dtype, runtime.device.type)
+        self.optimizer_offloaded = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"
+        self.precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
         self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
@@ -69,7 +70,9 @@ class Policy(Saved, Memory, WeightsOut):
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         train = self.recipe.train
-        self.optimizer = build_optimizer(self.recipe.optimizer, self.model.named_parameters())
+        offload = self.device if self.optimizer_offloaded else None
+        named = self.model.named_parameters()
+        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, offload)
         self._updater = Updater(
             self.model,
             self.optimizer,
@@ -124,7 +127,8 @@ class Policy(Saved, Memory, WeightsOut):
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
-            divisors = [n.clamp(min=1).to(self.device) for n in (count[1], count[0])]  # sequences, tokens
+            both = (count[1], count[0])  # sequences, tokens
+            divisors = [n.clamp(min=1).to(self.device, non_blocking=True) for n in both]
             if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:

@@ -14,7 +14,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Precision:
-    """master: weights and optimizer state; compute: layers; reduce: gradients on the wire. `reason` explains `auto`."""
+    """master: trained weights; compute: layers; reduce: gradients on the wire, and summed over micro-batches. `reason`
+    explains `auto`."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -23,15 +24,17 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        return self.compute != self.master
+        return self.compute != self.master or self.compute != self.reduce
 
 
-def choose_precision(name: str, device_type: str) -> Precision:
-    """`train.dtype` on a device: bfloat16 on CUDA and float32 on the CPU for auto; masters are float32 or better."""
+def choose_precision(name: str, device_type: str, masters: str = "float32") -> Precision:
+    """`train.dtype` and `train.masters` on a device: bfloat16 on CUDA and float32 on the CPU for auto; masters are
+    float32 or better, or bfloat16, which the layers then compute in; gradients are reduced in float32 or better."""
     reason = "train.dtype"
     if name == "auto":
-        name = "bfloat16" if device_type == "cuda" else "float32"
-        reason = f"train.dtype is auto and the device is {device_type}"
+        name = "bfloat16" if device_type == "cuda" or masters == "bfloat16" else "float32"
+        why = "train.masters is bfloat16" if masters == "bfloat16" else f"the device is {device_type}"
+        reason = f"train.dtype is auto and {why}"
     compute = _DTYPES[name]
-    master = torch.promote_types(compute, torch.float32)
-    return Precision(master=master, compute=compute, reduce=master, reason=reason)
+    reduce = torch.promote_types(compute, torch.float32)
+    return Precision(compute if masters == "bfloat16" else reduce, compute, reduce, reason)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +16,7 @@ from dtrain.checkpoint import hub
 from dtrain.checkpoint.adapter_files import AdapterFiles, read_adapter, write_adapter
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.model_files import copy_companions
-from dtrain.checkpoint.store import Beside, CheckpointStore
+from dtrain.checkpoint.store import Beside, CheckpointStore, Sizes
 from dtrain.checkpoint.training_state import (
     frozen_names,
     model_tensors,
@@ -121,7 +122,7 @@ class Saved:
         wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
 
         def load() -> None:
-            store.load(step, wanted, only=True, cast=frozen & wanted.keys())
+            store.load(step, wanted, only=True, cast=frozen & wanted.keys() | _in_bfloat16(wanted, stored))
 
         self._load_adapter(load) if adapters else load()
         self._saves_frozen |= bool(frozen) and is_whole
@@ -227,3 +228,9 @@ class Saved:
         self._updating.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+
+
+def _in_bfloat16(tensors: Mapping[str, Tensor], stored: Sizes) -> set[str]:
+    """Names of those that are kept in bfloat16 (`train.masters`) in the run or in the checkpoint: starting from weights
+    is no resume, so they may be rounded."""
+    return {name for name, one in tensors.items() if name in stored and torch.bfloat16 in (one.dtype, stored[name][1])}

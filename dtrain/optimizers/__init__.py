@@ -1,0 +1,11 @@
+"""Optimizers of dtrain's own, for what torch's do not do on a mesh. `dtrain.optim` loads them where a recipe asks.
+
+    adam        AdamW and Adam over weights in bfloat16 and moments in bfloat16 or int8
+    moments     how a moment is kept: as it is, rounded to bfloat16, or in int8 by blocks
+    muon        Muon over whole matrices, with AdamW for what is none
+    offload     state in pinned host memory, whose parts visit the device
+    places      what of a whole parameter this rank holds, and random bits for its elements
+
+All of them step this rank's shards as plain tensors, in float32 or better, and give the same numbers on every mesh:
+each operation is rounded once, whatever the kernel, and what is drawn is drawn by an element's place in the whole.
+"""

@@ -1,0 +1,82 @@
+"""A model's optimizer alone, on any mesh: gradients by position in the whole tensor, and what it holds afterwards."""
+
+from pathlib import Path
+
+import torch
+
+from dtrain.checkpoint.store import CheckpointStore
+from dtrain.config import sizes
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
+from dtrain.randomness import key, uniform
+from tests.tiny import tiny_recipe, write_model
+from tests.world import run_world
+
+# Rows and columns that neither ranks nor blocks of 256 divide; down_proj and o_proj are long in their last dimension.
+ODD = {
+    "hidden_size": 36,
+    "intermediate_size": 602,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 50,
+}
+CPU = torch.device("cpu")
+LENGTH = 1e-3  # of gradients, about
+
+
+def recipe_of(root: Path, *overrides: str, family: str = "qwen3", tied: bool = True):
+    model = root / f"{family}-{tied}"
+    if not model.exists():
+        write_model(model, family, tied=tied, **ODD)
+    return tiny_recipe(root, f"model.path={model}", "train.dtype=auto", "scheduler.name=constant", *overrides)
+
+
+def policy_on(recipe, rank: int, world_size: int, device: torch.device = CPU) -> Policy:
+    world = sizes(recipe, world_size)
+    runtime = Runtime(rank=rank, world_size=world_size, device=device)
+    shape = {"dp_replicate": world.dp_replicate, "dp_shard": world.dp_shard, "cp": world.cp, "tp": world.tp}
+    policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime, **shape), runtime)
+    policy.init_optimizer(10)
+    return policy
+
+
+def give_gradients(policy: Policy, step: int) -> None:
+    """Each parameter's, of very different sizes by row and element, with some that are 0."""
+    for name, parameter in policy.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        index = torch.arange(parameter.numel()).view(parameter.shape)[local_slices(parameter)]
+        drawn = uniform(index, key("gradient", step, name)) - 0.5
+        drawn *= 10.0 ** (-6 * uniform(index, key("size", name))) * (index % 7 != step % 7) * LENGTH
+        parameter.grad = torch.zeros_like(parameter)
+        local_tensor(parameter.grad).copy_(drawn.to(parameter.dtype))
+
+
+def steps(rank, recipe, world_size, out, begin, end, start=None):
+    policy = policy_on(recipe, rank, world_size)
+    if start is not None:
+        store = CheckpointStore(start)
+        policy.load(store, begin, store.read_state(begin), beside={})
+    for step in range(begin, end):
+        give_gradients(policy, step)
+        policy.optimizer.step()
+    CheckpointStore(out).save(end, policy.tensors(), policy.state())
+
+
+def step_on(recipe, world_size, out, begin=0, end=3, start=None) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the optimizer's steps from `begin` to `end` holds, of a run on so many ranks."""
+    run_world(steps, world_size, recipe, world_size, out, begin, end, start)
+    store = CheckpointStore(out)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(end).items()}
+    store.load(end, tensors)
+    return tensors
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    differing = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not differing, differing

@@ -1,0 +1,299 @@
+"""Weights and moments of fewer bits: torch's AdamW where nothing is rounded, the same bits on every mesh, unbiased."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain import check
+from dtrain.config import schema, sizes
+from dtrain.errors import UserError
+from dtrain.models.config import read_config
+from dtrain.optim import build_optimizer
+from dtrain.optimizers.adam import LowBitAdam
+from dtrain.optimizers.moments import BLOCK, Int8, kind_of, round_bfloat16
+from dtrain.optimizers.places import Place
+from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.plan.policy import state_bytes
+from dtrain.plan.step import plan_step
+from dtrain.policy.precision import choose_precision
+from dtrain.trainer import train
+from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
+from tests.test_trainer import run, trajectory, weights
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
+from tests.world import run_world
+
+FEW = {
+    "int8": ["optimizer.state=int8"],
+    "bfloat16": ["optimizer.state=bfloat16"],
+    "int8, bfloat16 masters": ["optimizer.state=int8", "train.masters=bfloat16"],
+    "bfloat16 masters": ["train.masters=bfloat16"],
+}
+MESHES = {
+    "dp2": (2, []),
+    "dp3": (3, []),
+    "dp_replicate2": (2, ["parallel.dp_replicate=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "tp3": (3, ["parallel.tp=3"]),
+    "dp3 tp2": (6, ["parallel.tp=2"]),
+    "dp2 cp2": (4, ["parallel.cp=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """(directory, what one process holds after three steps, what it holds after five)."""
+    root, done = tmp_path_factory.mktemp("alone"), {}
+
+    def of(case):
+        if case not in done:
+            recipe = recipe_of(root, *FEW[case])
+            name = case.replace(" ", "")
+            three = step_on(recipe, 1, root / f"{name}-3")
+            done[case] = three, step_on(recipe, 1, root / f"{name}-5", 3, 5, root / f"{name}-3")
+        return root, *done[case]
+
+    return of
+
+
+CASES = [(mesh, list(FEW)[(i + 2) % 3]) for i, mesh in enumerate(MESHES)] + [("dp3 tp2", "int8, bfloat16 masters")]
+
+
+@pytest.mark.parametrize(("mesh", "case"), CASES)
+def test_every_mesh_has_the_bits_of_one_process_and_goes_on_from_another(tmp_path, alone, mesh, case):
+    root, three, five = alone(case)
+    ranks, options = MESHES[mesh]
+    recipe = recipe_of(root, *FEW[case], *options, "train.global_batch=12", "train.micro_batch=1")
+    found = step_on(recipe, ranks, tmp_path / "3")
+    assert_same_bits(found, three)
+    assert_same_bits(step_on(recipe, ranks, tmp_path / "5", 3, 5, root / f"{case.replace(' ', '')}-3"), five)
+    kept = {name: tensor for name, tensor in found.items() if "exp_avg" in name}
+    assert any("down_proj" in name and tensor.dtype != torch.float32 for name, tensor in kept.items()) == (
+        case != "bfloat16 masters"
+    )
+    assert all(tensor.dtype == torch.float32 for name, tensor in kept.items() if "embed" in name or "norm" in name)
+
+
+def sample(dtype=torch.float64):
+    torch.manual_seed(0)
+    return {"w": nn.Parameter(0.1 * torch.randn(40, 600, dtype=dtype)), "b": nn.Parameter(torch.randn(7, dtype=dtype))}
+
+
+def low_bit(named, **settings):
+    names = {one: name for name, one in named.items()}
+    group = {"params": list(named.values())}
+    return LowBitAdam(
+        [group], names=names, seed=0, **{"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1} | settings
+    )
+
+
+def move(named, optimizer, steps):
+    for step in range(steps):
+        torch.manual_seed(step + 1)
+        for one in named.values():
+            one.grad = (torch.randn(one.shape, dtype=torch.float64) * 0.01 + 0.05 * one.detach()).to(one.dtype)
+        optimizer.step()
+    return named
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_the_formulas_are_torchs(name):
+    mine, torchs = sample(), sample()
+    move(mine, low_bit(mine, state="float32", decoupled=name == "AdamW"), 20)
+    cls = getattr(torch.optim, name)
+    move(torchs, cls(torchs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False), 20)
+    for key, one in mine.items():
+        torch.testing.assert_close(one, torchs[key], rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype", "most"), [("bfloat16", torch.bfloat16, 0.03), ("int8", torch.float32, 0.03)]
+)
+def test_rounding_at_random_stays_close_to_float32(state, dtype, most):
+    start, exact = sample(), sample()
+    few = {name: nn.Parameter(one.detach().to(dtype)) for name, one in sample().items()}
+    move(exact, low_bit(exact, state="float32"), 50)
+    move(few, low_bit(few, state=state), 50)
+    moved = exact["w"] - start["w"]
+    error = few["w"].double() - exact["w"]
+    assert error.norm() < most * moved.norm()
+    assert abs(error.mean()) < 1e-3 * moved.abs().mean()
+
+
+def test_rounding_to_bfloat16_has_the_right_mean_and_leaves_what_fits():
+    value = torch.full((2**16,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to 1 + 2^-7
+    rounded = round_bfloat16(value, torch.arange(2**16)).double()
+    assert rounded.mean().item() == 1.0 + 2.0**-10 and set(rounded.tolist()) == {1.0, 1.0 + 2.0**-7}
+    fits = torch.randn(1000).bfloat16()
+    assert torch.equal(round_bfloat16(fits.float(), torch.full((1000,), 0xFFFF)), fits)
+
+
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
+    sizes = torch.logspace(0, -12, BLOCK)
+    signs = 1 if moment == "exp_avg_sq" else torch.where(torch.arange(BLOCK) % 2 == 0, 1, -1)
+    values = (sizes * signs).expand(4096, BLOCK).contiguous()
+    place = Place(4096, BLOCK, 0, 0, 4096, BLOCK)
+    kept = Int8(place, moment)
+    state = kept.allocate(values, torch.float32)
+    rows = slice(0, 4096)
+    kept.write(state, values, place.bits(rows, 5, torch.device("cpu")))
+    read = kept.read(state).double()
+    above = 2e-5 if moment == "exp_avg" else 3e-9
+    spread = read.std(0) / 64  # of the mean of 4096
+    seen = sizes > above
+    assert ((read.mean(0) - values[0]).abs() < 5 * spread + 2.5e-3 * sizes)[seen].all()
+    assert (read[:, 0] == values[:, 0]).all()
+    if moment == "exp_avg_sq":
+        assert (read > 0).all()  # a quotient by it stays finite
+    kept.write(state, torch.zeros_like(values), place.bits(rows, 5, torch.device("cpu")))
+    assert (kept.read(state) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (64, 64), "int8"),
+        ("model.layers.0.mlp.up_proj.weight", (63, 65), "float32"),
+        ("model.embed_tokens.weight", (1000, 64), "float32"),
+        ("lm_head.weight", (1000, 64), "int8"),
+        ("model.norm.weight", (8192,), "float32"),
+    ],
+)
+def test_what_stays_float32_is_decided_by_the_whole_tensor(name, size, kind):
+    assert kind_of(name, torch.Size(size), "int8") == kind
+
+
+def test_a_large_parameter_is_stepped_in_parts_with_the_same_bits(monkeypatch):
+    whole, parts = sample(torch.bfloat16), sample(torch.bfloat16)
+    move(whole, low_bit(whole, state="int8"), 3)
+    monkeypatch.setattr("dtrain.optimizers.adam.AT_ONCE", 1300)
+    move(parts, low_bit(parts, state="int8"), 3)
+    assert all(torch.equal(parts[name], one) for name, one in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.state=int8", "optimizer.name=sgd"], "optimizer.state=int8: for adamw and adam"),
+        (["train.masters=bfloat16", "optimizer.name=torch.optim.RAdam"], "train.masters=bfloat16: for adamw and adam"),
+        (["train.masters=bfloat16", "train.dtype=float32"], "train.dtype=float32 would gain nothing"),
+        (["optimizer.state=bfloat16", "train.dtype=float64"], "train.dtype=float64 is for exact numbers"),
+        (["train.masters=bfloat16", "parallel.reduce_each=true"], "too coarse for a sum"),
+        (["train.masters=bfloat16", "parallel.cpu_offload=true"], "parallel.cpu_offload=true steps on the host"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, overrides, message):
+    recipe = tiny_recipe(tmp_path, "train.dtype=auto", *overrides)
+    (problem,) = check.check(recipe, 1)
+    assert message in problem and "set" in problem
+
+
+def test_an_optimizer_that_cannot_is_named():
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match=r"optimizer\.name=sgd keeps weights and state in float32"):
+        build_optimizer(schema.Optimizer(name="sgd"), [("w", weight)])
+    with pytest.raises(UserError, match=r"refuses its settings.*amsgrad"):
+        build_optimizer(schema.Optimizer(state="int8", kwargs={"amsgrad": True}), [("w", weight)])
+
+
+def test_masters_in_bfloat16_compute_in_it_and_reduce_in_float32():
+    precision = choose_precision("auto", "cpu", "bfloat16")
+    assert (precision.master, precision.compute, precision.reduce) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert precision.is_mixed and "train.masters" in precision.reason
+    assert not choose_precision("auto", "cpu").is_mixed
+
+
+def on_rank(rank, recipe, world_size):
+    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
+
+
+WHOLE = ["optimizer.state=int8", "train.masters=bfloat16", "train.dtype=auto", "checkpoint.every=5"]
+
+
+def test_a_run_resumes_on_another_mesh_and_exports(tmp_path):
+    recipe = run(recipe_of(tmp_path, *WHOLE, "checkpoint.export=final", tied=False))
+    again = recipe_of(tmp_path, *WHOLE, "run.name=again", "train.steps=5", tied=False)
+    run(again)
+    two = recipe_of(tmp_path, *WHOLE, "run.name=again", "checkpoint.allow_changes=[train]", tied=False)
+    run_world(on_rank, 2, two, 2)
+    for mine, whole in zip(trajectory(two), trajectory(recipe), strict=True):
+        assert abs(mine[0] - whole[0]) < 0.02 * whole[0]
+    held = weights(recipe)
+    assert held["model.lm_head.weight"].dtype == torch.bfloat16
+    from safetensors.torch import load_file
+
+    exported = load_file(tmp_path / "runs" / "run" / "export" / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, held[f"model.{name}"]), name
+
+
+def test_a_resume_with_other_moments_or_masters_is_refused_by_name(tmp_path):
+    run(recipe_of(tmp_path, *WHOLE, "train.steps=5"))
+    with pytest.raises(UserError, match=r"optimizer\.state"):
+        run(recipe_of(tmp_path, "train.masters=bfloat16", "checkpoint.every=5"))
+    allowed = "checkpoint.allow_changes=[optimizer]"
+    with pytest.raises(UserError, match=r"keeps \['exp_avg', 'exp_avg_scale'.*\(optimizer"):
+        run(recipe_of(tmp_path, "train.masters=bfloat16", "checkpoint.every=5", allowed))
+    with pytest.raises(UserError, match=r"the run has torch\.float32 \(train\.dtype, train\.masters\)"):
+        run(recipe_of(tmp_path, "optimizer.state=int8", "checkpoint.every=5"))
+    # Starting from weights is no resume.
+    start = f"checkpoint.init_from={tmp_path / 'runs' / 'run'}"
+    other = run(recipe_of(tmp_path, "optimizer.state=int8", "checkpoint.every=5", "run.name=other", start))
+    assert len(trajectory(other)) == 10
+
+
+FEW_BITS = ["optimizer.state=int8", "train.masters=bfloat16", "train.dtype=auto", "train.steps=3"]
+
+
+@pytest.mark.parametrize("case", ["dpo", "grpo", "distill", "lora", "qlora"])
+def test_every_method_and_adapters_train_weights_in_bfloat16(tmp_path, case):
+    more = ["checkpoint.every=3", "checkpoint.export=final"]
+    if case == "grpo":
+        recipe = tiny_grpo(tmp_path, *FEW_BITS, *more, "grpo.beta=0.1")
+    elif case == "dpo":
+        pairs = write_pairs(tmp_path / "pairs.jsonl")
+        recipe = tiny_recipe(tmp_path, *FEW_BITS, *more, "method=dpo", f"data.train.path={pairs}")
+    elif case == "distill":
+        teacher = save_weights(write_model(tmp_path / "teacher"), seed=1)
+        recipe = tiny_recipe(tmp_path, *FEW_BITS, *more, "method=distill", f"distill.teacher={teacher}")
+    else:
+        quantize = "nf4" if case == "qlora" else "none"
+        wide = save_weights(write_model(tmp_path / "wide", hidden_size=64, intermediate_size=128))
+        lora = [f"model.path={wide}", "model.init=pretrained", "lora.rank=4", f"lora.quantize={quantize}"]
+        recipe = tiny_recipe(tmp_path, *FEW_BITS, *more, *lora)
+    run(recipe)
+    assert all(row[0] == row[0] and row[1] > 0 for row in trajectory(recipe))
+    held = {name: one for name, one in weights(recipe, 3).items() if name.startswith("model.") and "lora_B" in name}
+    held = held or {"": weights(recipe, 3)["model.model.layers.0.mlp.up_proj.weight"]}
+    assert all(one.dtype == torch.bfloat16 and one.any() for one in held.values())
+    exported = tmp_path / "runs" / "run" / "export"
+    assert list(exported.glob("*.safetensors"))
+
+
+def test_the_loss_is_that_of_float32_moments(tmp_path):
+    """60 steps that learn a few rows by heart; the tensors are large enough for int8."""
+    write_rows(tmp_path / "rows.jsonl", count=12)
+    shape = ["train.steps=60", "optimizer.lr=3e-3", "data.packing=false"]
+    exact = trajectory(run(recipe_of(tmp_path, *shape, "run.name=float32", "train.dtype=float32")))
+    assert exact[-1][0] < 0.5 * exact[0][0]
+    for state in ("int8", "bfloat16"):
+        few = trajectory(run(recipe_of(tmp_path, *shape, f"run.name={state}", f"optimizer.state={state}")))
+        means = [sum(row[0] for row in rows[-10:]) for rows in (few, exact)]
+        assert abs(means[0] - means[1]) < 0.02 * means[1], state
+
+
+def held_bytes(rank, recipe, world_size):
+    policy = policy_on(recipe, rank, world_size)
+    give_gradients(policy, 0)
+    policy.optimizer.step()
+    return state_bytes(policy.optimizer), sum(local_tensor(one).nbytes for one in policy.model.parameters())
+
+
+@pytest.mark.parametrize("mesh", ["dp3", "tp2", "dp3 tp2"])
+def test_a_plan_counts_states_scales_and_masters(tmp_path, mesh):
+    ranks, options = MESHES[mesh]
+    few = FEW["int8, bfloat16 masters"]
+    recipe = recipe_of(tmp_path, *few, *options, "train.global_batch=12", "train.micro_batch=1", tied=False)
+    step = plan_step(recipe, read_config(recipe.model.path), sizes(recipe, ranks), device="cpu")
+    assert (step.state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
