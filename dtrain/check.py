@@ -42,6 +42,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("train.validate_every", lambda v: v >= 1, "at least 1, or null for no validation"),
     ("train.skip_nonfinite", lambda v: v >= 0, "at least 0"),
     ("optimizer.lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+    ("optimizer.adam_lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0, or null for optimizer.lr"),
     ("optimizer.eps", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
     ("optimizer.weight_decay", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
     ("optimizer.betas", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers from 0 up to 1"),
@@ -74,6 +75,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _allowed_changes(recipe)
     problems += _best(recipe)
     problems += _few_bits(recipe)
+    problems += _muon(recipe)
     problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
     if not any(key.startswith("parallel.") for key, _ in wrong):
         of_mesh, shape = mesh_problems(recipe, world_size)
@@ -99,14 +101,23 @@ def _varlen(recipe: Recipe) -> list[str]:
 
 
 def _few_bits(recipe: Recipe) -> list[str]:
-    """What weights and moments of fewer bits than float32 do not go with."""
+    """What weights and moments of fewer bits than float32, or moments on the host, do not go with."""
     state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
     fewer = [f"optimizer.state={state}"] * (state != "float32") + [f"train.masters={masters}"] * (masters != "float32")
+    fewer += ["parallel.optimizer_offload=true"] * recipe.parallel.optimizer_offload
     if not fewer:
         return []
     problems, named = [], " and ".join(fewer)
-    back = " and ".join(key.partition("=")[0] + "=float32" for key in fewer)
-    if recipe.optimizer.name not in ("adamw", "adam"):
+    back = " and ".join(
+        key.partition("=")[0] + ("=false" if key.startswith("parallel") else "=float32") for key in fewer
+    )
+    if recipe.parallel.optimizer_offload and recipe.parallel.cpu_offload:
+        problems.append(
+            "parallel.optimizer_offload=true and parallel.cpu_offload=true: the second has the optimizer's state and "
+            "its step on the host already; set one of them to false"
+        )
+    can = ("adamw", "adam", "muon") if fewer == ["train.masters=bfloat16"] else ("adamw", "adam")
+    if recipe.optimizer.name not in can:
         problems.append(f"{named}: for adamw and adam, and optimizer.name={recipe.optimizer.name}; set {back}")
     if masters == "bfloat16" and dtype not in ("auto", "bfloat16"):
         problems.append(
@@ -128,6 +139,28 @@ def _few_bits(recipe: Recipe) -> list[str]:
             "parallel.cpu_offload=true steps on the host, where the rounding of train.masters=bfloat16 would take "
             "longer than all else: set parallel.cpu_offload=false, or train.masters=float32"
         )
+    return problems
+
+
+def _muon(recipe: Recipe) -> list[str]:
+    """What `optimizer.kwargs` says to muon, and `optimizer.adam_lr` to others."""
+    name, kwargs = recipe.optimizer.name, recipe.optimizer.kwargs
+    if name != "muon":
+        told = recipe.optimizer.adam_lr is not None
+        fix = f"optimizer.adam_lr is muon's, and optimizer.name={name}: set optimizer.lr, or optimizer.adam_lr=null"
+        return [fix] * told
+    holds: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "momentum": (lambda v: isinstance(v, int | float) and 0 <= v < 1, "a number from 0 up to 1"),
+        "nesterov": (lambda v: isinstance(v, bool), "true or false"),
+        "ns_steps": (lambda v: isinstance(v, int) and 1 <= v < 100, "a whole number from 1 to 99"),
+        "ns_coefficients": (lambda v: isinstance(v, list) and len(v) == 3, "three numbers"),
+        "adjust_lr_fn": (lambda v: v in ("match_rms_adamw", "original"), "match_rms_adamw or original"),
+    }
+    unknown = [key for key in kwargs if key not in holds]
+    problems = [f"optimizer.kwargs.{key} is none of muon's: {', '.join(holds)}" for key in unknown]
+    for key in kwargs.keys() & holds.keys():
+        if not holds[key][0](kwargs[key]):
+            problems.append(f"optimizer.kwargs.{key}={shown(kwargs[key])} must be {holds[key][1]}")
     return problems
 
 
@@ -199,7 +232,7 @@ def _formats(recipe: Recipe) -> list[str]:
 def _names(recipe: Recipe) -> list[str]:
     stages = _schedule(recipe)
     listed = isinstance(recipe.scheduler, list)
-    named = [("optimizer.name", recipe.optimizer.name, OPTIMIZERS)]
+    named: list[tuple[str, str, tuple[str, ...]]] = [("optimizer.name", recipe.optimizer.name, OPTIMIZERS)]
     named += [
         (f"scheduler[{index}].name" if listed else "scheduler.name", stage.name, SCHEDULES)
         for index, stage in enumerate(stages)

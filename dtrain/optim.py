@@ -42,7 +42,7 @@ OPTIMIZERS = {
     "sgd": NamedOptimizer(torch.optim.SGD),  # its fused kernel does not know DTensors
     "adafactor": NamedOptimizer(torch.optim.Adafactor),
 }
-
+NAMES = (*OPTIMIZERS, "muon")  # the last is dtrain's own, and loaded where it is asked for
 
 # torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
 _WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -62,9 +62,12 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int = 0) -> Optimizer:
+def build_optimizer(
+    section, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int = 0, offload: torch.device | None = None
+) -> Optimizer:
     """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed: of the
-    random bits that it rounds by, where it keeps weights or moments in few bits.
+    random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
+    parameters, of type cuda, if its state is to lie in host memory.
 
     `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
     over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
@@ -77,7 +80,9 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
     kwargs = dict(section.kwargs or {})
     fields = {"betas": tuple(section.betas), "eps": section.eps}
     named = OPTIMIZERS.get(section.name)
-    cls = _import(section.name, "optimizer.name", OPTIMIZERS) if named is None else named.cls
+    cls: Any = (
+        None if section.name == "muon" else named.cls if named else _import(section.name, "optimizer.name", NAMES)
+    )
     if cls in _SPARSE_GRADIENTS_ONLY:
         raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
     if cls in _WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
@@ -85,8 +90,11 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
             f"optimizer.name={section.name} cannot step sharded parameters: torch's class changes them by operations "
             "that DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
         )
-    if section.state != "float32" or any(p.dtype == torch.bfloat16 for group in groups for p in group["params"]):
-        cls, settings = _low_bit(section, named_parameters, seed), fields
+    has_few_bits = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    if section.name == "muon":
+        cls, settings = _muon(section, named_parameters, seed), fields
+    elif section.state != "float32" or has_few_bits or offload is not None:
+        cls, settings = _own_adam(section, named_parameters, seed, offload), fields
     elif named is not None:
         settings = {field: fields[field] for field in named.reads}
         if named.fused and kwargs.get("foreach") is None and _fused_fits(groups):
@@ -99,17 +107,27 @@ def build_optimizer(section, named_parameters: Iterable[tuple[str, nn.Parameter]
         raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
 
 
-def _low_bit(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
-    """AdamW or Adam over weights or moments of few bits."""
+def _muon(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
+    from dtrain.optimizers.muon import Muon
+
+    names = {parameter: name for name, parameter in named_parameters}
+    return partial(Muon, names=names, seed=seed, adam_lr=section.adam_lr)
+
+
+def _own_adam(
+    section, named_parameters: list[tuple[str, nn.Parameter]], seed: int, offload: torch.device | None
+) -> Callable[..., Optimizer]:
+    """AdamW or Adam over weights or moments of few bits, or with moments on the host."""
     if section.name not in ("adamw", "adam"):
         raise UserError(
-            f"optimizer.name={section.name} keeps weights and state in float32: optimizer.state={section.state}, or "
-            "train.masters=bfloat16, needs adamw or adam"
+            f"optimizer.name={section.name} keeps weights and state in float32 on the device: optimizer.state="
+            f"{section.state}, train.masters=bfloat16 or parallel.optimizer_offload=true needs adamw or adam"
         )
     from dtrain.optimizers.adam import LowBitAdam
 
     names = {parameter: name for name, parameter in named_parameters}
-    return partial(LowBitAdam, names=names, seed=seed, state=section.state, decoupled=section.name == "adamw")
+    is_decoupled = section.name == "adamw"
+    return partial(LowBitAdam, names=names, seed=seed, state=section.state, decoupled=is_decoupled, offload=offload)
 
 
 def _fused_fits(groups: list[dict[str, Any]]) -> bool:

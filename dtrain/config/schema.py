@@ -148,6 +148,10 @@ class Parallel:
     (dtrain/parallel/README.md), or the import path of one, or of a function that gives one."""
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
+    optimizer_offload: bool = False
+    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
+    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
+    there already."""
     reduce_each: bool = False
     """Under accumulation, gradients are reduced after every micro-batch, so that between two a rank keeps those of its
     own shards alone: 4 bytes of memory for each parameter that tp leaves it, against one reduce-scatter more per
@@ -231,9 +235,13 @@ class Optimizer:
     """`optimizer`."""
 
     name: str = "adamw"
-    """adamw | adam | sgd | adafactor, or the import path of a torch Optimizer."""
+    """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
+    whole on every mesh, and embeddings, heads and vectors by AdamW; its `kwargs`: momentum (0.95), nesterov (true),
+    ns_steps (5), ns_coefficients, adjust_lr_fn (match_rms_adamw, for rates as AdamW's; or original)."""
     lr: float = 1e-5
     """The peak learning rate."""
+    adam_lr: float | None = None
+    """Of muon: the peak learning rate of what it leaves to AdamW. null: `lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's decay of the first and second moment."""
     eps: float = 1e-8
@@ -537,7 +545,7 @@ class Recipe:
     distill: Distill = field(default_factory=Distill)
 
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
 """`optimizer.name` without a dot. `dtrain.optim` holds what they mean."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 """`scheduler.name` without a dot. `dtrain.optim` holds what they mean."""

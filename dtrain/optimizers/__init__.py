@@ -2,6 +2,8 @@
 
     adam        AdamW and Adam over weights in bfloat16 and moments in bfloat16 or int8
     moments     how a moment is kept: as it is, rounded to bfloat16, or in int8 by blocks
+    muon        Muon over whole matrices, with AdamW for what is none
+    offload     state in pinned host memory, whose parts visit the device
     places      what of a whole parameter this rank holds, and random bits for its elements
 
 All of them step this rank's shards as plain tensors, in float32 or better, and give the same numbers on every mesh:

@@ -3,7 +3,7 @@
 A parameter is stepped rows at a time, so that what a step allocates does not grow with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtrain.optimizers.moments import KINDS, Int8, Plain, kind_of, round_bfloat16
+from dtrain.optimizers.moments import KINDS, Int8, Plain, State, kind_of, round_bfloat16
+from dtrain.optimizers.offload import Visits
 from dtrain.optimizers.places import Place, stream
 from dtrain.parallel.placement import local_tensor
 
@@ -32,7 +33,8 @@ class LowBitAdam(Optimizer):
 
     names: of the parameters, whole and on every mesh the same; seed: of what is drawn. state: how moments are kept, of
     those parameters that `kind_of` does not leave out. Weights in bfloat16 are rounded at random, as moments are. Of
-    every parameter: "step", on the host, "exp_avg" and "exp_avg_sq", and in int8 each with "_scale".
+    every parameter: "step", on the host, "exp_avg" and "exp_avg_sq", and in int8 each with "_scale". offload: of the
+    parameters the device, of type cuda, if these lie in pinned host memory.
 
     No collective, but for int8 moments where tensor parallel cuts a block (`moments.Int8`).
     """
@@ -49,9 +51,11 @@ class LowBitAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled: bool = True,
+        offload: torch.device | None = None,
     ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed, self.decoupled = seed, decoupled
+        self._visits = Visits(offload) if offload is not None else None
         self._stepped = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -67,44 +71,49 @@ class LowBitAdam(Optimizer):
                 return moment.scales_at
         return None
 
+    def _is_adams(self, group: dict[str, Any]) -> bool:
+        return True
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+        groups = [group for group in self.param_groups if self._is_adams(group)]
+        parts = [part for group in groups for one in group["params"] for part in self._parts(one, group)]
+        held = [part.state for part in parts]
+        for part, state in zip(parts, held if self._visits is None else self._visits.through(held), strict=True):
+            self._step_rows(part, state)
 
-    def _step(self, parameter: nn.Parameter, whole_gradient: Tensor, group: dict[str, Any]) -> None:
+    def _parts(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator["_Part"]:
+        """What is stepped at once of `parameter`, rows by rows; as many on all ranks that share a block."""
+        if parameter.grad is None:
+            return
         stepped, state = self._stepped[parameter], self.state[parameter]
         place = stepped.place
-        weights, gradients = place.of_local(parameter), place.of_local(whole_gradient)
-        dtype = torch.promote_types(weights.dtype, torch.float32)
+        weights, gradients = place.of_local(parameter), place.of_local(parameter.grad)
         if not state:
-            state["step"] = torch.zeros(())
+            local = local_tensor(parameter.detach())
+            dtype = torch.promote_types(weights.dtype, torch.float32)
             for moment in stepped.moments:
-                state |= moment.allocate(local_tensor(parameter.detach()), dtype)
+                state |= moment.allocate(local, dtype)
+            if self._visits is not None:
+                for key, tensor in state.items():
+                    state[key] = torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            state["step"] = torch.zeros(())
         state["step"] += 1
         number = int(state["step"].item())
         name = stream(self.seed, number, stepped.name)
-        rows_at_once = max(1, AT_ONCE // place.columns)  # as many on all ranks that share a block
-        for start in range(0, place.held_rows, rows_at_once):
-            rows = slice(start, min(start + rows_at_once, place.held_rows))
-            self._step_rows(stepped, state, group, weights[rows], gradients[rows].to(dtype), rows, number, name)
+        held = {key: _rows(state[key], place) for moment in stepped.moments for key in moment.keys}
+        at_once = max(1, AT_ONCE // place.columns)
+        for start in range(0, place.held_rows, at_once):
+            rows = slice(start, min(start + at_once, place.held_rows))
+            part = {key: tensor[rows] for key, tensor in held.items()}
+            yield _Part(stepped, group, weights[rows], gradients[rows], part, rows, number, name)
 
-    def _step_rows(
-        self,
-        stepped: _Stepped,
-        state: dict[str, Tensor],
-        group: dict[str, Any],
-        weights: Tensor,
-        gradient: Tensor,
-        rows: slice,
-        number: int,
-        name: int,
-    ) -> None:
-        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        first, second = (moment.read(state, rows) for moment in stepped.moments)
-        values = weights.to(gradient.dtype)
+    def _step_rows(self, part: "_Part", state: State) -> None:
+        (beta1, beta2), lr, decay = part.group["betas"], part.group["lr"], part.group["weight_decay"]
+        weights, moments = part.weights, part.stepped.moments
+        values = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        gradient = part.gradient.to(values.dtype)
+        first, second = (moment.read(state) for moment in moments)
         if decay and self.decoupled:
             values.mul_(1 - lr * decay)
         elif decay:
@@ -112,12 +121,31 @@ class LowBitAdam(Optimizer):
         # Products and sums apart: torch's fused kernels round a tensor's ends otherwise than its middle.
         first.mul_(beta1).add_(gradient * (1 - beta1))
         second.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
-        denominator = second.sqrt().div_((1 - beta2**number) ** 0.5).add_(group["eps"])
-        values.sub_((first / denominator).mul_(lr / (1 - beta1**number)))
-        needs_bits = weights.dtype == torch.bfloat16 or any(type(moment) is not Plain for moment in stepped.moments)
-        bits = stepped.place.bits(rows, name, weights.device) if needs_bits else gradient
+        denominator = second.sqrt().div_((1 - beta2**part.number) ** 0.5).add_(part.group["eps"])
+        values.sub_((first / denominator).mul_(lr / (1 - beta1**part.number)))
+        needs_bits = weights.dtype == torch.bfloat16 or any(type(moment) is not Plain for moment in moments)
+        bits = part.stepped.place.bits(part.rows, part.name, weights.device) if needs_bits else gradient
         if weights.dtype == torch.bfloat16:
             weights.copy_(round_bfloat16(values, bits))
-        for moment, kept, shift in zip(stepped.moments, (first, second), (16, 40), strict=True):
+        for moment, kept, shift in zip(moments, (first, second), (16, 40), strict=True):
             if type(moment) is not Plain:
-                moment.write(state, rows, kept, bits >> shift)
+                moment.write(state, kept, bits >> shift)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a parameter with their gradient and state, each [rows, ..]. number: of the step; name: of its bits."""
+
+    stepped: _Stepped
+    group: dict[str, Any]
+    weights: Tensor
+    gradient: Tensor
+    state: State
+    rows: slice
+    number: int
+    name: int
+
+
+def _rows(tensor: Tensor, place: Place) -> Tensor:
+    """A tensor of the state, [..], as [held_rows, ..]."""
+    return tensor if tensor.dim() == 2 and len(tensor) == place.held_rows else tensor.view(place.held_rows, -1)

@@ -1,6 +1,7 @@
 """How a moment of a parameter is kept between two steps: as it is, rounded to bfloat16, or in int8 by blocks.
 
-`read` gives some rows in float32, `write` takes them back. What is rounded is rounded up or down at random, in such
+`read` gives some rows in float32, `write` takes them back; both see these rows of the state's tensors, wherever they
+lie. What is rounded is rounded up or down at random, in such
 shares that its mean is the value itself: rounded to the nearest, a moment that changes by less than half a step of its
 grid would never change. The random bits are given by the caller.
 
@@ -51,11 +52,16 @@ class Plain:
         """The state of a moment of zeros; like: this rank's part [..] of the parameter."""
         return {self.key: torch.zeros_like(like, dtype=dtype)}
 
-    def read(self, state: State, rows: slice) -> Tensor:
-        """[rows, held_columns], the state itself or a copy."""
-        return self.place.of_local(state[self.key])[rows]
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of its tensors in the state."""
+        return (self.key,)
 
-    def write(self, state: State, rows: slice, values: Tensor, bits: Tensor) -> None:
+    def read(self, rows: State) -> Tensor:
+        """[rows, held_columns], the state itself or a copy."""
+        return rows[self.key]
+
+    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
         """Keep `values` [rows, held_columns]; bits: int64 of that shape, of which 24 from the lowest are taken."""
 
 
@@ -66,13 +72,13 @@ class Bfloat16(Plain):
         """As `Plain.allocate`: [..] in bfloat16."""
         return {self.key: torch.zeros_like(like, dtype=torch.bfloat16)}
 
-    def read(self, state: State, rows: slice) -> Tensor:
+    def read(self, rows: State) -> Tensor:
         """[rows, held_columns] in float32."""
-        return super().read(state, rows).float()
+        return rows[self.key].float()
 
-    def write(self, state: State, rows: slice, values: Tensor, bits: Tensor) -> None:
+    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
         """As `Plain.write`: [rows, held_columns]."""
-        self.place.of_local(state[self.key])[rows] = round_bfloat16(values, bits)
+        rows[self.key].copy_(round_bfloat16(values, bits))
 
 
 class Int8(Plain):
@@ -104,22 +110,26 @@ class Int8(Plain):
     def scales(self) -> str:
         return f"{self.key}_scale"
 
-    def read(self, state: State, rows: slice) -> Tensor:
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.key, self.scales
+
+    def read(self, rows: State) -> Tensor:
         """[rows, held_columns] in float32."""
-        values = super().read(state, rows).float()
+        values = rows[self.key].float()
         most, exponent = self.grid
         values.div_(most)
         values = values * values.abs() if self.signed else _power(values, exponent)
-        return values.mul_(self._of_elements(state[self.scales][rows]))
+        return values.mul_(self._of_elements(rows[self.scales]))
 
-    def write(self, state: State, rows: slice, values: Tensor, bits: Tensor) -> None:
+    def write(self, rows: State, values: Tensor, bits: Tensor) -> None:
         """As `Plain.write`: [rows, held_columns]. Where ranks share blocks, one all-reduce of the scales."""
         sizes = values.abs()
         scales = F.pad(sizes, (self.before, self.after)).view(len(values), self.blocks, BLOCK).amax(2)
         if self.shares_blocks:
             for group in self.place.groups:
                 dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
-        state[self.scales][rows] = scales
+        rows[self.scales].copy_(scales)
         sizes.div_(self._of_elements(torch.where(scales > 0, scales, 1.0)))
         share = (bits & 0xFFFFFF).float().mul_(2.0**-24)  # in [0, 1)
         codes = _codes(sizes, share, *self.grid)
@@ -127,7 +137,7 @@ class Int8(Plain):
             codes.copysign_(values)
         else:
             codes = torch.where(values > 0, codes.clamp_(min=1), codes)
-        super().read(state, rows).copy_(codes)
+        rows[self.key].copy_(codes)
 
     def _of_elements(self, scales: Tensor) -> Tensor:
         """A block's value [rows, blocks] for each held element: [rows, held_columns]."""

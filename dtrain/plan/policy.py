@@ -70,6 +70,7 @@ class PlannedPolicy(Policy):
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to
         the estimate. torch's own step plain tensors here: DTensors would take minutes."""
+        is_offloaded, self.optimizer_offloaded = self.optimizer_offloaded, False  # no machine that plans has streams
         super().init_optimizer(total_steps)
         parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
@@ -82,7 +83,7 @@ class PlannedPolicy(Policy):
         with MetaKernels():
             optimizer.step()
         optimizer.zero_grad()
-        self.state_bytes = state_bytes(optimizer)
+        self.state_bytes = 0 if is_offloaded else state_bytes(optimizer)
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
         def before(*_: object) -> None:

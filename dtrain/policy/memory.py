@@ -26,6 +26,7 @@ class Memory:
     rank: int
     device: torch.device
     offloaded: bool  # parallel.cpu_offload: the parameters live in host memory anyway
+    optimizer_offloaded: bool  # parallel.optimizer_offload: so does the optimizer's state
 
     def prepare_for_training(self) -> None:
         """Weights and optimizer state on the device, the model in training mode."""
@@ -51,8 +52,8 @@ class Memory:
         self.offload_before_refit()
 
     def move_optimizer_to_device(self, device: str | torch.device) -> None:
-        """Every tensor of the optimizer's state."""
-        if self.optimizer is None:
+        """Every tensor of the optimizer's state, but where it lives on the host."""
+        if self.optimizer is None or self.optimizer_offloaded:
             return
         for state in self.optimizer.state.values():
             for key, value in state.items():

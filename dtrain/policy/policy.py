@@ -54,6 +54,7 @@ class Policy(Saved, Memory, WeightsOut):
         self.rank = runtime.rank
         self.device = runtime.device
         self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
+        self.optimizer_offloaded = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
         self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
@@ -69,7 +70,9 @@ class Policy(Saved, Memory, WeightsOut):
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         train = self.recipe.train
-        self.optimizer = build_optimizer(self.recipe.optimizer, self.model.named_parameters(), self.recipe.run.seed)
+        offload = self.device if self.optimizer_offloaded else None
+        named = self.model.named_parameters()
+        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, offload)
         self._updater = Updater(
             self.model,
             self.optimizer,

@@ -180,7 +180,7 @@ def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer)
 
 
 def test_names_are_those_that_optim_knows():
-    assert set(schema.OPTIMIZERS) == set(optim.OPTIMIZERS)
+    assert set(schema.OPTIMIZERS) == set(optim.NAMES)
     assert set(schema.SCHEDULES) == set(optim.SCHEDULES)
 
 

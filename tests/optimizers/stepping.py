@@ -24,6 +24,7 @@ ODD = {
     "num_key_value_heads": 2,
     "head_dim": 50,
 }
+CPU = torch.device("cpu")
 LENGTH = 1e-3  # of gradients, about
 
 
@@ -34,9 +35,9 @@ def recipe_of(root: Path, *overrides: str, family: str = "qwen3", tied: bool = T
     return tiny_recipe(root, f"model.path={model}", "train.dtype=auto", "scheduler.name=constant", *overrides)
 
 
-def policy_on(recipe, rank: int, world_size: int) -> Policy:
+def policy_on(recipe, rank: int, world_size: int, device: torch.device = CPU) -> Policy:
     world = sizes(recipe, world_size)
-    runtime = Runtime(rank=rank, world_size=world_size)
+    runtime = Runtime(rank=rank, world_size=world_size, device=device)
     shape = {"dp_replicate": world.dp_replicate, "dp_shard": world.dp_shard, "cp": world.cp, "tp": world.tp}
     policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime, **shape), runtime)
     policy.init_optimizer(10)

@@ -1,0 +1,75 @@
+"""An optimizer's state in pinned host memory, whose parts visit the device for their step.
+
+Copies run on two streams of their own, in and out, beside the arithmetic of other parts. What the device holds of it is
+a ring of buffers: one that is computed with, the next on its way in, the last on its way out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+RING = 3
+_ALIGNED = 256  # bytes
+
+
+@dataclass
+class _Buffer:
+    """arrived, left: when its contents are on the device, and back on the host."""
+
+    memory: Tensor | None = None
+    arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    left: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+class Visits:
+    """Brings tensors of pinned host memory to `device`, of type cuda, and back."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._ring = [_Buffer() for _ in range(RING)]
+
+    def through(self, parts: Sequence[State]) -> Iterator[State]:
+        """Each of `parts`, tensors [..] on the host, as tensors on the device for the time of one iteration; what they
+        hold at its end is what the host's will hold. At the end the host has waited for all of it."""
+        main = torch.cuda.current_stream(self.device)
+        brought = [self._bring(index, part) for index, part in enumerate(parts[: RING - 1])]
+        for index, part in enumerate(parts):
+            buffer, there = self._ring[index % RING], brought.pop(0)
+            main.wait_event(buffer.arrived)
+            yield there
+            self._out.wait_stream(main)
+            with torch.cuda.stream(self._out):
+                for key, tensor in part.items():
+                    tensor.copy_(there[key], non_blocking=True)
+                buffer.left.record(self._out)
+            if index + RING - 1 < len(parts):
+                brought.append(self._bring(index + RING - 1, parts[index + RING - 1]))
+        self._out.synchronize()
+
+    def _bring(self, index: int, part: State) -> State:
+        buffer, there, end = self._ring[index % RING], {}, 0
+        size = bytes_of(part)
+        with torch.cuda.stream(self._in):
+            self._in.wait_event(buffer.left)
+            if buffer.memory is None or buffer.memory.numel() < size:
+                buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            for key, tensor in part.items():
+                room = buffer.memory[end : end + tensor.nbytes]
+                there[key] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                end += _room(tensor)
+            buffer.arrived.record(self._in)
+        return there
+
+
+def bytes_of(part: State) -> int:
+    """Of a buffer that holds the tensors [..] of `part`."""
+    return sum(map(_room, part.values()))
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
