@@ -14,6 +14,7 @@ imports run downwards, and config, errors and json_files stand beside:
     losses, metrics, optim   logits to numbers; what is written down; optimizers and schedules
     attention, parallel      masks, kernels, caches; meshes, FSDP, tensor and context parallel
     batch, randomness        the batch contract; random numbers by logical position
+    nucleus                  which tokens top-p keeps, without a sort
     addresses, orphans       where sockets listen; children that end with their parent
     ranges                   what a setting may be
     config, errors           the recipe; what a user can mend

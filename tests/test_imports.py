@@ -34,7 +34,7 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention", "optimizers"),
     ("parallel",),
-    ("batch", "orphans", "randomness", "addresses", "arguments", "ranges"),
+    ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments", "ranges"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
 ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions"}

@@ -1,17 +1,27 @@
 """Attention of some queries over one block of keys, forward and backward, with what it takes to merge blocks.
 
-Two ways to compute it: torch's CPU kernel, and plain matrix products for every device. q is [B, H, Q, hd], k and v are
+Two ways to compute it: torch's CPU kernel, and plain matrix products for every device. The products hold all scores of
+a call, so `ByMasks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are
 [B, kv, K, hd] with H a multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in max(float32,
 the dtype).
 """
 
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from dtrain.attention.kernels import Visibility
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+Partial = tuple[Tensor, Tensor]  # the output of the keys seen so far, and its log-sum-exp; max(float32, the dtype)
 
 
 class Blocks(Protocol):
@@ -79,6 +89,73 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     # A row that has seen no key yet in either has -inf in both: its share is 0, not NaN.
     shares = [torch.where(part == float("-inf"), 0.0, (part - total).exp())[..., None] for part in (lse, block_lse)]
     return out * shares[0] + block_out * shares[1], total
+
+
+@dataclass(frozen=True)
+class ByMasks:
+    """Blocks of keys, kv [2, B, kv, K, hd], under what is hidden of them: a bias, or, where that would be large, what
+    it is made of, a run of queries at a time, whose scores take `most` bytes. The log-sum-exp is [B, H, Q]."""
+
+    blocks: Blocks
+    scale: float
+    most: int = 2**28
+
+    def forward(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility", so_far: Partial | None) -> Partial:
+        """`so_far` merged with the output over this block."""
+        found = [
+            self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
+            for run, keys, bias in self._parts(q, kv, hidden)
+        ]
+        out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+        return (out, lse) if so_far is None else merge(*so_far, out, lse)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        whole: Partial,
+        hidden: "Tensor | Visibility",
+        q_grad: Tensor,
+        kv_grad: Tensor,
+    ) -> None:
+        """Adds this block's part to `q_grad` and `kv_grad`; whole: the output and log-sum-exp over all blocks."""
+        for run, keys, bias in self._parts(q, kv, hidden):
+            some_grad, some_q, out, lse = (part[:, :, run] for part in (grad, q, *whole))
+            k, v = kv[0, :, :, keys], kv[1, :, :, keys]
+            block_q, *block_kv = self.blocks.backward(some_grad, some_q, k, v, out, lse, bias, self.scale)
+            q_grad[:, :, run] += block_q
+            kv_grad[:, :, :, keys] += torch.stack(block_kv)
+
+    def _parts(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility") -> Iterator[tuple[slice, slice, Tensor]]:
+        """Runs of queries, the keys that they may see, and the bias of the two."""
+        if isinstance(hidden, Tensor):
+            yield slice(0, q.shape[2]), slice(0, kv.shape[3]), hidden
+            return
+        wide = torch.promote_types(q.dtype, torch.float32)
+        for run in hidden.runs(q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize, self.most):
+            keys = hidden.reach(run)
+            yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
+
+
+class Masked(torch.autograd.Function):
+    """Attention over one block, the only one: `apply(q [B, H, Q, hd], kv [2, B, kv, K, hd], hidden, way)` in q's
+    dtype. Nothing is held of size queries × keys."""
+
+    @staticmethod
+    def forward(ctx, q, kv, hidden, way):
+        out, lse = way.forward(q, kv, hidden, None)
+        ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
+        ctx.hidden, ctx.way = hidden, way
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, kv, out, lse = ctx.saved_tensors
+        q_grad, kv_grad = (torch.zeros_like(one, dtype=lse.dtype) for one in (q, kv))
+        ctx.way.backward(grad, q, kv, (out, lse), ctx.hidden, q_grad, kv_grad)
+        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None
 
 
 def _unseen(bias: Tensor) -> Tensor:

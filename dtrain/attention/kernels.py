@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from dtrain.attention.blocks import ByMasks, Masked, Products
 from dtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ class Visibility:
         if self.query_documents is not None and self.key_documents is not None:
             seen &= self.query_documents.int()[:, queries, None] == self.key_documents.int()[:, None, :]
         return seen
+
+    def bias(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[B or 1, 1, q, K]: 0 where the queries of a slice see a key, -inf where not."""
+        return additive(self.visible(queries, device), dtype)[:, None]
+
+    def reach(self, queries: slice) -> slice:
+        """The keys that a run of queries may see, as far as their places tell."""
+        if not self.is_plain:
+            return slice(0, self.keys)
+        return slice(0 if self.window is None else max(0, queries.start - self.window + 1), queries.stop)
 
     def runs(self, row_bytes: int | None = None, most: int = MASK_BYTES) -> list[slice]:
         """The queries in runs, of which each takes at most `most` bytes; row_bytes: of one query of every row, by
@@ -142,7 +153,8 @@ class SdpaKernel(Kernel):
     """torch's scaled_dot_product_attention, on every device.
 
     On a GPU torch's causal kernel where nothing else hides keys, else a mask: one call where all of it takes
-    `MASK_BYTES` at most, or one per run of queries, computed again in the backward. Keys are repeated for their query
+    `MASK_BYTES` at most, or one per run of queries, computed again in the backward; in float64, for which a GPU has no
+    fused kernel, products of a run of queries at a time. Keys are repeated for their query
     heads unless the flash kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's
     composition, which holds all scores. On a CPU one call per run of queries, over no more keys than those can see:
     torch's CPU kernel multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512
@@ -158,12 +170,14 @@ class SdpaKernel(Kernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)
         size = 64 if visibility.keys < 1024 else 128
+        if device.type != "cpu" and dtype == torch.float64:
+            return [Span(*everything, None, False, visibility)]
         if device.type != "cpu" or visibility.queries <= size:
             if visibility.is_causal:
                 return [Span(*everything, bias=None, causal=True)]
             if device.type != "cpu" and len(runs := visibility.runs()) > 1:
-                return [Span(run, _reach(visibility, run), None, False, hidden=visibility) for run in runs]
-            return [Span(*everything, additive(visibility.visible(everything[0], device), dtype)[:, None], False)]
+                return [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+            return [Span(*everything, visibility.bias(everything[0], dtype, device), False)]
         runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
         if visibility.is_plain:
             return _plain_blocks(visibility, runs, dtype, device)
@@ -185,6 +199,8 @@ class SdpaKernel(Kernel):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
+        if (hidden := prepared[0].hidden) is not None and q.dtype == torch.float64:
+            return Masked.apply(q, torch.stack([k, v]), hidden, ByMasks(Products(), scale)).transpose(1, 2)
         flash = q.dtype in HALF and all(block.causal for block in prepared)
         if q.shape[1] != k.shape[1] and q.device.type == "cuda" and not flash:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
@@ -199,22 +215,17 @@ class SdpaKernel(Kernel):
             if block.hidden is None:
                 yield attend(run, keys, values)
             else:
-                yield checkpoint(attend, run, keys, values, use_reentrant=False, preserve_rng_state=False)
+                yield checkpoint(
+                    attend, run, keys, values, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+                )
 
 
 def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:
     """q [B, H, q, hd] of the run of `block`, k and v [B, H or kv, k, hd] -> [B, H, q, hd]."""
     bias = block.bias
     if block.hidden is not None:
-        bias = additive(block.hidden.visible(block.queries, q.device)[:, :, block.keys], q.dtype)[:, None]
+        bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys]
     return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
-
-
-def _reach(visibility: Visibility, run: slice) -> slice:
-    """The keys that a run of queries may see, as far as their places tell."""
-    if not visibility.is_plain:
-        return slice(0, visibility.keys)
-    return slice(0 if visibility.window is None else max(0, run.start - visibility.window + 1), run.stop)
 
 
 def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:
@@ -224,7 +235,7 @@ def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype,
     bias = additive(last, dtype)[:, None]
     blocks = []
     for run in runs:
-        reach = _reach(visibility, run)
+        reach = visibility.reach(run)
         count, seen = run.stop - run.start, reach.stop - reach.start
         blocks.append(Span(run, reach, bias[:, :, size - count :, keys - seen :], False))
     return blocks

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.attention.blocks import Partial
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
-from dtrain.attention.ring import BySegments, Partial
+from dtrain.attention.ring import BySegments
 from dtrain.attention.varlen import Flash, VarlenKernel, put
 from dtrain.parallel.layout import join_sequence, shard_sequence
 

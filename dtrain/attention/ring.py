@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import Blocks, blocks_for, merge
+from dtrain.attention.blocks import Blocks, ByMasks, Partial, blocks_for
 from dtrain.attention.context import ContextKernel, PackedContextKernel
 from dtrain.attention.kernels import Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Flash, Segments, VarlenKernel, pick
 from dtrain.parallel.layout import shard_sequence
-
-Partial = tuple[Tensor, Tensor]  # the output of the keys seen so far, and its log-sum-exp; max(float32, the dtype)
 
 
 class Way(Protocol):
@@ -98,44 +96,10 @@ Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is larg
 
 def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:
     runs = part.runs() if device.type != "cpu" else [slice(0, part.queries)]
-    seen = [part.visible(run, device) if len(runs) == 1 else part.visible(run, device).any() for run in runs]
-    if not any(bool(one.any()) for one in seen):
-        return None
-    return additive(seen[0], dtype)[:, None] if len(runs) == 1 else part
-
-
-@dataclass(frozen=True)
-class ByMasks:
-    """q [B, H, Q, hd], kv [2, B, kv, K, hd], the log-sum-exp [B, H, Q]; a step is what is hidden. Where that is no bias
-    yet, it is made for a run of queries at a time, whose scores take `most` bytes."""
-
-    blocks: Blocks
-    scale: float
-    most: int = 2**28
-
-    def forward(self, q: Tensor, kv: Tensor, step: Hidden, so_far: Partial | None) -> Partial:
-        found = [
-            self.blocks.forward(q[:, :, run], kv[0], kv[1], bias, self.scale) for run, bias in self._biases(q, kv, step)
-        ]
-        out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-        return (out, lse) if so_far is None else merge(*so_far, out, lse)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: Hidden, q_grad: Tensor, kv_grad: Tensor
-    ) -> None:
-        for run, bias in self._biases(q, kv, step):
-            some_grad, some_q, out, lse = (part[:, :, run] for part in (grad, q, *whole))
-            block_q, *block_kv = self.blocks.backward(some_grad, some_q, kv[0], kv[1], out, lse, bias, self.scale)
-            q_grad[:, :, run] += block_q
-            kv_grad += torch.stack(block_kv)
-
-    def _biases(self, q: Tensor, kv: Tensor, step: Hidden) -> Iterator[tuple[slice, Tensor]]:
-        if isinstance(step, Tensor):
-            yield slice(0, q.shape[2]), step
-            return
-        wide = torch.promote_types(q.dtype, torch.float32)
-        for run in step.runs(q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize, self.most):
-            yield run, additive(step.visible(run, q.device), q.dtype)[:, None]
+    if len(runs) > 1:
+        return part if any(bool(part.visible(run, device).any()) for run in runs) else None
+    visible = part.visible(runs[0], device)
+    return additive(visible, dtype)[:, None] if bool(visible.any()) else None
 
 
 @dataclass(frozen=True)

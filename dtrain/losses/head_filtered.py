@@ -19,12 +19,15 @@ from dtrain.losses.vocabulary import (
     WHOLE,
     Group,
     VocabShard,
+    add_product_,
     compute_dtype,
     fill_rows_,
     group_rank,
     group_size,
+    product,
     shard_sizes,
 )
+from dtrain.nucleus import kept_by_top_p
 from dtrain.parallel.placement import chunk_bounds
 
 # Tokens whose logits exist at once.
@@ -48,7 +51,8 @@ def filtered_logprobs_from_hidden_states(
     where there is no target, −inf (and no gradient) where the filter leaves it out.
 
     hidden [..., D], weight [V, D] or with `shard` this rank's rows of it, targets [...] int64 global ids, index [T]
-    int64 the flat positions of targets. Computed in max(float32, the dtypes). With `shard` the values come back on
+    int64 the flat positions of targets. Computed in max(float32, the dtypes), on a GPU from operands as they are; the
+    weight's gradient is then summed in float32 over the chunks. With `shard` the values come back on
     every rank, and hidden's gradient has still to be summed over the group; per chunk one all-to-all and one all-reduce
     forward, two and one in the backward.
     """
@@ -57,9 +61,16 @@ def filtered_logprobs_from_hidden_states(
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)  # [T, D]
     chosen = targets.flatten().index_select(0, index)
     dtype = torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
+    held, total, anchor = weight.detach(), None, None
+    if hidden.is_cuda and hidden.dtype == weight.dtype != dtype:  # no copy of the weight in float32
+        total = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if weight.requires_grad else None
+        anchor = _SummedBeside.apply(weight, total)
 
     def of_chunk(rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        logits = rows.to(dtype) @ weight.to(dtype).t()  # [t, V/tp]
+        if anchor is None:
+            logits = rows.to(dtype) @ weight.to(dtype).t()  # [t, V/tp]
+        else:
+            logits = _WideProduct.apply(rows, held, total, anchor)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         logits = logits / sampling.temperature
@@ -103,6 +114,9 @@ def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
         if top_p is None or top_p == 1.0:
             return mask
         logits = logits.masked_fill(~mask, -float("inf"))
+    if logits.is_cuda:  # where a sort of whole rows costs more than all else here
+        nucleus = kept_by_top_p(logits, top_p)
+        return nucleus if mask is None else nucleus & mask
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     p = torch.softmax(ordered, -1, dtype=compute_dtype(logits.dtype))
     before = p.cumsum(-1).sub_(p)  # the probability of all that are likelier
@@ -110,6 +124,39 @@ def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     stays[:, 0] = True
     nucleus = torch.empty_like(stays).scatter_(-1, ids, stays)
     return nucleus if mask is None else nucleus & mask
+
+
+class _SummedBeside(torch.autograd.Function):
+    """A scalar 0 in place of a weight: the products that take it add to `total`, the gradient that the weight gets."""
+
+    @staticmethod
+    def forward(ctx, weight, total):
+        ctx.total, ctx.dtype = total, weight.dtype
+        return torch.zeros((), dtype=torch.float32, device=weight.device)
+
+    @staticmethod
+    def backward(ctx, _):
+        total, ctx.total = ctx.total, None
+        return None if total is None else total.to(ctx.dtype), None
+
+
+class _WideProduct(torch.autograd.Function):
+    """rows [t, D] · weightᵀ [V, D] in float32 from operands of half of that; adds the weight's gradient to `total`."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, total, anchor):
+        ctx.save_for_backward(rows, weight)
+        ctx.total = total
+        return product(rows, weight.t())
+
+    @staticmethod
+    def backward(ctx, upstream):
+        rows, weight = ctx.saved_tensors
+        upstream = upstream.to(rows.dtype)
+        if ctx.total is not None:
+            add_product_(ctx.total, upstream.t(), rows)
+        of_rows = product(upstream, weight).to(rows.dtype) if ctx.needs_input_grad[0] else None
+        return of_rows, None, None, upstream.new_zeros((), dtype=torch.float32)
 
 
 class Exchange:

@@ -73,9 +73,11 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] += a [m, k] @ b [k, n], total in the compute dtype."""
+    """total [m, n] += a [m, k] @ b [k, n], total in the compute dtype; on a GPU without another [m, n] beside it."""
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and a.dtype == b.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(product(a, b))
 

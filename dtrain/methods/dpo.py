@@ -173,7 +173,7 @@ class DpoMethod(MethodWithReference):
         if self.objective.sft_weight:
             chosen_tokens = policy.sum_over_dp(_labels_of_chosen(batch).sum()).clamp(min=1)
         if not self.objective.whole_batch:
-            return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device))
+            return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device, non_blocking=True))
         return self._weighted(policy, batch, chosen_tokens)
 
     def loss(
@@ -214,8 +214,10 @@ class DpoMethod(MethodWithReference):
         def loss(source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor):
             weighted = source.weighted_sum(batch["token_weights"])
             share = source.documents / global_seqs.to(total.dtype)  # the values are whole: each micro-batch says a part
-            value = source.shared(total.to(share.device) * share)
-            parts = {name: source.shared(one.to(share.device) * share) for name, one in measured.items()}
+            value = source.shared(total.to(share.device, non_blocking=True) * share)
+            parts = {
+                name: source.shared(one.to(share.device, non_blocking=True) * share) for name, one in measured.items()
+            }
             return value + (weighted - weighted.detach()), parts
 
         return {**batch, "token_weights": weights - sft}, loss

@@ -149,7 +149,8 @@ class GrpoMethod(MethodWithReference):
         if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
             entropies = policy.label_entropies(batch, self.micro_rows, self.sampling)
             gathered, _ = policy.gather_over_dp(entropies[batch["labels"] != IGNORE])
-            threshold, high = (one.to(policy.device) for one in top_entropy_threshold(gathered, quantile))
+            found = top_entropy_threshold(gathered, quantile)
+            threshold, high = (one.to(policy.device, non_blocking=True) for one in found)
         return batch, partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=high)
 
     def loss(

@@ -135,8 +135,8 @@ def _local_power_sum(grads: list[Tensor], norm_type: float, dtype: torch.dtype, 
     powers = _powers([local_tensor(grad) for grad in grads], norm_type, dtype)
     if math.isinf(norm_type):
         return powers.max().nan_to_num(math.inf, math.inf)  # a maximum over ranks may lose a NaN
-    copies = torch.tensor([_copies(grad, ranks) for grad in grads], dtype=powers.dtype, device=powers.device)
-    return (powers / copies).sum()
+    copies = torch.tensor([_copies(grad, ranks) for grad in grads], dtype=powers.dtype)
+    return (powers / copies.to(powers.device, non_blocking=True)).sum()  # no wait for the device
 
 
 def _powers(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:

@@ -92,6 +92,16 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
+def flash_workspace(q: Tensor, k: Tensor, documents: int) -> int:
+    """Bytes that flash attention's backward holds beside its gradients, for q [T, H, hd] and k [K, kv, hd]: that of q
+    in float32, rounded up for each document, and under grouped heads those of k and v for each query head."""
+    multiple = 32 if q.shape[2] <= 128 else 64
+    size = -(-q.shape[2] // multiple) * multiple
+    own = (q.shape[0] + 128 * documents) * q.shape[1] * (size + 1) * 4
+    grouped = q.shape[1] != k.shape[1]
+    return own + (2 * k.shape[0] * q.shape[1] * q.shape[2] * k.element_size() if grouped else 0)
+
+
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """CUDA's fused norm of x [..., D] by weight [D], in x's dtype: keeps x and one number for each row, and writes each
     gradient once."""

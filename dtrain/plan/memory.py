@@ -53,10 +53,10 @@ class MemoryTimeline:
         self._resize(allocation, storage.nbytes())
         return allocation
 
-    def within_operation(self, tensor: Tensor) -> None:
-        """A copy of `tensor` [...] lives as long as the operation that comes."""
-        copy, size = Allocation(self.part), tensor.untyped_storage().nbytes()
-        self._events += [(copy, size), (copy, -size)]
+    def within_operation(self, size: int) -> None:
+        """So many bytes live as long as an operation: before what it gives is seen, or beside it."""
+        room = Allocation(self.part)
+        self._events += [(room, size), (room, -size)]
 
     def total(self) -> int:
         """Bytes that live now."""

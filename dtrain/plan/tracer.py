@@ -8,10 +8,11 @@ import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
 from dtrain.parallel.mesh import Mesh
 from dtrain.plan.collectives import CollectiveReader
+from dtrain.plan.kernels import flash_workspace
 from dtrain.plan.memory import MemoryTimeline
 from dtrain.plan.planned_device import MetaKernels
 
@@ -20,6 +21,14 @@ _FLOPS = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+# Their backwards: q and k as [tokens, heads, hd], and how many documents.
+_FLASH_BACKWARD = {
+    torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
+    _aten._scaled_dot_product_flash_attention_backward: lambda args: (
+        *(one.transpose(1, 2).flatten(0, 1) for one in args[1:3]),
+        len(args[1]),
+    ),
 }
 _FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift")  # compute nothing
 
@@ -48,11 +57,13 @@ class Tracer(MetaKernels):
         kwargs = kwargs or {}
         self.memory.poll()
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
-            self.memory.within_operation(args[1])
+            self.memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().__torch_dispatch__(func, types, args, kwargs)
         everything = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
         tensors = [one for one in everything if one.is_meta]
         self.memory.after(func, tensors)
+        if (read := _FLASH_BACKWARD.get(func._overloadpacket)) is not None:
+            self.memory.within_operation(flash_workspace(*read(args)))
         for one in everything:
             if not one.is_meta:
                 self.host.see(one)
@@ -65,6 +76,8 @@ class Tracer(MetaKernels):
 
     def _count_cost(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, tensors: list) -> None:
         formula = _FLOPS.get(func._overloadpacket)
+        if func._overloadpacket in (_aten.addmm, _aten.addmm_):  # what is added to comes first, in a dtype of its own
+            formula, args, kwargs = mm_flop, args[1:3], {}
         if formula is not None:
             dtype = next(one.dtype for one in args if isinstance(one, Tensor))
             self.counts[self.current, "flops", dtype] += formula(*args, **kwargs, out_val=out)

@@ -132,7 +132,8 @@ class Policy(Saved, Memory, WeightsOut):
             count = self._summed(_counts(rows), self.mesh.dp)
             counts.append(count)
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
-            divisors = [n.clamp(min=1).to(self.device) for n in (count[1], count[0])]  # sequences, tokens
+            both = (count[1], count[0])  # sequences, tokens
+            divisors = [n.clamp(min=1).to(self.device, non_blocking=True) for n in both]
             if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtrain.nucleus import last_kept
 from dtrain.randomness import key, uniform
 from dtrain.rollout.request import Request, SamplingParams
 
@@ -143,7 +144,11 @@ def filter_probabilities(
         least = largest.gather(1, top_k.clamp(1, largest.shape[1])[:, None] - 1)  # [m, 1]
         probabilities = probabilities.masked_fill((probabilities < least) & (top_k > 0)[:, None], 0.0)
     if top_p is not None:
-        least = _least_of_top_p(probabilities, top_p, _LIKELIEST if probabilities.device.type == "cpu" else size)
+        share = top_p * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
+        if probabilities.device.type == "cpu":
+            least = _least_of_top_p(probabilities, top_p, share, _LIKELIEST)
+        else:  # where to sort is slow, and to look whether the likeliest suffice is to wait
+            least = last_kept(probabilities, probabilities, share)
         probabilities = probabilities.masked_fill((probabilities < least) & (top_p < 1.0), 0.0)
     if min_p is not None:
         least = min_p.to(probabilities.dtype) * probabilities.amax(-1, keepdim=True)
@@ -151,10 +156,9 @@ def filter_probabilities(
     return probabilities
 
 
-def _least_of_top_p(probabilities: Tensor, top_p: Tensor, most: int) -> Tensor:
-    """[m, 1]: the smallest probability that top_p keeps, looked for among the `most` likeliest first."""
+def _least_of_top_p(probabilities: Tensor, top_p: Tensor, share: Tensor, most: int) -> Tensor:
+    """[m, 1]: the smallest probability that top_p keeps, whose share is looked for among the `most` likeliest first."""
     size = probabilities.shape[1]
-    share = top_p * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
     if most < size:
         largest = probabilities.topk(most, -1).values
     else:
@@ -162,7 +166,7 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, most: int) -> Tensor:
     sums = largest.cumsum(-1, dtype=torch.float64)
     count = (sums - largest < share).sum(-1, keepdim=True).clamp(min=1)  # before each token less than p is reached
     if most < size and bool(((sums[:, -1:] < share) & (top_p < 1.0)).any()):
-        return _least_of_top_p(probabilities, top_p, size)
+        return _least_of_top_p(probabilities, top_p, share, size)
     return largest.gather(1, count - 1)
 
 

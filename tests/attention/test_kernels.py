@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.attention import kernels
-from dtrain.attention.blocks import Products
+from dtrain.attention.blocks import ByMasks, Products
 from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visibility, choose_kernel
-from dtrain.attention.ring import ByMasks
 from dtrain.errors import UserError
 
 
@@ -138,14 +136,19 @@ def test_parts_of_a_mask_are_the_whole(name):
     )
     expected = written_out(q, k, v, brute_force(visibility, 3), 0.3)
     right = (expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad))
-    spans = [Span(run, kernels._reach(visibility, run), None, False, visibility) for run in runs]
-    out = SdpaKernel()(q, k, v, spans, 0.3)
+    spans = [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+    narrow = [one.detach().float().requires_grad_() for one in (q, k, v)]  # float64 goes another way
+    out = SdpaKernel()(*narrow, spans, 0.3)
+    for mine, theirs in zip((out, *torch.autograd.grad(out, narrow, grad.float())), right, strict=True):
+        assert (mine.double() - theirs).abs().max() <= 3e-6 * theirs.abs().max()
+    (span,) = SdpaKernel().prepare(visibility, torch.float64, torch.device("meta"))
+    out = SdpaKernel()(q, k, v, [span], 0.3)
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
     with torch.no_grad():
         way = ByMasks(Products(), 0.3, most=40 * 3 * 4 * 150 * 8)
         q, k, v, grad = (one.transpose(1, 2) for one in (q, k, v, grad))
         kv = torch.stack([k, v])
-        assert len(list(way._biases(q, kv, visibility))) == 4
+        assert len(list(way._parts(q, kv, visibility))) == 4
         whole = way.forward(q, kv, visibility, None)
         q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv)
         way.backward(grad, q, kv, whole, visibility, q_grad, kv_grad)

@@ -170,6 +170,7 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
         "memory_stats": lambda of=None: {"allocated_bytes.all.peak": device.peak()},
         "get_device_properties": _properties, "get_device_name": lambda of=None: card().name,
         "get_device_capability": lambda of=None: card().capability,
+        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
         "is_bf16_supported": lambda *_: card().capability >= (8, 0),
         # The random numbers are the host's own: they are drawn by its kernels.
         "get_rng_state": lambda of=None: torch.get_rng_state(),

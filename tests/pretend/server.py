@@ -4,6 +4,7 @@ It imports torch and dtrain once, takes cases from a connection and forks a proc
 case costs no import. It computes nothing itself, for a fork takes no threads of autograd or of kernels along.
 """
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -91,15 +92,18 @@ def _join(cuda: Any, size: int, card: Card) -> Callable[[int, int, str], None]:
         import torch
         import torch.distributed as dist
 
+        # Makes torch's pool of threads anew after the fork: the threads of autograd, one a card, would do it at once.
+        torch.set_num_threads(1)
         cuda.insert(card)
         if card.devices == 0:
             return
         device = torch.device("cuda", rank % card.devices)
         torch.cuda.set_device(device)
         if size > 1:
-            store = dist.FileStore(store_path, world_size)
-            backend = "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
+            from dtrain.parallel.mesh import init_process_group
+
+            init_process_group("cuda", dist.FileStore(store_path, world_size), rank, world_size, 60.0)
+            dist.all_reduce(torch.zeros(()))  # a rank that ended at once would cut others off that still connect
 
     return join
 
@@ -111,6 +115,7 @@ def _on_card(rank: int, card: Card, function: Callable[..., Any], args: tuple[An
 def main() -> None:
     from tests.pretend import cuda
 
+    faulthandler.enable()
     cuda.start(Path(sys.argv[2]))
     import importlib
 

@@ -284,6 +284,9 @@ def kernels_are_the_cpus(rank):
     assert any("fused" in what or "sdpa" in what for what, _ in journal.entries("kernel"))
     a, b = parts[0][0, 0].to(DEVICE), parts[1][0, 0].T.to(DEVICE)
     assert torch.equal(torch.mm(a, b, out_dtype=torch.float32).cpu(), a.cpu().float() @ b.cpu().float())
+    total = torch.ones(len(a), b.shape[1], device=DEVICE)
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    assert torch.equal(total.cpu(), 1 + a.cpu().float() @ b.cpu().float())
 
 
 def test_emulated_kernels_give_the_cpus_numbers():

@@ -1,0 +1,55 @@
+"""Which of a vocabulary's tokens top-p keeps, found by a search over the values instead of a sort of them.
+
+A float's bits, read as an integer and turned round below zero, are in the order of the floats. The last value kept is
+built bit by bit from the highest one on: each pass sums the probabilities of what is at least as large as some trial
+values. Every sum is in float64. The device is never looked at.
+"""
+
+import torch
+from torch import Tensor
+
+_INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+_INTEGER[torch.float16] = torch.int16
+_BITS = 2  # found in one pass where there is much to sum, each trial value another time
+_SMALL = 2**22, 4  # elements up to which passes cost more than sums, and the bits of a pass then
+
+
+def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
+    """[n, 1] of values [n, V], any float dtype: the largest one v for which the probabilities [n, V] of all tokens with
+    values ≥ v sum to at least `share` [n, 1] float64. The share is at most the sum of all. NaN where a row has NaN."""
+    integer = _INTEGER[values.dtype]
+    width = torch.iinfo(integer).bits
+    step = _SMALL[1] if values.numel() <= _SMALL[0] else _BITS
+    digits = torch.arange(1, 2**step, device=values.device)  # [trials]
+    share = share.clamp(min=torch.finfo(torch.float64).tiny)
+    found = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # an order, from 0 up
+    for shift in range(width - step, -1, -step):
+        trial = _value_of(found | (digits << shift), integer, values.dtype)  # [n, trials], ascending
+        masses = [
+            torch.where(values >= one, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
+            for one in trial.split(1, 1)
+        ]
+        found = found | ((torch.cat(masses, 1) >= share).sum(-1, keepdim=True) << shift)
+    return _value_of(found, integer, values.dtype)
+
+
+def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """The floats at places `order`, int64 from 0 on, of all floats in their order."""
+    lowest = torch.iinfo(integer).min
+    signed = order ^ lowest if integer is torch.int64 else order + lowest  # 64 bits of places leave no room to add
+    return torch.where(signed >= 0, signed, ~(signed - lowest)).to(integer).view(dtype)
+
+
+def kept_by_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """The mask [n, V] of logits [n, V], some of which may be −inf: the likeliest tokens up to and with the one whose
+    probability makes the sum reach top_p, at least one, equal ones by lower id."""
+    p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    whole = p.sum(-1, keepdim=True, dtype=torch.float64)
+    share = whole.clamp(max=top_p)
+    last = last_kept(logits, p, share)
+    above, equal = logits > last, logits == last
+    before = torch.where(above, p, 0).sum(-1, keepdim=True, dtype=torch.float64)
+    each = torch.where(equal, p, 0).amax(-1, keepdim=True).to(torch.float64)
+    places = equal.cumsum(-1) - 1  # [n, V], among the equal ones
+    nucleus = above | (equal & ((before + places * each < share) | (places == 0)))
+    return nucleus | (whole < top_p)  # by rounding

@@ -1,0 +1,99 @@
+"""Top-p by a search over the values, as a GPU has it, against sorted rows; and what a filtered head holds there."""
+
+import pytest
+import torch
+
+from dtrain.losses import TrainingSamplingParams, filtered_logprobs_from_hidden_states
+from dtrain.losses.head_filtered import _SummedBeside, _WideProduct
+from dtrain.nucleus import kept_by_top_p, last_kept
+from dtrain.plan.planned_device import MetaKernels, PlannedDevice
+from tests.losses.test_head_memory import Made
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHARES = [1e-9, 0.1037, 0.4813, 0.9021, 0.99871, 1 - 1e-9]  # no sum of equal shares meets one
+
+
+def rows(dtype, vocab, seed=0):
+    """Flat and peaked ones, many equal values, one token of all the probability, all alike, some left out."""
+    draw = torch.Generator().manual_seed(seed)
+    scales = torch.tensor([0.0, 0.1, 1.0, 3.0, 10.0, 100.0])
+    logits = torch.randn(6, vocab, dtype=torch.float64, generator=draw) * scales[:, None]
+    coarse = (2 * logits).round() / 2
+    masked = logits.masked_fill(torch.rand(6, vocab, generator=draw) < 0.4, -torch.inf)
+    one = torch.full((1, vocab), -torch.inf, dtype=torch.float64)
+    one[0, vocab // 2] = -3.0
+    return torch.cat([logits, coarse, masked, one, -logits.abs()]).to(dtype)
+
+
+def by_sorting(logits, p, top_p):
+    """Rows sorted stably, likeliest first, and the tokens before which less than top_p has come, one by one."""
+    kept = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, (values, chances) in enumerate(zip(logits.double().tolist(), p.double().tolist(), strict=True)):
+        before = 0.0
+        for rank, token in enumerate(sorted(range(len(values)), key=lambda one: (-values[one], one))):
+            if rank and before >= top_p:
+                break
+            kept[row, token] = True
+            before += chances[token]
+    return kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [3, 300])
+def test_what_is_kept_is_what_a_sort_keeps(dtype, vocab):
+    logits = rows(dtype, vocab)
+    p = logits.softmax(-1, dtype=torch.promote_types(dtype, torch.float32))
+    for top_p in SHARES:
+        for row in range(len(logits)):
+            one = slice(row, row + 1)
+            expected = by_sorting(logits[one], p[one], top_p)
+            assert torch.equal(kept_by_top_p(logits[one], top_p), expected), (row, top_p)
+        assert torch.equal(kept_by_top_p(logits, top_p), torch.cat([kept_by_top_p(r[None], top_p) for r in logits]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_draws_threshold_is_that_of_sorted_probabilities(dtype, step, monkeypatch):
+    """The same threshold, bit for bit, gives the same tokens: `filter_probabilities` compares with nothing else."""
+    monkeypatch.setattr("dtrain.nucleus._SMALL", (0, 0))
+    monkeypatch.setattr("dtrain.nucleus._BITS", step)
+    p = rows(dtype, 1000).softmax(-1)
+    for top_p in SHARES:
+        share = top_p * p.sum(-1, keepdim=True, dtype=torch.float64)
+        ordered = p.double().sort(-1, descending=True).values
+        count = (ordered.cumsum(-1) - ordered < share).sum(-1, keepdim=True).clamp(min=1)
+        assert torch.equal(last_kept(p, p, share).double(), ordered.gather(1, count - 1))
+
+
+def test_rows_that_are_not_numbers_and_a_share_of_nothing():
+    logits = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 2.0]])
+    assert kept_by_top_p(logits, 0.0)[1].tolist() == [False, True, False]
+    assert last_kept(logits, logits, torch.full((2, 1), 0.5, dtype=torch.float64)).shape == (2, 1)
+
+
+def test_products_of_narrow_operands_sum_the_weights_gradient_in_float32():
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, upstream = (torch.randn(shape, generator=draw) for shape in ((50, 8), (30, 8), (50, 30)))
+    h, w = (one.bfloat16().requires_grad_() for one in (hidden, weight))
+    total = torch.zeros(30, 8)
+    anchor = _SummedBeside.apply(w, total)
+    parts = [_WideProduct.apply(h[start : start + 20], w.detach(), total, anchor) for start in (0, 20, 40)]
+    logits = torch.cat(parts)
+    assert logits.dtype == torch.float32 and torch.equal(logits, h.detach().float() @ w.detach().float().t())
+    logits.backward(upstream)
+    narrow = upstream.bfloat16().double()
+    assert torch.allclose(h.grad.double(), (narrow @ w.detach().double()).to(torch.bfloat16).double(), rtol=2**-7)
+    assert torch.allclose(total.double(), narrow.t() @ h.detach().double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(w.grad, total.bfloat16())
+
+
+def test_a_gpu_holds_no_copy_of_the_head_in_float32():
+    tokens, vocab, size = 5000, 3000, 64
+    hidden = torch.empty(tokens, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(vocab, size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    ids = torch.zeros(tokens, dtype=torch.int64, device="meta")
+    sampling = TrainingSamplingParams(top_k=50, top_p=0.9)
+    with PlannedDevice(torch.device("cuda", 0)), Made((vocab, size), torch.float32) as made, MetaKernels():
+        index = torch.arange(tokens, device="meta")
+        filtered_logprobs_from_hidden_states(hidden, weight, ids, sampling, index=index).sum().backward()
+    assert made.count == 1, "the sum of the weight's gradient, over three chunks"

@@ -1,0 +1,73 @@
+"""A plan's peak for a CUDA device against the bytes that a pretend card hands out for the same step."""
+
+import pytest
+import torch
+
+from dtrain import config
+from dtrain.batch import collate
+from dtrain.methods import METHODS
+from dtrain.models.config import read_config
+from dtrain.parallel.mesh import build_mesh, init_one_process_group
+from dtrain.plan.step import plan_step
+from dtrain.plan.trace import full_rows
+from dtrain.policy import Policy
+from tests.pretend.runs import runtime_of
+from tests.pretend.worlds import run_pretend
+from tests.tiny import tiny_recipe, write_model
+
+CLOSE = 0.01
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 3001,
+    "max_position_embeddings": 4096,
+}
+
+
+def peak_of_a_step(rank, recipe, size):
+    """The most bytes held in the second step: the optimizer's state is there from the first update on."""
+    sizes = config.sizes(recipe, size)
+    runtime = runtime_of(rank, size)
+    if size == 1:
+        init_one_process_group("cuda")
+    mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy.init_optimizer(10)
+    method = METHODS[recipe.method](recipe)
+    if recipe.method == "dpo":
+        method.keep_reference(policy)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        rows = full_rows(recipe, method, sizes.accumulation)
+        batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
+        policy.train(batch, loss, mbs=method.micro_rows)
+    return torch.cuda.max_memory_allocated()
+
+
+CASES = {
+    "packed": (1, ["data.max_length=1024"]),
+    "padded, computed again": (1, ["data.packing=false", "train.activation_checkpointing=full"]),
+    "weights larger than activations": (1, ["data.max_length=32"]),
+    "fsdp": (2, []),
+    "tp": (2, ["parallel.tp=2"]),
+    "cp": (2, ["parallel.cp=2", "data.max_length=1024"]),
+    "ring": (2, ["parallel.cp=2", "parallel.cp_rotate=ring", "data.max_length=1024"]),
+    "dpo": (1, ["method=dpo"]),
+    "float32": (1, ["train.dtype=float32", "model.attention=sdpa"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planned_peak_is_what_the_card_hands_out(tmp_path, name):
+    size, keys = CASES[name]
+    path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)
+    shape = f"model.path={path}", "train.dtype=bfloat16", "data.max_length=512", "train.global_batch=2"
+    recipe = tiny_recipe(tmp_path, *shape, "train.micro_batch=1", *keys)
+    planned = plan_step(recipe, read_config(path), config.sizes(recipe, size), device="cuda").peak
+    allocated = max(run_pretend(peak_of_a_step, size, recipe, size))
+    print(f"{name}: planned {planned:,}, allocated {allocated:,} bytes, {planned / allocated - 1:+.1%}")
+    assert abs(planned / allocated - 1) <= CLOSE

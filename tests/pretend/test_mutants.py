@@ -1,0 +1,117 @@
+"""A wrong device put in at one place of dtrain: a run on the CPU does not notice, a run on a pretend card ends."""
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.pretend.mutants import Mutant
+from tests.pretend.runs import train_on_card
+from tests.pretend.test_methods import distill, grpo, lora
+from tests.pretend.test_saves import sent
+from tests.pretend.worlds import run_pretend
+from tests.tiny import tiny_recipe
+
+FOUND = "same device|must be CUDA|on several devices|different devices"
+
+
+def sft(root, *keys, name="run"):
+    return tiny_recipe(root, "train.steps=1", "train.dtype=bfloat16", *keys, name=name)
+
+
+def received(root, *keys, name="run"):
+    return tiny_recipe(root, "train.global_batch=4", "train.dtype=float32", family="llama")
+
+
+class Place(NamedTuple):
+    """of dtrain: `device` within `line` of `module` becomes `instead`; the run of `make` on `size` ranks ends."""
+
+    module: str
+    line: str
+    device: str
+    instead: str = ""
+    make: Any = sft
+    size: int = 1
+    keys: tuple[str, ...] = ()
+
+
+TO_DEVICE = ".to(device, non_blocking=True)"
+RING = ("parallel.cp=2", "parallel.cp_rotate=ring")
+PLACES = {
+    "a micro-batch stays on the host": Place("policy.score", "views(here.to(device, non_blocking=True))", TO_DEVICE),
+    "a micro-batch goes to the first card": Place(
+        "policy.score", "views(here.to(device, non_blocking=True))", "device, ", '"cuda:0", ', size=2
+    ),
+    "positions": Place(
+        "models.layers", "torch.arange(length, device=device)[None]", ", device=device", keys=("data.packing=false",)
+    ),
+    "frequencies": Place(
+        "models.functions", "wide).to(positions.device, non_blocking=True)", ".to(positions.device, non_blocking=True)"
+    ),
+    "the head's gradient": Place(
+        "losses.hidden", "self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)",
+        ", device=weight.device",
+    ),
+    "weights that are drawn": Place(
+        "models.init", "torch.arange(start, end, device=local.device) * strides[0]", ", device=local.device"
+    ),
+    "how often the norm has each gradient": Place(
+        "parallel.grads", "copies.to(powers.device, non_blocking=True)", ".to(powers.device, non_blocking=True)"
+    ),
+    "cumulative lengths": Place(
+        "attention.varlen", "host.to(device, non_blocking=True).split", TO_DEVICE,
+        keys=("model.attention=varlen",),
+    ),
+    "the ring's lengths": Place(
+        "attention.context", "for step in steps for call in step), device)", ", device)", ', torch.device("cpu"))',
+        size=2, keys=RING,
+    ),
+    "elements that dropout counts": Place(
+        "models.adapters", "torch.arange(first, first + x.shape[-1], device=x.device)", ", device=x.device", make=lora
+    ),
+    "lengths in a cache": Place(
+        "attention.decode", "self._before = torch.tensor([prompt.length for prompt in prompts], device=device)",
+        ", device=device", make=grpo,
+    ),
+    "keys of the draws": Place(
+        "rollout.sampling", "self._keys = torch.tensor(keys, dtype=torch.int64, device=device)", ", device=device",
+        make=grpo,
+    ),
+    "a teacher's logits": Place(
+        "losses.head_topk", "values = torch.empty(len(index), k, dtype=tokens.dtype, device=index.device)",
+        ", device=index.device", make=distill, keys=("distill.top_k=8",),
+    ),
+    "weights that are sent": Place(
+        "policy.weights", "receivers.broadcast(flatten(full), 0)", "flatten(full)", "flatten(full).cpu()", make=received
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wrong_device_is_noticed(tmp_path, place):
+    """The run ends, or its steps wait for the card more often than without: CUDA itself takes some tensors of the
+    host."""
+    module, line, device, instead, make, size, keys = PLACES[place]
+    assert device in line
+    mutant = Mutant(f"dtrain.{module}", line, line.replace(device, instead))
+    recipe = make(tmp_path, *keys, name="mutant")
+    run = (sent, 1, recipe) if make is received else (train_on_card, size, recipe, size)
+    try:
+        found = run_pretend(*run, mutants=[mutant], timeout=30.0)
+    except AssertionError as error:
+        assert re.search(FOUND, str(error)), error
+        return
+    usual = run_pretend(train_on_card, size, make(tmp_path, *keys, name="usual"), size)
+    assert found[0].count("sync") > usual[0].count("sync")
+
+
+def test_a_mutant_that_fits_nowhere_is_told(tmp_path):
+    with pytest.raises(AssertionError, match="stands 0 times in dtrain.trainer"):
+        run_pretend(train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.trainer", "no such line", "")])
+
+
+def test_the_same_run_without_a_mutant_goes_well(tmp_path):
+    """Imported anew all the same, so that what ends the others is the mutant."""
+    run_pretend(
+        train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.trainer", '"""The loop: ', '"""The loop: ')]
+    )

@@ -1,0 +1,53 @@
+"""How often the host waits for the card in a step of training: for the norm, and for the step's sums."""
+
+import pytest
+
+from tests.pretend.test_methods import distill, dpo, lora
+from tests.pretend.test_sft import MESHES, on_card
+from tests.tiny import tiny_recipe
+
+SHORT, LONG = 3, 5  # steps of two runs: what differs is the steps' own
+
+
+def sft(root, *keys, name):
+    return tiny_recipe(root, *keys, family="gemma3", name=name)
+
+
+def waits_of_a_step(make, root, keys, size):
+    """{(what, where): waits of one step} of rank 0."""
+    felt = []
+    for steps in (SHORT, LONG):
+        recipe = make(root, *keys, f"train.steps={steps}", name=f"of-{steps}")
+        felt.append(on_card(recipe, size)[1].entries["sync"])
+    few, many = felt
+    per_step = {key: (count - few.get(key, 0)) / (LONG - SHORT) for key, count in many.items()}
+    return {key: count for key, count in per_step.items() if count}
+
+
+NORM, SUMS = "dtrain/optim.py", "dtrain/policy/policy.py"
+
+
+def assert_two(waits, more=0):
+    assert sum(waits.values()) == 2 + more, waits
+    assert {where.split(":")[0] for _, where in waits} == {NORM, SUMS}, waits
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_a_step_of_sft_waits_twice(tmp_path, dtype, packing):
+    keys = f"train.dtype={dtype}", f"data.packing={packing}"
+    assert_two(waits_of_a_step(sft, tmp_path, keys, 1))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tp", "cp", "ring", "hsdp"])
+def test_a_step_of_every_mesh_waits_twice(tmp_path, mesh):
+    size, keys = MESHES[mesh]
+    assert_two(waits_of_a_step(sft, tmp_path, ("train.dtype=bfloat16", *keys), size))
+
+
+@pytest.mark.parametrize("method", [dpo, distill, lora])
+def test_a_step_of_other_methods_waits_twice(tmp_path, method):
+    """DPO's besides for each of two micro-batches of the reference's pass, whose log-probabilities go to the host."""
+    waits = waits_of_a_step(method, tmp_path, ("train.dtype=bfloat16",), 1)
+    print(waits)
+    assert_two(waits, 2 if method is dpo else 0)
