@@ -139,7 +139,8 @@ class Span(NamedTuple):
     """A run of queries, the run of keys that holds all they see, and what is hidden in between.
 
     bias [B or 1, 1, q, k] is 0 or -inf; None: causal by index where `causal`, else as `hidden` says, which is made into
-    a bias by every layer, since those of all runs would be a mask over queries × keys.
+    a bias by every layer, since those of all runs would be a mask over queries × keys. groups: whether what computes it
+    reads a key head for several query heads.
     """
 
     queries: slice
@@ -147,6 +148,7 @@ class Span(NamedTuple):
     bias: Tensor | None
     causal: bool
     hidden: Visibility | None = None
+    groups: bool = True
 
 
 class SdpaKernel(Kernel):
@@ -154,9 +156,9 @@ class SdpaKernel(Kernel):
 
     On a GPU torch's causal kernel where nothing else hides keys, else a mask: one call where all of it takes
     `MASK_BYTES` at most, or one per run of queries, computed again in the backward; in float64, for which a GPU has no
-    fused kernel, products of a run of queries at a time. Keys are repeated for their query
-    heads unless the flash kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's
-    composition, which holds all scores. On a CPU one call per run of queries, over no more keys than those can see:
+    fused kernel, products of a run of queries at a time. Keys are repeated for their query heads unless the flash
+    kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's composition, which
+    holds all scores. On a CPU one call per run of queries, over no more keys than those can see:
     torch's CPU kernel multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512
     tokens, and most of it where rows are packed with short documents).
     """
@@ -170,13 +172,20 @@ class SdpaKernel(Kernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)
         size = 64 if visibility.keys < 1024 else 128
-        if device.type != "cpu" and dtype == torch.float64:
-            return [Span(*everything, None, False, visibility)]
-        if device.type != "cpu" or visibility.queries <= size:
+        if device.type != "cpu":
+            if dtype == torch.float64:
+                return [Span(*everything, None, False, visibility)]
             if visibility.is_causal:
-                return [Span(*everything, bias=None, causal=True)]
-            if device.type != "cpu" and len(runs := visibility.runs()) > 1:
-                return [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+                return [Span(*everything, None, True, groups=dtype in HALF and _has_flash(device))]
+            if len(runs := visibility.runs()) > 1:
+                reach = (visibility.reach(run) for run in runs)
+                # The kernel reads the mask 16 bytes at a time, from an address of which that is a factor.
+                whole = (slice(keys.start // 16 * 16, keys.stop) for keys in reach)
+                return [Span(run, keys, None, False, visibility, False) for run, keys in zip(runs, whole, strict=True)]
+            return [Span(*everything, visibility.bias(everything[0], dtype, device), False, groups=False)]
+        if visibility.queries <= size:
+            if visibility.is_causal:
+                return [Span(*everything, None, True)]
             return [Span(*everything, visibility.bias(everything[0], dtype, device), False)]
         runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
         if visibility.is_plain:
@@ -201,8 +210,7 @@ class SdpaKernel(Kernel):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
         if (hidden := prepared[0].hidden) is not None and q.dtype == torch.float64:
             return Masked.apply(q, torch.stack([k, v]), hidden, ByMasks(Products(), scale)).transpose(1, 2)
-        flash = q.dtype in HALF and all(block.causal for block in prepared)
-        if q.shape[1] != k.shape[1] and q.device.type == "cuda" and not flash:
+        if q.shape[1] != k.shape[1] and not prepared[0].groups:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         outputs = [output.transpose(1, 2) for output in self._outputs(q, k, v, prepared, scale)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -218,6 +226,11 @@ class SdpaKernel(Kernel):
                 yield checkpoint(
                     attend, run, keys, values, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
                 )
+
+
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs on `device`, of type cuda; of one that is only planned, yes."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:

@@ -196,7 +196,9 @@ def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
             next(of_calls),
             next(of_calls),
             max(2, *call.query_lengths),  # for segments of one query each the kernel has a way of its own, with errors
-            max(2, *call.key_lengths),
+            # Where keys before a query are hidden and those after it are not, the kernel hides those that lie farther
+            # after it than the longest segment of keys is said to be.
+            max(2, *call.key_lengths, *(call.query_lengths if call.window[1] < 0 else ())),
             call.window,
         )
         for call in calls

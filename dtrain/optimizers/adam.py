@@ -121,7 +121,7 @@ class LowBitAdam(Optimizer):
         # Products and sums apart: torch's fused kernels round a tensor's ends otherwise than its middle.
         first.mul_(beta1).add_(gradient * (1 - beta1))
         second.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
-        denominator = second.sqrt().div_((1 - beta2**part.number) ** 0.5).add_(part.group["eps"])
+        denominator = second.sqrt().mul_((1 - beta2**part.number) ** -0.5).add_(part.group["eps"])
         values.sub_((first / denominator).mul_(lr / (1 - beta1**part.number)))
         needs_bits = weights.dtype == torch.bfloat16 or any(type(moment) is not Plain for moment in moments)
         bits = part.stepped.place.bits(part.rows, part.name, weights.device) if needs_bits else gradient
@@ -147,5 +147,6 @@ class _Part:
 
 
 def _rows(tensor: Tensor, place: Place) -> Tensor:
-    """A tensor of the state, [..], as [held_rows, ..]."""
-    return tensor if tensor.dim() == 2 and len(tensor) == place.held_rows else tensor.view(place.held_rows, -1)
+    """A tensor of the state, [..], as [held_rows, ..]: scales are, all else has the parameter's elements."""
+    is_matrix = tensor.dim() == 2 and len(tensor) == place.held_rows
+    return tensor if is_matrix else tensor.view(place.held_rows, place.held_columns)

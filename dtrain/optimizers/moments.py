@@ -118,7 +118,7 @@ class Int8(Plain):
         """[rows, held_columns] in float32."""
         values = rows[self.key].float()
         most, exponent = self.grid
-        values.div_(most)
+        values.mul_(1 / most)  # a GPU divides by a number that way, and a CPU does not
         values = values * values.abs() if self.signed else _power(values, exponent)
         return values.mul_(self._of_elements(rows[self.scales]))
 

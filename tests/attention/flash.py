@@ -47,10 +47,13 @@ class WrittenFlash(Flash):
             sums.append(scores.logsumexp(-1))
         return torch.cat(outputs).to(q.dtype), torch.cat(sums, 1)
 
-    def seen(self, distance, window):
-        """[q, k] bool: the distances that a window shows."""
+    def seen(self, distance, window, longest_key):
+        """[q, k] bool: the distances that a window shows. As FlashAttention-2 reads it, flash_api.cpp: -1 beside a side
+        that is given means the longest segment of keys, and not all."""
         left, right = window
         assert left >= -1 and right in (-1, 0)
+        if left >= 0 and right < 0:
+            return (distance <= left) & (distance >= -longest_key)
         return (distance <= (left if left >= 0 else math.inf)) & (distance >= (0 if right == 0 else -math.inf))
 
     def _segments(self, q, k, v, segments):
@@ -62,11 +65,11 @@ class WrittenFlash(Flash):
             assert tokens.dim() == 3 and tokens.stride(-1) == 1
             assert of.dtype == torch.int32 and of.is_contiguous() and of[0] == 0 and of[-1] == len(tokens)
             lengths = of.diff()
-            assert int(lengths.min()) > 0 and longest == max(2, int(lengths.max()))
+            assert int(lengths.min()) > 0 and longest >= max(2, int(lengths.max()))
             ends.append(of.tolist())
         assert v.shape == k.shape and len(ends[0]) == len(ends[1])
         for (start, stop), (first, last) in zip(*(zip(one, one[1:], strict=False) for one in ends), strict=True):
             at = torch.arange(stop - start)[:, None] + (last - first) - (stop - start)
-            seen = self.seen(at - torch.arange(last - first), segments.window)
+            seen = self.seen(at - torch.arange(last - first), segments.window, segments.longest_key)
             assert bool(seen.any(1).all()), "a query of a segment without a key"
             yield slice(start, stop), slice(first, last), seen

@@ -88,8 +88,8 @@ def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype, exch
 
 
 class Wider(WrittenFlash):
-    def seen(self, distance, window):
-        return super().seen(distance, (window[0] + 1 if window[0] >= 0 else -1, window[1]))
+    def seen(self, distance, window, longest_key):
+        return super().seen(distance, (window[0] + 1 if window[0] >= 0 else -1, window[1]), longest_key)
 
 
 class BlindToDocuments(WrittenFlash):
@@ -101,8 +101,9 @@ class BlindToDocuments(WrittenFlash):
 class FromTheStart(WrittenFlash):
     """Causal from the first query and key on, as flash attention before 2.1."""
 
-    def seen(self, distance, window):
-        return super().seen(distance - int(distance[0, 0]) if window[1] == 0 else distance, window)
+    def seen(self, distance, window, longest_key):
+        shifted = distance - int(distance[0, 0]) if window[1] == 0 else distance
+        return super().seen(shifted, window, longest_key)
 
 
 class WithoutGradientOfValues(WrittenFlash):

@@ -287,7 +287,9 @@ def _window(causal, left, right, max_q, max_k) -> tuple[int, int]:
     left, right = (-1 if side is None else side for side in (left, right))
     if causal and max_q > 1:
         right = 0
-    return (-1 if left >= max_k else left), (-1 if right >= max_k else right)
+    left, right = (-1 if left >= max_k else left), (-1 if right >= max_k else right)
+    # flash_api.cpp, set_params_fprop: a left side alone makes the right one the longest segment of keys, and not all.
+    return left, max_k if right < 0 <= left else right
 
 
 def _blocks(queries: int, keys: int, window: tuple[int, int], shift: int) -> Iterator[tuple[slice, slice, Tensor]]:

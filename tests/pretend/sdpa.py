@@ -34,6 +34,9 @@ class Choice:
             raise RuntimeError("No available kernel. Aborting execution.")
         shapes = f"q{list(q.shape)} k{list(k.shape)} mask={None if mask is None else list(mask.shape)} causal={causal}"
         self._note("kernel", f"sdpa {found.name}: {str(q.dtype)[6:]} {shapes}")
+        if found == SDPBackend.EFFICIENT_ATTENTION and mask is not None:
+            if mask.storage_offset() * mask.itemsize % 16:
+                raise RuntimeError("attn_bias_ptr is not correctly aligned")  # in half precision; else the kernel dies
         if found == SDPBackend.MATH and k.shape[2] > MOST_MATH_KEYS:
             raise RuntimeError(f"scaled_dot_product_attention takes the math backend, which holds all scores: {shapes}")
         return found.value
