@@ -36,8 +36,8 @@ def kind_of(name: str, size: torch.Size, asked: str) -> str:
 
 
 def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 [..] rounded to bfloat16 up or down at random, by the lowest 16 of `bits`, int64 [..]. What bfloat16
-    holds stays as it is."""
+    """float32 [..] rounded to bfloat16 up or down at random, by the lowest 16 of `bits`, whole numbers [..]. What
+    bfloat16 holds stays as it is."""
     words = values.contiguous().view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     return (words & -0x10000).view(torch.float32).bfloat16()
 

@@ -63,6 +63,14 @@ class Place:
         column = torch.arange(self.first_column, self.first_column + self.held_columns, device=device)
         return bits(row[:, None] * self.columns + column, name)
 
+    def few_bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
+        """16 random bits for each element, as `bits`, at a quarter of its cost: int32 [rows, held_columns]."""
+        first, end = self.first_column // 4, -(-(self.first_column + self.held_columns) // 4)
+        row = torch.arange(self.first_row + rows.start, self.first_row + rows.stop, device=device)
+        fours = row[:, None] * -(-self.columns // 4) + torch.arange(first, end, device=device)
+        before = self.first_column - 4 * first
+        return bits(fours, name).view(torch.int16)[:, before : before + self.held_columns].int()
+
 
 def stream(seed: int, step: int, name: str) -> int:
     """The name of the sequence of bits that a parameter's step takes."""

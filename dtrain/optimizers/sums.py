@@ -55,5 +55,5 @@ class GradientSums:
         at_once = max(1, AT_ONCE // place.columns)
         for start in range(0, place.held_rows, at_once):
             rows = slice(start, min(start + at_once, place.held_rows))
-            bits = place.bits(rows, bits_of, kept.device)
+            bits = place.few_bits(rows, bits_of, kept.device)
             kept[rows] = round_bfloat16(kept[rows].float() + new[rows].float(), bits)

@@ -18,6 +18,8 @@ from dtrain.methods.method import MethodWithReference
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
+from dtrain.optimizers.adam import AT_ONCE
+from dtrain.optimizers.offload import RING
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
@@ -32,6 +34,8 @@ from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher
+
+VISITING = RING * 2 * 4 * AT_ONCE  # bytes: of two moments in float32 that visit the device
 
 
 class PlannedPolicy(Policy):
@@ -83,7 +87,7 @@ class PlannedPolicy(Policy):
         with MetaKernels():
             optimizer.step()
         optimizer.zero_grad()
-        self.state_bytes = 0 if is_offloaded else state_bytes(optimizer)
+        self.state_bytes = min(state_bytes(optimizer), VISITING) if is_offloaded else state_bytes(optimizer)
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
         def before(*_: object) -> None:

@@ -105,7 +105,7 @@ def _memory(plan: Plan) -> str:
     held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
     words = {
         "parameters": "this rank's share of the master weights" if step.trained == step.parameters else held,
-        "optimizer": plan.recipe.optimizer.name,
+        "optimizer": plan.recipe.optimizer.name + " on the host, what visits" * plan.recipe.parallel.optimizer_offload,
         "gradients": "of whole layers until the last micro-batch is done"
         if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each
         else "this rank's share, as far as it is there, and what is on its way",

@@ -324,3 +324,12 @@ def test_reduced_after_each_micro_batch_a_run_is_as_one_that_is_reduced_once(tmp
     for mine, other in zip(each, once, strict=True):
         assert abs(mine[0] - other[0]) < 2e-3 * other[0] and abs(mine[1] - other[1]) < 2e-2 * other[1]
     assert each != once
+
+
+def test_a_part_of_a_parameter_has_the_bits_of_the_whole():
+    device = torch.device("cpu")
+    whole, part = Place(10, 37, 0, 0, 10, 37), Place(10, 37, 3, 13, 4, 20)
+    for name in ("bits", "few_bits"):
+        found = getattr(part, name)(slice(1, 4), 5, device)
+        drawn = getattr(whole, name)(slice(0, 10), 5, device)
+        assert torch.equal(drawn[4:7, 13:33], found) and drawn.unique().numel() > 360
