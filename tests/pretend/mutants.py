@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+_OF_THE_DEVICE = {"tests", "tests.pretend", "tests.world"}  # these hold its state, and know nothing of dtrain
+_OF_THE_DEVICE |= {
+    f"tests.pretend.{name}" for name in ("card", "cuda", "journal", "kernels", "mutants", "sdpa", "server")
+}
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -18,13 +23,10 @@ class Mutant:
 
 
 def apply(mutants: Sequence[Mutant]) -> None:
-    """From here on, imports give the mutants. What was imported of dtrain and the tests is forgotten."""
-    kept = ("tests.pretend.", "tests.world")
+    """From here on, imports give the mutants. What was imported of dtrain, and whatever imports it, is forgotten."""
     for name in list(sys.modules):
-        if name.split(".")[0] in ("dtrain", "tests") and not name.startswith(kept):
+        if name.split(".")[0] in ("dtrain", "tests", "tools") and name not in _OF_THE_DEVICE:
             del sys.modules[name]
-    for name in ("tests.pretend.runs",):
-        sys.modules.pop(name, None)
     sys.meta_path.insert(0, _Finder(mutants))
 
 

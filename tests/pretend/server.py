@@ -103,6 +103,7 @@ def _join(cuda: Any, size: int, card: Card) -> Callable[[int, int, str], None]:
             from dtrain.parallel.mesh import init_process_group
 
             init_process_group("cuda", dist.FileStore(store_path, world_size), rank, world_size, 60.0)
+            dist.all_reduce(torch.zeros(()))  # a rank that ended at once would cut others off that still connect
 
     return join
 

@@ -1,0 +1,60 @@
+"""tools/check_gpu, whole, on two pretend cards."""
+
+from functools import partial
+
+import pytest
+
+from tests.pretend import cuda
+from tests.pretend.card import Card
+from tests.pretend.mutants import Mutant
+from tests.pretend.worlds import run_pretend
+from tests.world import run_world
+from tools.gpu.check import Asked, check
+from tools.gpu.parts import PARTS
+from tools.gpu.ranks import join
+
+pytestmark = pytest.mark.turns(3)
+
+
+def called(rank, function, size, args):
+    return function(rank, size, *args)
+
+
+def joined(patience, rank, size, store):
+    import torch
+
+    torch.set_num_threads(1)
+    cuda.insert(cuda.card())
+    join(rank, size, store, patience)
+
+
+def forked(function, size, *args, timeout=60.0, patience=30.0):
+    """As `tools.gpu.ranks.run`, by forks of the process that has the cards."""
+    return run_world(called, size, function, size, args, timeout=timeout, join=partial(joined, patience))
+
+
+def checked(rank, out, world):
+    return check(Asked(world, out, compiled=False, small=True), forked)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_parts_go_well(tmp_path, world):
+    out = tmp_path / "check.txt"
+    status = run_pretend(checked, 1, out, world, card=Card(devices=world), timeout=400.0)
+    text = out.read_text()
+    assert status == [0], text
+    assert text.count("\nok ") > 20 and "NVIDIA H100" in text and text.rstrip().endswith("== nothing wrong")
+    assert world == 1 or "a collective without its other rank" in text
+
+
+def half_checked(rank, out):
+    some = {name: PARTS[name] for name in ("saves", "devices and versions")}
+    return check(Asked(1, out, compiled=False, small=True), forked, some)
+
+
+def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path):
+    out = tmp_path / "check.txt"
+    lost = Mutant("dtrain.models.functions", ".to(positions.device, non_blocking=True)", "")
+    assert run_pretend(half_checked, 1, out, mutants=[lost]) == [1]
+    text = out.read_text()
+    assert "WRONG" in text and "same device" in text and "NVIDIA H100" in text and "== 1 wrong" in text

@@ -1,0 +1,117 @@
+"""Recipes that need no download: models from scratch and random rows; and what a rank does with one."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from dtrain import config
+from dtrain.config.schema import Recipe
+from tests.tiny import tiny_recipe, write_model
+
+# Shapes of Qwen3-0.6B and Llama-3.2-1B.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.6B": ("qwen3", {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+    }),
+    "1B": ("llama", {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    }),
+}  # fmt: skip
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 1003}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def shape_recipe(root: Path, shape: str, length: int, small: bool, *overrides: str, name: str) -> Recipe:
+    """SFT of a shape of SHAPES from scratch over packed random documents, a row of `length` tokens a micro-batch."""
+    family, sizes = SHAPES[shape]
+    sizes = {**sizes, **SMALL} if small else sizes
+    model = root / f"shape-{shape}"
+    if not model.exists():
+        write_model(model, family, **sizes)
+    rows = root / f"rows-{length}.jsonl"
+    if not rows.exists():
+        draw = random.Random(0)
+        with rows.open("w") as file:
+            for _ in range(40):
+                ids = [draw.randrange(60) for _ in range(draw.randint(length // 8, length))]
+                file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+    keys = f"model.path={model}", f"data.train.path={rows}", f"data.max_length={length}", "data.packing=true"
+    keys += "train.dtype=bfloat16", "train.micro_batch=1", "optimizer.lr=1e-4", "scheduler.warmup_steps=0"
+    return tiny_recipe(root, *keys, *overrides, name=name)
+
+
+def train_rank(rank: int, size: int, recipe: Recipe, device: str = "cuda") -> None:
+    import torch
+
+    from dtrain.parallel.runtime import Runtime
+    from dtrain.trainer import train
+
+    there = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=there))
+
+
+def rows_of(recipe: Recipe) -> list[dict[str, Any]]:
+    """The training rows of the run's metrics."""
+    lines = (recipe.run.directory / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
+    """The most bytes that a step holds, and the attention kernel with the reason where another was wanted."""
+    import torch
+
+    from dtrain.batch import collate
+    from dtrain.methods import METHODS
+    from dtrain.models.config import read_config
+    from dtrain.parallel.mesh import build_mesh, init_one_process_group
+    from dtrain.parallel.runtime import Runtime
+    from dtrain.plan.trace import full_rows
+    from dtrain.policy import Policy
+
+    if size == 1:
+        init_one_process_group("cuda")
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=size, device=torch.device("cuda", rank))
+    sizes = config.sizes(recipe, size)
+    mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
+    policy = Policy(recipe, read_config(recipe.model.directory), mesh, runtime)
+    policy.init_optimizer(10)
+    method = METHODS[recipe.method](recipe)
+    for _ in range(2):  # the optimizer's state is there from the first update on
+        torch.cuda.reset_peak_memory_stats()
+        rows = full_rows(recipe, method, sizes.accumulation)
+        batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
+        policy.train(batch, loss, mbs=method.micro_rows)
+    kernel = policy.model.model.kernel
+    return torch.cuda.max_memory_allocated(), kernel.name + (f" ({kernel.note})" if kernel.note else "")
+
+
+def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window: int | None) -> str | None:
+    """Why variable-length attention is not to be used here; None where it proves itself."""
+    import torch
+
+    from dtrain.attention.proof import prove
+    from dtrain.attention.varlen import Flash
+
+    device = torch.device("cuda", rank)
+    return prove(
+        Flash(), heads=8, key_heads=2, head_dim=head_dim, window=window, dtype=torch.bfloat16, device=device,
+        exchange=exchange,
+    )  # fmt: skip
+
+
+def hang_rank(rank: int, size: int) -> None:
+    """A collective that one rank never joins."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        dist.all_reduce(torch.ones(1, device=torch.device("cuda", rank)))
+        torch.cuda.synchronize()
+    else:
+        time.sleep(300)
