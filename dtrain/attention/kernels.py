@@ -237,7 +237,8 @@ def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: boo
     """q [B, H, q, hd] of the run of `block`, k and v [B, H or kv, k, hd] -> [B, H, q, hd]."""
     bias = block.bias
     if block.hidden is not None:
-        bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys]
+        # The memory-efficient kernel wants it to begin at a multiple of 16 bytes.
+        bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys].contiguous()
     return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
 
 

@@ -67,3 +67,30 @@ def choices(rank, root):
 
 def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
     run_world(choices, 1, tmp_path)
+
+
+def of_two(rank, root, rotate):
+    """The kernels where rank 1 alone finds a problem, and where none does."""
+    from dtrain.parallel.mesh import build_mesh
+
+    cuda, own, names = torch.device("cuda", rank), build.prove, []
+    recipe = tiny_recipe(root, "train.dtype=bfloat16", "parallel.cp=2", f"parallel.cp_rotate={rotate}")
+    mesh = build_mesh(Runtime(rank=rank), dp_replicate=1, dp_shard=1, cp=2, tp=1)
+    precision = choose_precision("bfloat16", "cuda")
+    try:
+        for problem in (None, "too old"):
+            build.prove = lambda kernel, exchange, problem=problem, **_: problem if rank == 1 else None
+            model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, cuda)
+            names.append((model.model.kernel.name, model.model.kernel.note))
+    finally:
+        build.prove = own
+    return names
+
+
+@pytest.mark.parametrize(
+    ("rotate", "by_flash", "by_mask"),
+    [("allgather", "varlen over gathered keys", "sdpa over gathered keys"), ("ring", "varlen ring", "ring")],
+)
+def test_the_ranks_of_context_parallel_take_one_kernel(tmp_path, rotate, by_flash, by_mask):
+    tiny_recipe(tmp_path)
+    assert run_world(of_two, 2, tmp_path, rotate) == [[(by_flash, ""), (by_mask, "too old")]] * 2
