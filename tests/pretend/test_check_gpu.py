@@ -64,7 +64,7 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_rank_without_a_gpu_says_so():
-    with pytest.raises(RuntimeError, match=r"rank 0:[\s\S]*(CUDA|NVIDIA)"):
+    with pytest.raises(RuntimeError, match=r"rank 0:[\s\S]*set_device"):
         run(described, 1, timeout=60.0)
     done = subprocess.run([ROOT / "tools" / "check_gpu"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "torch sees no CUDA device here\n"
