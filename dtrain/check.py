@@ -129,11 +129,6 @@ def _few_bits(recipe: Recipe) -> list[str]:
             f"train.dtype=float64 is for exact numbers, and optimizer.state={state} rounds moments: set "
             "train.dtype=float32 or bfloat16, or optimizer.state=float32"
         )
-    if masters == "bfloat16" and recipe.parallel.reduce_each:
-        problems.append(
-            "parallel.reduce_each=true adds gradients up in the dtype of the weights, and train.masters=bfloat16 is "
-            "too coarse for a sum: set parallel.reduce_each=false, or train.masters=float32"
-        )
     if masters == "bfloat16" and recipe.parallel.cpu_offload:
         problems.append(
             "parallel.cpu_offload=true steps on the host, where the rounding of train.masters=bfloat16 would take "

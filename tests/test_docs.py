@@ -26,6 +26,7 @@ PROMISED = (
     "dtrain/README.md",
     "README.md",
     "recipes/README.md",
+    "docs/gpus.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
 )
 SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Flash, Segmented, Segments, VarlenKernel, find_packing, pad_tokens, pick, put
+from dtrain.attention.varlen import Flash, PackedKernel, Segments, VarlenKernel, pick
 from dtrain.parallel.layout import gather_sequence
 
 
@@ -52,44 +52,13 @@ class GatherKernel(ContextKernel):
         return self.inner(q, k, v, prepared, scale)
 
 
-class PackedContextKernel(ContextKernel):
-    """By `inner.flash`, without a mask, and without the all-gather of positions where the packing is given; by `masked`
-    what is no packing."""
-
-    takes_packing = True
+class PackedContextKernel(PackedKernel, ContextKernel):
+    """Without the all-gather of positions where the packing is given."""
 
     def __init__(self, inner: VarlenKernel, mesh: DeviceMesh, masked: ContextKernel):
-        super().__init__(inner, mesh)
-        self.flash, self.masked = inner.flash, masked
-
-    def keys(
-        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
-        return None if packing is not None else super().keys(positions, documents)
-
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
-        packing = find_packing(visibility)
-        if packing is None:
-            return self.masked.prepare(visibility, dtype, device)
-        rank, size = self.group.rank(), self.group.size()
-        steps = self.calls(packing, visibility.window, rank, size)
-        placed = iter(put((call for step in steps for call in step), device))
-        return Segmented(packing.length // size, [[next(placed) for _ in step] for step in steps])
-
-    def calls(self, packing: Packing, window: int | None, rank: int, size: int) -> list[list[Call]]:
-        """What a rank is to compute: of the keys of each exchange."""
-        raise NotImplementedError
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
-        """As a kernel; q, k and v are of the tokens that the packing has."""
-        raise NotImplementedError
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
-        if not isinstance(prepared, Segmented):
-            return self.masked(q, k, v, prepared, scale)
-        length = q.shape[1]
-        q, k, v = (part[:, : prepared.tokens] for part in (q, k, v))
-        return pad_tokens(self.attend(q, k, v, prepared.steps, scale), length)
+        ContextKernel.__init__(self, inner, mesh)
+        PackedKernel.__init__(self, inner.flash, masked)
+        self.rank, self.ranks = self.group.rank(), self.group.size()
 
 
 class VarlenGatherKernel(PackedContextKernel):
@@ -101,8 +70,8 @@ class VarlenGatherKernel(PackedContextKernel):
     def __init__(self, inner: VarlenKernel, mesh: DeviceMesh):
         super().__init__(inner, mesh, GatherKernel(inner.masked, mesh))
 
-    def calls(self, packing: Packing, window: int | None, rank: int, size: int) -> list[list[Call]]:
-        return [packing.over_gathered(window, rank, size)]
+    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
+        return [packing.over_gathered(window, self.rank, self.ranks)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)  # [B · S, kv, hd]

@@ -81,8 +81,8 @@ class VarlenRingKernel(PackedContextKernel):
     def __init__(self, inner: VarlenKernel, mesh: DeviceMesh):
         super().__init__(inner, mesh, RingKernel(inner.masked, mesh))
 
-    def calls(self, packing: Packing, window: int | None, rank: int, size: int) -> list[list[Call]]:
-        return packing.in_ring(window, rank, size)
+    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
+        return packing.in_ring(window, self.rank, self.ranks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
         shape = q.shape[:2]

@@ -7,14 +7,14 @@ read from there.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Span, Visibility
+from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
 
 
@@ -31,12 +31,15 @@ class Segments(NamedTuple):
     window: tuple[int, int]
 
 
-class Segmented(NamedTuple):
+class Segmented:
     """What a forward is to call, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
-    sequence parallel, which sees nothing and gets zeros."""
+    sequence parallel, which sees nothing and gets zeros.
 
-    tokens: int
-    steps: list[list[Segments]]
+    No tuple: torch.compile would look into one that it only hands on, and compile anew for each micro-batch.
+    """
+
+    def __init__(self, tokens: int, steps: list[list[Segments]]):
+        self.tokens, self.steps = tokens, steps
 
 
 class Flash:
@@ -89,42 +92,79 @@ class Flash:
         )
 
 
-class VarlenKernel(Kernel):
-    """Rows that hold several documents, and rows under a window, by `Flash`; plain causal ones are SDPA's. So is what
-    is no `Packing`, by a mask: positions that do not count a document's tokens, documents in pieces.
+class PackedKernel(Kernel):
+    """By `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are under a
+    window. By `masked` plain causal rows, and what is no packing: positions that do not count a document's tokens,
+    documents in pieces.
 
     Where the caller does not give the packing, documents and positions are read from the device, once per forward and
     kind of layer.
     """
 
-    name = "varlen"
-    abilities = Abilities(
-        devices=frozenset({"cuda"}), window=True, documents=True, cache=False, backward=True, context_parallel=False
-    )
     takes_packing = True
+    ranks = 1  # that a row is cut over
 
-    def __init__(self, flash: Flash | None = None):
-        self.flash, self.masked = flash or Flash(), SdpaKernel()
+    def __init__(self, flash: Flash, masked: Kernel):
+        self.flash, self.masked = flash, masked
+        self._attend = self._attend_to_tokens
+
+    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
+        """What is to be computed, of the keys of each exchange."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        """As a kernel; q, k and v are of the tokens that the packing has."""
+        raise NotImplementedError
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
         return None if packing is not None else super().keys(positions, documents)
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span] | Segmented:
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         is_causal = visibility.packing is None and visibility.is_causal
         packing = None if is_causal else find_packing(visibility)
         if packing is None:
             return self.masked.prepare(visibility, dtype, device)
-        return Segmented(packing.length, [put(packing.of_rows(visibility.window), device)])
+        steps = self.calls(packing, visibility.window)
+        placed = iter(put((call for step in steps for call in step), device))
+        return Segmented(packing.length // self.ranks, [[next(placed) for _ in step] for step in steps])
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span] | Segmented, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
         if not isinstance(prepared, Segmented):
             return self.masked(q, k, v, prepared, scale)
-        tokens, ((segments,),) = prepared
-        length = q.shape[1]
-        q, k, v = (part[:, :tokens].flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
-        return pad_tokens(self.flash(q, k, v, segments, scale).unflatten(0, (-1, tokens)), length)
+        return self._attend(q, k, v, prepared, scale)
+
+    def stay_eager(self) -> None:
+        """Leave what is attended to out of compiled layers: its lengths and slices are each micro-batch's own. A graph
+        ends before it and another begins after."""
+        self._attend = torch.compiler.disable(self._attend_to_tokens)
+
+    def _attend_to_tokens(self, q: Tensor, k: Tensor, v: Tensor, prepared: Segmented, scale: float) -> Tensor:
+        tokens, length = prepared.tokens, q.shape[1]
+        out = self.attend(q[:, :tokens], k[:, :tokens], v[:, :tokens], prepared.steps, scale)
+        return out if tokens == length else F.pad(out, (0, 0, 0, 0, 0, length - tokens))
+
+
+class VarlenKernel(PackedKernel):
+    """Of whole rows: one call."""
+
+    name = "varlen"
+    abilities = Abilities(
+        devices=frozenset({"cuda"}), window=True, documents=True, cache=False, backward=True, context_parallel=False
+    )
+
+    def __init__(self, flash: Flash | None = None):
+        super().__init__(flash or Flash(), SdpaKernel())
+
+    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
+        return [packing.of_rows(window)]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        ((segments,),) = steps
+        shape = q.shape[:2]
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
+        return self.flash(q, k, v, segments, scale).unflatten(0, shape)
 
 
 def find_packing(visibility: Visibility) -> Packing | None:
@@ -167,9 +207,3 @@ def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
     """The slices of `tensor` [..] along `dim`, behind one another: a view where it is one."""
     parts = [tensor.narrow(dim, one.start, one.stop - one.start) for one in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def pad_tokens(out: Tensor, length: int) -> Tensor:
-    """[B, s, H, hd] -> [B, length, H, hd], zeros behind."""
-    missing = length - out.shape[1]
-    return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out

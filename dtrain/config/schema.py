@@ -178,8 +178,9 @@ class Train:
     float32, or in float64 where this is float64."""
     masters: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: trained weights are kept in bfloat16 alone, and updates are rounded up or down at random, by
-    `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. For adamw and
-    adam, and `dtype` bfloat16, which auto then is."""
+    `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32; under
+    `parallel.reduce_each`, where no float32 copy of them is ever whole, over micro-batches by the same rounding. For
+    adamw, adam and muon, and `dtype` bfloat16, which auto then is."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm over the whole model. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"

@@ -5,6 +5,7 @@
     muon        Muon over whole matrices, with AdamW for what is none
     offload     state in pinned host memory, whose parts visit the device
     places      what of a whole parameter this rank holds, and random bits for its elements
+    sums        gradients in bfloat16, added up over micro-batches
 
 All of them step this rank's shards as plain tensors, in float32 or better, and give the same numbers on every mesh:
 each operation is rounded once, whatever the kernel, and what is drawn is drawn by an element's place in the whole.

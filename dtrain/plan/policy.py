@@ -90,7 +90,7 @@ class PlannedPolicy(Policy):
             if shards is not parameters:
                 for name, parameter in parameters.items():
                     shards[name].grad = None if parameter.grad is None else local_tensor(parameter.grad)
-            self.tracer.counts_costs = False
+            self.tracer.counts_costs = shards is parameters  # torch's fused step reads and writes once what it has
 
         def after(*_: object) -> None:
             for parameter in parameters.values():

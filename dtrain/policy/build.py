@@ -16,7 +16,7 @@ from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.proof import prove
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
-from dtrain.attention.varlen import VarlenKernel
+from dtrain.attention.varlen import PackedKernel, VarlenKernel
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
@@ -79,7 +79,11 @@ def lay_out(
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
     if kernel is None:
         kernel = _choose(recipe, config, mesh, precision, device)
-    model.use_kernel(kernel if mesh.cp.size() == 1 else _over_ranks(kernel, mesh, parallel.cp_rotate))
+    if mesh.cp.size() > 1:
+        kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
+    if recipe.train.compile and isinstance(kernel, PackedKernel):
+        kernel.stay_eager()
+    model.use_kernel(kernel)
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         for layer in model.model.layers:

@@ -61,6 +61,7 @@ class Policy(Saved, Memory, WeightsOut):
         self.loss_scale = LossScale() if self.precision.compute == torch.float16 else None
         self.optimizer: Optimizer | None = None
         self._updater: Updater | None = None
+        self._sums: Any = None  # of gradients in bfloat16
         self.reference: Reference | None = None
         self._base: Reference | None = None
         self._saves_frozen = recipe.model.init == "scratch"
@@ -70,6 +71,10 @@ class Policy(Saved, Memory, WeightsOut):
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         train = self.recipe.train
+        if self.precision.master == torch.bfloat16 and self.recipe.parallel.reduce_each:
+            from dtrain.optimizers.sums import GradientSums
+
+            self._sums = GradientSums(self.model.named_parameters(), self.recipe.run.seed)
         offload = self.device if self.optimizer_offloaded else None
         named = self.model.named_parameters()
         self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, offload)
@@ -281,11 +286,16 @@ class Policy(Saved, Memory, WeightsOut):
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         total, metrics = torch.zeros((), device=self.device), []
         for index, batch in enumerate(batches):
-            sync_gradients(self.model, index == len(batches) - 1, self.recipe.parallel.reduce_each)
+            is_last = index == len(batches) - 1
+            sync_gradients(self.model, is_last, self.recipe.parallel.reduce_each)
+            if self._sums is not None:
+                self._sums.begin(self._updating.scheduler.steps, index, is_last)
             loss, measured = self.scorer.at_head(batch, loss_fn, *divisors)
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
             metrics.append(measured)
+        if self._sums is not None:
+            self._sums.finish()
         return total, metrics
 
     @torch.no_grad()

@@ -59,7 +59,11 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["data.val={format: text}"], "data.val.path is missing"),
         (1, ["train.validate_every=5"], "train.validate_every=5 needs a validation set"),
         (1, ["run.name=a/b"], "run.name=a/b must be the name of one directory"),
-        (1, ["optimizer.name=adamm"], "optimizer.name=adamm is none of adamw, adam, sgd, adafactor; did you mean"),
+        (
+            1,
+            ["optimizer.name=adamm"],
+            "optimizer.name=adamm is none of adamw, adam, sgd, adafactor, muon; did you mean",
+        ),
         (1, ["optimizer.name=AdamW"], "did you mean adamw?"),
         (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd; did you mean"),
         (1, ["scheduler=[{name: linear},{name: x}]"], "scheduler[1].name=x is none of"),

@@ -32,7 +32,14 @@ def recipe_of(root: Path, *overrides: str, family: str = "qwen3", tied: bool = T
     model = root / f"{family}-{tied}"
     if not model.exists():
         write_model(model, family, tied=tied, **ODD)
-    return tiny_recipe(root, f"model.path={model}", "train.dtype=auto", "scheduler.name=constant", *overrides)
+    return tiny_recipe(
+        root,
+        f"model.path={model}",
+        "train.dtype=auto",
+        "scheduler.name=constant",
+        "scheduler.warmup_steps=0",
+        *overrides,
+    )
 
 
 def policy_on(recipe, rank: int, world_size: int, device: torch.device = CPU) -> Policy:

@@ -179,7 +179,6 @@ def test_a_large_parameter_is_stepped_in_parts_with_the_same_bits(monkeypatch):
         (["train.masters=bfloat16", "optimizer.name=torch.optim.RAdam"], "train.masters=bfloat16: for adamw and adam"),
         (["train.masters=bfloat16", "train.dtype=float32"], "train.dtype=float32 would gain nothing"),
         (["optimizer.state=bfloat16", "train.dtype=float64"], "train.dtype=float64 is for exact numbers"),
-        (["train.masters=bfloat16", "parallel.reduce_each=true"], "too coarse for a sum"),
         (["train.masters=bfloat16", "parallel.cpu_offload=true"], "parallel.cpu_offload=true steps on the host"),
     ],
 )
@@ -297,3 +296,31 @@ def test_a_plan_counts_states_scales_and_masters(tmp_path, mesh):
     recipe = recipe_of(tmp_path, *few, *options, "train.global_batch=12", "train.micro_batch=1", tied=False)
     step = plan_step(recipe, read_config(recipe.model.path), sizes(recipe, ranks), device="cpu")
     assert (step.state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
+
+
+def summed(rank, recipe, world_size, count):
+    """The mean of gradients that FSDP reduces one after the other: `count` times a constant that bfloat16 holds."""
+    policy = policy_on(recipe, rank, world_size)
+    one = dict(policy.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
+    for index in range(count):
+        policy._sums.begin(0, index, index == count - 1)
+        one.grad = torch.full_like(one, 2.0**-10)
+        policy._sums._take(one)
+    policy._sums.finish()
+    assert one.grad.dtype == torch.bfloat16
+    return local_tensor(one.grad).double().mean().item()
+
+
+def test_gradients_in_bfloat16_add_up_however_many_they_are(tmp_path):
+    recipe = recipe_of(tmp_path, "train.masters=bfloat16", "parallel.reduce_each=true")
+    for mean in run_world(summed, 2, recipe, 2, 1000):
+        assert abs(mean - 1000 * 2.0**-10) < 0.005  # to the nearest, a sum would stop at 0.5
+
+
+def test_reduced_after_each_micro_batch_a_run_is_as_one_that_is_reduced_once(tmp_path):
+    shape = ["train.masters=bfloat16", "train.dtype=auto", "train.steps=3", "train.micro_batch=1"]
+    once = trajectory(run(recipe_of(tmp_path, *shape, "run.name=once"), 2))
+    each = trajectory(run(recipe_of(tmp_path, *shape, "parallel.reduce_each=true", "run.name=each"), 2))
+    for mine, other in zip(each, once, strict=True):
+        assert abs(mine[0] - other[0]) < 2e-3 * other[0] and abs(mine[1] - other[1]) < 2e-2 * other[1]
+    assert each != once
