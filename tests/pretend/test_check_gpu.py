@@ -1,17 +1,19 @@
 """tools/check_gpu, whole, on two pretend cards."""
 
+import subprocess
 from functools import partial
 
 import pytest
+import torch
 
 from tests.pretend import cuda
 from tests.pretend.card import Card
 from tests.pretend.mutants import Mutant
-from tests.pretend.worlds import run_pretend
+from tests.pretend.worlds import ROOT, run_pretend
 from tests.world import run_world
 from tools.gpu.check import Asked, check
-from tools.gpu.parts import PARTS
-from tools.gpu.ranks import join
+from tools.gpu.parts import PARTS, described
+from tools.gpu.ranks import join, run
 
 pytestmark = pytest.mark.turns(3)
 
@@ -58,3 +60,11 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path):
     assert run_pretend(half_checked, 1, out, mutants=[lost]) == [1]
     text = out.read_text()
     assert "WRONG" in text and "same device" in text and "NVIDIA H100" in text and "== 1 wrong" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_rank_without_a_gpu_says_so():
+    with pytest.raises(RuntimeError, match=r"rank 0:[\s\S]*set_device"):
+        run(described, 1, timeout=60.0)
+    done = subprocess.run([ROOT / "tools" / "check_gpu"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "torch sees no CUDA device here\n"
