@@ -450,7 +450,8 @@ class Grpo:
     scale: Literal["group", "batch", "none"] = "group"
     """What it is then divided by: the standard deviation of its group, of the rollout, or nothing."""
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
-    """What a completion earns: the weighted sum of these."""
+    """What a completion earns: the weighted sum of these. Their process sees no CUDA device, unless the code names one
+    in CUDA_VISIBLE_DEVICES before it loads torch."""
     reward_timeout: float = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
@@ -243,6 +244,10 @@ class Decoder(Stack):
                         length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
                     )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
+        if self.layers[0]._compiled_call_impl is not None and cache is None:
+            for tensor in tree_leaves((hidden, rotary, masks)):
+                if isinstance(tensor, Tensor):  # else a length that equals another size is taken for it
+                    torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
         for layer, kind in zip(self.layers, config.layer_types, strict=True):
             hidden = layer(hidden, rotary[config.ropes[kind]], masks[kind], cache)
         return self.norm(hidden)
