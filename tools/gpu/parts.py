@@ -42,7 +42,7 @@ def versions(asked: Asked, run: Run, root: Path) -> Iterator[str]:
 
 def parity(asked: Asked, run: Run, root: Path) -> Iterator[str]:
     """Three steps of each family on the CPU in float32, and on the GPUs."""
-    meshes = [(1, ())] + [(size, ()) for size in (2, 4, 8) if size <= asked.world]
+    meshes = [(1, ())] + [(size, ("train.micro_batch=1",)) for size in (2, 4, 8) if size <= asked.world]
     if asked.world > 1:
         meshes += [(2, ("parallel.tp=2",)), (2, ("parallel.cp=2",)), (2, ("parallel.cp=2", "parallel.cp_rotate=ring"))]
     for family in FAMILIES:
@@ -54,7 +54,7 @@ def parity(asked: Asked, run: Run, root: Path) -> Iterator[str]:
             for dtype in BOUNDS:
                 is_whole = packing == "true" and widest and not (asked.small and dtype == "float32")
                 for size, mesh in meshes if is_whole else meshes[:1]:
-                    words = [one.removeprefix("parallel.") for one in mesh]
+                    words = [one.partition(".")[2] for one in mesh]
                     name = "-".join([family, packing, dtype, str(size), *words])
                     recipe = tiny_recipe(root, *keys, f"train.dtype={dtype}", *mesh, family=family, name=name)
                     run(train_rank, size, recipe)
@@ -118,12 +118,18 @@ def speed(asked: Asked, run: Run, root: Path) -> Iterator[str]:
                 keys += (f"train.compile={str(compiled).lower()}",)
                 name = f"speed-{shape}-{length}-{compiled}"
                 recipe = shape_recipe(root, shape, length, asked.small, *keys, name=name)
-                run(train_rank, 1, recipe)
+                how = "compiled" if compiled else "eager"
+                try:
+                    run(train_rank, 1, recipe)
+                except RuntimeError as error:
+                    if "out of memory" not in str(error):
+                        raise
+                    yield f"--  {shape}, {length} tokens, {how}: out of memory"
+                    continue
                 rows = rows_of(recipe)[3:]
                 rate, memory = statistics.median(row["tokens_per_sec"] for row in rows), rows[-1]["mem_gib"]
                 used = rows[-1].get("mfu")
                 said = f", mfu {used:.1%}" if used is not None else ""
-                how = "compiled" if compiled else "eager"
                 yield f"ok  {shape}, {length} tokens, {how}: {rate:,.0f} tokens/s{said}, {memory:.2f} GiB"
 
 
