@@ -1,9 +1,11 @@
 """Which of a vocabulary's tokens top-p keeps, found by a search over the values instead of a sort of them.
 
-A float's bits, read as an integer and turned round below zero, are in the order of the floats. The last value kept is
-built bit by bit from the highest one on: each pass sums the probabilities of what is at least as large as some trial
-values. Every sum is in float64. The device is never looked at.
+A float's bits, read as an integer, are in the order of the floats; below zero in the reverse order. The last value kept
+is built bit by bit from the highest one on: each pass sums the probabilities of what is at least as large as some trial
+values. Every sum is in float64. Nothing is read back to the host.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -23,8 +25,10 @@ def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     digits = torch.arange(1, 2**step, device=values.device)  # [trials]
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
     found = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # an order, from 0 up
+    # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
+    least = -1 - torch.tensor(math.inf, dtype=values.dtype).view(integer).item()
     for shift in range(width - step, -1, -step):
-        trial = _value_of(found | (digits << shift), integer, values.dtype)  # [n, trials], ascending
+        trial = _value_of(found | (digits << shift), integer, values.dtype, least)  # [n, trials], ascending
         masses = [
             torch.where(values >= one, probabilities, 0).sum(-1, keepdim=True, dtype=torch.float64)
             for one in trial.split(1, 1)
@@ -33,16 +37,18 @@ def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     return _value_of(found, integer, values.dtype)
 
 
-def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """The floats at places `order`, int64 from 0 on, of all floats in their order."""
+def _value_of(order: Tensor, integer: torch.dtype, dtype: torch.dtype, least: int | None = None) -> Tensor:
+    """The floats at places `order`, int64 from 0 on, of all floats in their order; none below that of bits `least`."""
     lowest = torch.iinfo(integer).min
     signed = order ^ lowest if integer is torch.int64 else order + lowest  # 64 bits of places leave no room to add
+    signed = signed if least is None else signed.clamp(min=least)
     return torch.where(signed >= 0, signed, ~(signed - lowest)).to(integer).view(dtype)
 
 
 def kept_by_top_p(logits: Tensor, top_p: float) -> Tensor:
     """The mask [n, V] of logits [n, V], some of which may be −inf: the likeliest tokens up to and with the one whose
-    probability makes the sum reach top_p, at least one, equal ones by lower id."""
+    probability makes the sum reach top_p, at least one, equal ones by lower id. A row with NaN or with nothing but −inf
+    has no distribution, and no token is kept."""
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     whole = p.sum(-1, keepdim=True, dtype=torch.float64)
     share = whole.clamp(max=top_p)

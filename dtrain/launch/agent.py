@@ -73,7 +73,8 @@ class ExitReport:
 def run_workers(recipe: Recipe, threads: int | None, environ: Mapping[str, str], train: Train | None = None) -> None:
     """Run `recipe` in `launch.nproc` processes. Ends when all of them have; raises as `launch.launch`."""
     nproc = recipe.launch.nproc
-    choose_device(recipe.launch.device, RankPlace(world_size=nproc, local_world_size=nproc))
+    # Of no rank's number: rank 0 tells itself what is only noted.
+    choose_device(recipe.launch.device, RankPlace(-1, -1, nproc, nproc, environ=dict(environ)))
     with job_directory() as job:
         target = [train.__module__, train.__qualname__] if train else ["dtrain.trainer", "train"]
         setup = {"launcher": os.getpid(), "target": target, "threads": threads, "path": sys.path}

@@ -136,8 +136,10 @@ class _SummedBeside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
+        if ctx.total is None:
+            raise RuntimeError("this loss sums its weight's gradient once; compute it again for a second backward")
         total, ctx.total = ctx.total, None
-        return None if total is None else total.to(ctx.dtype), None
+        return total.to(ctx.dtype), None
 
 
 class _WideProduct(torch.autograd.Function):

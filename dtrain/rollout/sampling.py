@@ -147,7 +147,7 @@ def filter_probabilities(
         share = top_p * probabilities.sum(-1, keepdim=True, dtype=torch.float64)
         if probabilities.device.type == "cpu":
             least = _least_of_top_p(probabilities, top_p, share, _LIKELIEST)
-        else:  # where to sort is slow, and to look whether the likeliest suffice is to wait
+        else:  # a sort is slow there, and a look whether the likeliest suffice would wait
             least = last_kept(probabilities, probabilities, share)
         probabilities = probabilities.masked_fill((probabilities < least) & (top_p < 1.0), 0.0)
     if min_p is not None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dtrain import config
 from dtrain.errors import UserError
 from dtrain.launch import devices
+from dtrain.launch.agent import run_workers
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.plan.beside import PlannedPeak
@@ -158,6 +159,12 @@ def test_more_processes_than_visible_devices(monkeypatch):
     place = RankPlace(world_size=2, local_world_size=2, environ={"CUDA_VISIBLE_DEVICES": "3"})
     with pytest.raises(UserError, match=r"2 processes on a machine with 1 CUDA device \(CUDA_VISIBLE_DEVICES=3\)"):
         choose_device("auto", place)
+
+
+def test_the_launcher_tells_of_what_hides_them_too(monkeypatch, tmp_path):
+    FakeCuda(monkeypatch, 1)
+    with pytest.raises(UserError, match=r"2 processes on a machine with 1 CUDA device \(CUDA_VISIBLE_DEVICES=3\)"):
+        run_workers(tiny_recipe(tmp_path, "launch.nproc=2"), None, {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_a_driver_that_is_too_old(monkeypatch):

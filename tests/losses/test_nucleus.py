@@ -51,6 +51,18 @@ def test_what_is_kept_is_what_a_sort_keeps(dtype, vocab):
         assert torch.equal(kept_by_top_p(logits, top_p), torch.cat([kept_by_top_p(r[None], top_p) for r in logits]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_at_the_end_of_their_range(dtype):
+    """Where trial values reach the NaNs beyond −inf."""
+    least, half = torch.finfo(dtype).min, torch.tensor([-9000, -9100, -9200, -9400]).to(dtype)
+    assert kept_by_top_p(half[None], 0.5).tolist() == [[True, False, False, False]]
+    for value in (least, -10000.0):
+        for top_p, count in ((0.45, 4), (0.55, 5), (0.9, 8)):
+            assert int(kept_by_top_p(torch.full((1, 8), value, dtype=dtype), top_p).sum()) == count
+    for nothing in (-torch.inf, torch.nan):
+        assert not kept_by_top_p(torch.full((1, 8), nothing, dtype=dtype), 0.5).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_a_draws_threshold_is_that_of_sorted_probabilities(dtype, step, monkeypatch):

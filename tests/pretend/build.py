@@ -70,4 +70,4 @@ def _compile(source: Path, built: Path) -> None:
 def _torch() -> Path:
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    return Path(found.origin).resolve().parent  # several trees may link to one environment
