@@ -20,6 +20,7 @@ from dtrain.losses import policy_options, preference_options
 from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
+from tools import plan_recipes
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
@@ -262,6 +263,21 @@ def test_the_plan_that_is_shown_is_the_plan_s(tmp_path):
     (model / "config.json").write_text(json.dumps(recipes.MODELS[name][0]))
     found = Directory(tmp_path).expect(["plan", name, path]).splitlines()
     assert [line for line in lines if line not in ("...", *(line.rstrip() for line in found))] == []
+
+
+def rows_on_gpus():
+    (table,) = [table for table in page("docs/gpus.md").tables if table[0][0] == "recipe"]
+    return {row[0].strip("`"): row for row in table[1:]}
+
+
+def test_the_table_of_gpus_names_every_sft_recipe_of_a_model():
+    assert list(rows_on_gpus()) == list(plan_recipes.recipes())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(rows_on_gpus()))
+def test_the_table_of_gpus_is_the_plan_s(name):
+    assert plan_recipes.row(name, plan_recipes.recipes()[name]) == rows_on_gpus()[name]
 
 
 @pytest.mark.full

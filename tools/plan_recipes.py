@@ -1,4 +1,4 @@
-"""The table of docs/gpus.md: each shipped recipe by plan, on one GPU and on eight.
+"""The table of docs/gpus.md: each shipped SFT recipe of a model by plan, on one GPU and on eight.
 
     .venv/bin/python tools/plan_recipes.py [NAME ...]
 
@@ -26,9 +26,9 @@ HEAD = ("recipe", "one GPU: peak", "of", "tokens/s", "eight: peak", "of", "token
 
 
 def recipes() -> dict[str, dict[str, Any]]:
-    """Name -> config.json, of the shipped recipes that are for one model."""
-    shapes = {name: shape for name, (shape, _) in test_recipes.MODELS.items()} | test_recipes.OTHERS
-    return {name: shapes[name] for name in sorted(shapes)}
+    """Name -> config.json, of the shipped SFT recipes that are for one model."""
+    shapes = {name: shape for name, (shape, _) in test_recipes.MODELS.items()} | test_recipes.ADAPTED
+    return {name: shapes[name] for name in sorted(shapes) if name.endswith("-sft")}
 
 
 def plans(name: str, directory: Path, ranks: int) -> Plan:

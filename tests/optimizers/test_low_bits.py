@@ -270,6 +270,7 @@ def test_every_method_and_adapters_train_weights_in_bfloat16(tmp_path, case):
     assert list(exported.glob("*.safetensors"))
 
 
+@pytest.mark.turns(4)
 def test_the_loss_is_that_of_float32_moments(tmp_path):
     """60 steps that learn a few rows by heart; the tensors are large enough for int8."""
     write_rows(tmp_path / "rows.jsonl", count=12)

@@ -1,6 +1,7 @@
 """Compiled layers: few graphs for rows of all lengths, without a break, and eager's numbers. By aot_eager, which traces
 as inductor does and compiles nothing."""
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
 
@@ -13,6 +14,8 @@ from tests.pretend.worlds import run_pretend
 from tests.test_trainer import metrics
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
+
+pytestmark = pytest.mark.turns(4)
 
 ROWS = [(48, 48), (48, 48), (48, 16), (31, 9), (20, 7), (64, 13), (40, 40)]  # lengths of rows and of their documents
 COMPILE = torch.nn.Module.compile
