@@ -232,12 +232,12 @@ def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, mo
     assert len(rows) == 2 and (name == "soft" or 0 < rows[0]["loss"] < 1)
 
 
-PLANNED = ("parameters", "gradients", "optimizer state", "reference", "activations")
+TABLES = {"memory": "recipes/README.md", "gpus": "docs/gpus.md"}
 
 
-def planned_rows():
-    (table,) = [table for table in page("recipes/README.md").tables if table[0][0] == "recipe"]
-    return {row[0].strip("`"): row[1:] for row in table[1:]}
+def planned_rows(kind):
+    (table,) = [table for table in page(TABLES[kind]).tables if table[0][0] == "recipe"]
+    return {row[0].strip("`"): row for row in table[1:]}
 
 
 def test_every_recipe_is_named_and_those_of_models_are_planned():
@@ -248,7 +248,8 @@ def test_every_recipe_is_named_and_those_of_models_are_planned():
         named = name if kind == "sft" or base in ("", "quickstart") else f"{base}-sft"
         assert f"`{named}`" in text, name
         of_models |= {name} if base not in ("", "quickstart") else set()
-    assert set(planned_rows()) == of_models
+    assert list(planned_rows("memory")) == list(plan_recipes.recipes("memory")) == sorted(of_models)
+    assert list(planned_rows("gpus")) == list(plan_recipes.recipes("gpus"))
 
 
 @pytest.mark.full
@@ -265,38 +266,10 @@ def test_the_plan_that_is_shown_is_the_plan_s(tmp_path):
     assert [line for line in lines if line not in ("...", *(line.rstrip() for line in found))] == []
 
 
-def rows_on_gpus():
-    (table,) = [table for table in page("docs/gpus.md").tables if table[0][0] == "recipe"]
-    return {row[0].strip("`"): row for row in table[1:]}
-
-
-def test_the_table_of_gpus_names_every_sft_recipe_of_a_model():
-    assert list(rows_on_gpus()) == list(plan_recipes.recipes())
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", sorted(rows_on_gpus()))
-def test_the_table_of_gpus_is_the_plan_s(name):
-    assert plan_recipes.row(name, plan_recipes.recipes()[name]) == rows_on_gpus()[name]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(planned_rows()))
-def test_the_table_of_memory_is_the_plan_s(name, tmp_path):
-    from tests import test_recipes as recipes
-
-    shape = recipes.MODELS[name][0] if name in recipes.MODELS else recipes.OTHERS[name]
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    plan = json.loads(Directory(tmp_path).expect(["plan", name, f"model.path={tmp_path}", "--json"]))
-    sizes, parts = plan["sizes"], plan["memory"]["peak_parts"]
-    of_parts = [parts.get(part, 0) for part in PLANNED]
-    peak = plan["memory"]["peak"]
-    found = [f"{size / 2**30:.1f}" if size else "–" for size in (*of_parts, peak - sum(of_parts), peak)]
-    assert planned_rows()[name] == [
-        str(sizes["world_size"]),
-        f"{sizes['micro_batch']} · {sizes['accumulation']}",
-        *found,
-    ]
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in TABLES for name in planned_rows(kind)])
+def test_the_tables_of_recipes_are_the_plan_s(kind, name):
+    assert plan_recipes.row(kind, name) == planned_rows(kind)[name]
 
 
 @pytest.mark.parametrize(
