@@ -15,7 +15,7 @@ from dtrain.config.load import keys
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.methods.facts import FACTS, facts_of
-from dtrain.ranges import shown
+from dtrain.ranges import Range, is_finite, shown
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
@@ -118,7 +118,11 @@ def _few_bits(recipe: Recipe) -> list[str]:
         )
     can = ("adamw", "adam", "muon") if fewer == ["train.masters=bfloat16"] else ("adamw", "adam")
     if recipe.optimizer.name not in can:
-        problems.append(f"{named}: for adamw and adam, and optimizer.name={recipe.optimizer.name}; set {back}")
+        able = f"{', '.join(can[:-1])} and {can[-1]}"
+        problems.append(f"{named}: for {able}, and optimizer.name={recipe.optimizer.name}; set {back}")
+    elif recipe.optimizer.name != "muon":
+        why = f"not with {named}, whose step takes lr, betas, eps and weight_decay there; leave it out, or set {back}"
+        problems += _kwargs(recipe, _ADAMS, f"optimizer.kwargs.{{}}: {why}")
     if masters == "bfloat16" and dtype not in ("auto", "bfloat16"):
         problems.append(
             f"train.masters=bfloat16 keeps weights in bfloat16, in which train.dtype={dtype} would gain nothing: set "
@@ -137,26 +141,45 @@ def _few_bits(recipe: Recipe) -> list[str]:
     return problems
 
 
+# What dtrain's own AdamW and Adam take of `optimizer.kwargs`, as torch's do.
+_SIZE = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
+_ADAMS: dict[str, Range] = {
+    "lr": _SIZE,
+    "betas": (
+        lambda v: isinstance(v, list) and len(v) == 2 and all(is_finite(one) and 0 <= one < 1 for one in v),
+        "two numbers from 0 up to 1",
+    ),
+    "eps": _SIZE,
+    "weight_decay": _SIZE,
+}
+
+
+def _kwargs(recipe: Recipe, holds: Mapping[str, Range], unknown: str) -> list[str]:
+    """What `optimizer.kwargs` holds that is none of `holds`, in the words of `unknown`, or not as these have it."""
+    problems = []
+    for key, value in recipe.optimizer.kwargs.items():
+        if key not in holds:
+            problems.append(unknown.format(key))
+        elif not holds[key][0](value):
+            problems.append(f"optimizer.kwargs.{key}={shown(value)} must be {holds[key][1]}")
+    return problems
+
+
 def _muon(recipe: Recipe) -> list[str]:
     """What `optimizer.kwargs` says to muon, and `optimizer.adam_lr` to others."""
-    name, kwargs = recipe.optimizer.name, recipe.optimizer.kwargs
+    name = recipe.optimizer.name
     if name != "muon":
         told = recipe.optimizer.adam_lr is not None
         fix = f"optimizer.adam_lr is muon's, and optimizer.name={name}: set optimizer.lr, or optimizer.adam_lr=null"
         return [fix] * told
-    holds: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "momentum": (lambda v: isinstance(v, int | float) and 0 <= v < 1, "a number from 0 up to 1"),
+    holds: dict[str, Range] = {
+        "momentum": (lambda v: is_finite(v) and 0 <= v < 1, "a number from 0 up to 1"),
         "nesterov": (lambda v: isinstance(v, bool), "true or false"),
-        "ns_steps": (lambda v: isinstance(v, int) and 1 <= v < 100, "a whole number from 1 to 99"),
-        "ns_coefficients": (lambda v: isinstance(v, list) and len(v) == 3, "three numbers"),
+        "ns_steps": (lambda v: type(v) is int and 1 <= v < 100, "a whole number from 1 to 99"),
+        "ns_coefficients": (lambda v: isinstance(v, list) and len(v) == 3 and all(map(is_finite, v)), "three numbers"),
         "adjust_lr_fn": (lambda v: v in ("match_rms_adamw", "original"), "match_rms_adamw or original"),
     }
-    unknown = [key for key in kwargs if key not in holds]
-    problems = [f"optimizer.kwargs.{key} is none of muon's: {', '.join(holds)}" for key in unknown]
-    for key in kwargs.keys() & holds.keys():
-        if not holds[key][0](kwargs[key]):
-            problems.append(f"optimizer.kwargs.{key}={shown(kwargs[key])} must be {holds[key][1]}")
-    return problems
+    return _kwargs(recipe, holds, f"optimizer.kwargs.{{}} is none of muon's: {', '.join(holds)}")
 
 
 def _get(recipe: Recipe, key: str) -> Any:

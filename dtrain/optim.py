@@ -76,8 +76,8 @@ def build_optimizer(
     Raises UserError: an unknown name, a path that does not import, arguments that the class refuses.
     """
     named_parameters = list(named_parameters)
-    groups = parameter_groups(named_parameters, section.weight_decay)
     kwargs = dict(section.kwargs or {})
+    groups = parameter_groups(named_parameters, kwargs.get("weight_decay", section.weight_decay))
     fields = {"betas": tuple(section.betas), "eps": section.eps}
     named = OPTIMIZERS.get(section.name)
     cls: Any = (

@@ -51,6 +51,8 @@ def test_decay_takes_matrices_and_embeddings_and_leaves_vectors_and_frozen_ones(
     net = make_net()
     decayed, rest = optimizer_of(net, weight_decay=0.3).param_groups
     assert decayed["weight_decay"] == 0.3 and rest["weight_decay"] == 0.0
+    by_kwargs = optimizer_of(net, weight_decay=0.1, kwargs={"weight_decay": 0.3}).param_groups
+    assert [group["weight_decay"] for group in by_kwargs] == [0.3, 0.0]
     assert {id(p) for p in decayed["params"]} == {id(net.embed.weight), id(net.linear.weight)}
     assert {id(p) for p in rest["params"]} == {id(net.linear.bias), id(net.norm.weight), id(net.norm.bias)}
 

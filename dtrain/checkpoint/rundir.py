@@ -37,6 +37,8 @@ TRAINED = ("lora", "train.train_only", "train.freeze")
 GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *MODELS, *TRAINED)
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
+# What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
+KEPT_IN = ("optimizer.state", "train.masters")
 
 Difference = tuple[str, Any, Any]
 
@@ -146,23 +148,33 @@ def guard(differences: Iterable[Difference], allow_changes: Sequence[str], known
     """What to print of a resume with a changed recipe: one line per difference (key, saved value, new value).
 
     Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
-    key or a section above it. The digests of what files hold join `differences` under keys of their own, such as
-    "data.fingerprint"; `known` names the keys that say only where such files lie.
+    key or a section above it, and for those of `KEPT_IN`. The digests of what files hold join `differences` under keys
+    of their own, such as "data.fingerprint"; `known` names the keys that say only where such files lie.
     """
     differences = list(differences)
     refused = [
         (key, old, new)
         for key, old, new in differences
-        if _within(key, GUARDED) and key not in known and not _within(key, (*UNGUARDED, *allow_changes))
+        if key in KEPT_IN
+        or (_within(key, GUARDED) and key not in known and not _within(key, (*UNGUARDED, *allow_changes)))
     ]
     if refused:
         lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]
-        keys = ",".join(dict.fromkeys(key for key, _, _ in refused))
+        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in KEPT_IN))
+        back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in KEPT_IN)
+        if back:
+            lines.append(
+                f"The saved tensors are in other bits, and no resume changes these: set {back} back, or start from the "
+                "weights alone, by checkpoint.init_from and another run.name"
+            )
+        if keys:
+            lines.append(
+                f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
+                "run.name"
+            )
         raise UserError(
             "the recipe, or what the files that it names hold, is not what this run was saved with:\n"
             + "\n".join(lines)
-            + f"\nTo go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
-            "run.name"
         )
     return [f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in differences]
 

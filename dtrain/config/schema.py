@@ -175,7 +175,7 @@ class Train:
     """Rows that a rank holds in memory at once; of dpo without packing, pairs, which are two rows each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in
-    float32, or in float64 where this is float64."""
+    float32, in float64 where this is float64, or as `masters` says."""
     masters: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: trained weights are kept in bfloat16 alone, and updates are rounded up or down at random, by
     `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32; under
@@ -250,7 +250,8 @@ class Optimizer:
     weight_decay: float = 0.1
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the optimizer's class; they win over the keys above."""
+    """More arguments of the optimizer's class; they win over the keys above. Where adamw and adam are dtrain's own (by
+    `state`, `train.masters` or `parallel.optimizer_offload`): lr, betas, eps and weight_decay."""
     state: Literal["float32", "bfloat16", "int8"] = "float32"
     """What adamw and adam keep their moments in: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
     less than 4096 elements and embeddings keep float32."""
@@ -309,7 +310,8 @@ class Checkpoint:
     """A run's directory (its newest checkpoint) or a `step-N` whose weights, and nothing else, replace `model.path`'s
     when this run starts. Later, it resumes from its own checkpoints, and that step stays its start."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys, or sections, of model, data and optimizer that may differ from what a resumed run started with."""
+    """Keys, or sections, of model, data and optimizer that may differ from what a resumed run started with; but not
+    `optimizer.state` and `train.masters`, which say what a save's tensors are in."""
 
 
 @dataclass

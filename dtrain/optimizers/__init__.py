@@ -8,5 +8,6 @@
     sums        gradients in bfloat16, added up over micro-batches
 
 All of them step this rank's shards as plain tensors, in float32 or better, and give the same numbers on every mesh:
-each operation is rounded once, whatever the kernel, and what is drawn is drawn by an element's place in the whole.
+products and sums are rounded one by one, whatever part of a tensor they are for, and what is drawn is drawn by an
+element's place in the whole. Between a CPU and a GPU last bits may differ: each divides and takes roots its own way.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtrain.optimizers.moments import KINDS, Int8, Plain, State, kind_of, round_bfloat16
+from dtrain.optimizers.moments import BLOCK, KINDS, Int8, Plain, State, kind_of, round_bfloat16
 from dtrain.optimizers.offload import Visits
 from dtrain.optimizers.places import Place, stream
 from dtrain.parallel.placement import local_tensor
@@ -53,7 +53,7 @@ class LowBitAdam(Optimizer):
         decoupled: bool = True,
         offload: torch.device | None = None,
     ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.seed, self.decoupled = seed, decoupled
         self._visits = Visits(offload) if offload is not None else None
         self._stepped = {}
@@ -79,6 +79,7 @@ class LowBitAdam(Optimizer):
         groups = [group for group in self.param_groups if self._is_adams(group)]
         parts = [part for group in groups for one in group["params"] for part in self._parts(one, group)]
         held = [part.state for part in parts]
+        # strict runs the visits to their end, where the last parts' moments go back to the host.
         for part, state in zip(parts, held if self._visits is None else self._visits.through(held), strict=True):
             self._step_rows(part, state)
 
@@ -102,7 +103,7 @@ class LowBitAdam(Optimizer):
         number = int(state["step"].item())
         name = stream(self.seed, number, stepped.name)
         held = {key: _rows(state[key], place) for moment in stepped.moments for key in moment.keys}
-        at_once = max(1, AT_ONCE // place.columns)
+        at_once = max(1, AT_ONCE // max(place.columns, BLOCK))  # int8 fills a row's last block up
         for start in range(0, place.held_rows, at_once):
             rows = slice(start, min(start + at_once, place.held_rows))
             part = {key: tensor[rows] for key, tensor in held.items()}

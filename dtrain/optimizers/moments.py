@@ -37,9 +37,10 @@ def kind_of(name: str, size: torch.Size, asked: str) -> str:
 
 def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     """float32 [..] rounded to bfloat16 up or down at random, by the lowest 16 of `bits`, whole numbers [..]. What
-    bfloat16 holds stays as it is."""
+    bfloat16 holds stays as it is, and so do infinities and NaN."""
     words = values.contiguous().view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
-    return (words & -0x10000).view(torch.float32).bfloat16()
+    rounded = (words & -0x10000).view(torch.float32)  # of NaN it may be infinite, or 0
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
 class Plain:
@@ -129,6 +130,7 @@ class Int8(Plain):
         if self.shares_blocks:
             for group in self.place.groups:
                 dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
+        scales.clamp_(max=torch.finfo(scales.dtype).max)  # by an infinite scale all its block would be read as NaN
         rows[self.scales].copy_(scales)
         sizes.div_(self._of_elements(torch.where(scales > 0, scales, 1.0)))
         share = (bits & 0xFFFFFF).float().mul_(2.0**-24)  # in [0, 1)

@@ -123,6 +123,15 @@ def test_guarded_changes_are_refused_together_and_the_override_is_named():
     assert "train.steps" not in message and "num_workers" not in message
 
 
+def test_what_tensors_are_kept_in_is_not_offered():
+    kept = [("optimizer.state", "int8", "float32"), ("train.masters", "float32", "bfloat16")]
+    with pytest.raises(UserError, match="set optimizer.state=int8 and train.masters=float32 back") as caught:
+        guard([*CHANGES, *kept], ["optimizer", "data", "train"])
+    assert "allow_changes" not in str(caught.value) and "optimizer.lr" not in str(caught.value)
+    with pytest.raises(UserError, match=r"allow_changes=\[optimizer.lr,data.fingerprint\]"):
+        guard([*CHANGES, *kept], [])
+
+
 def test_named_changes_pass_and_are_printed():
     lines = guard(CHANGES, ["optimizer", "data.fingerprint"])
     assert len(lines) == 5 and lines[0] == "train.steps: 10 -> 20" and lines[4] == "scheduler.name: cosine -> null"

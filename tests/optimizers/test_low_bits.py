@@ -128,6 +128,27 @@ def test_rounding_to_bfloat16_has_the_right_mean_and_leaves_what_fits():
     assert torch.equal(round_bfloat16(fits.float(), torch.full((1000,), 0xFFFF)), fits)
 
 
+def test_what_is_not_finite_stays_so():
+    words = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7F800000, -0x800000], dtype=torch.int32)
+    for bits in (0, 0xFFFF):
+        rounded = round_bfloat16(words.view(torch.float32), torch.full((5,), bits))
+        assert rounded[:3].isnan().all() and rounded[3:].tolist() == [float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_a_block_that_overflowed_goes_on(moment):
+    place = Place(1, BLOCK, 0, 0, 1, BLOCK)
+    kept, bits = Int8(place, moment), place.bits(slice(0, 1), 5, torch.device("cpu"))
+    values = torch.ones(1, BLOCK)
+    values[0, 3] = float("inf")
+    state = kept.allocate(values, torch.float32)
+    kept.write(state, values, bits)
+    read = kept.read(state)
+    assert read.isfinite().all() and read[0, 3] == torch.finfo(torch.float32).max
+    kept.write(state, torch.ones(1, BLOCK), bits)
+    assert (kept.read(state) == 1).all()
+
+
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     sizes = torch.logspace(0, -12, BLOCK)
@@ -172,11 +193,43 @@ def test_a_large_parameter_is_stepped_in_parts_with_the_same_bits(monkeypatch):
     assert all(torch.equal(parts[name], one) for name, one in whole.items())
 
 
+def test_parts_of_a_narrow_matrix_are_no_larger_for_its_blocks(monkeypatch):
+    def narrow():
+        torch.manual_seed(0)
+        return {"w": nn.Parameter(torch.randn(300, 16))}
+
+    whole, parts = narrow(), narrow()
+    move(whole, low_bit(whole, state="int8"), 3)
+    monkeypatch.setattr("dtrain.optimizers.adam.AT_ONCE", 10 * BLOCK)
+    optimizer = low_bit(parts, state="int8")
+    move(parts, optimizer, 3)
+    assert torch.equal(parts["w"], whole["w"])
+    rows = [part.rows.stop - part.rows.start for part in optimizer._parts(parts["w"], optimizer.param_groups[0])]
+    assert rows == [10] * 30  # of a block each
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["optimizer.state=int8", "optimizer.name=sgd"], "optimizer.state=int8: for adamw and adam"),
-        (["train.masters=bfloat16", "optimizer.name=torch.optim.RAdam"], "train.masters=bfloat16: for adamw and adam"),
+        (
+            ["train.masters=bfloat16", "optimizer.name=torch.optim.RAdam"],
+            "train.masters=bfloat16: for adamw, adam and muon",
+        ),
+        (["optimizer.kwargs={lr: abc}", "optimizer.state=int8"], "optimizer.kwargs.lr=abc must be a finite number"),
+        (["optimizer.kwargs={lr: .nan}", "optimizer.state=int8"], "optimizer.kwargs.lr=nan must be a finite number"),
+        (["optimizer.kwargs={eps: x}", "parallel.optimizer_offload=true"], "optimizer.kwargs.eps=x must be a finite"),
+        (["optimizer.kwargs={betas: [0.9]}", "train.masters=bfloat16"], "optimizer.kwargs.betas=[0.9] must be two"),
+        (["optimizer.kwargs={betas: [0.9, 1.0]}", "optimizer.state=int8"], "must be two numbers from 0 up to 1"),
+        (
+            ["optimizer.kwargs={weight_decay: true}", "optimizer.state=int8"],
+            "weight_decay=true must be a finite number",
+        ),
+        (["optimizer.kwargs={state: float32}", "optimizer.state=int8"], "kwargs.state: not with optimizer.state=int8"),
+        (["optimizer.kwargs={names: {}}", "optimizer.state=bfloat16"], "optimizer.kwargs.names: not with"),
+        (["optimizer.kwargs={decoupled: false}", "train.masters=bfloat16"], "not with train.masters=bfloat16, whose"),
+        (["optimizer.kwargs={seed: 3}", "parallel.optimizer_offload=true"], "set parallel.optimizer_offload=false"),
+        (["optimizer.kwargs={amsgrad: true}", "optimizer.state=int8"], "optimizer.kwargs.amsgrad: not with"),
         (["train.masters=bfloat16", "train.dtype=float32"], "train.dtype=float32 would gain nothing"),
         (["optimizer.state=bfloat16", "train.dtype=float64"], "train.dtype=float64 is for exact numbers"),
         (["train.masters=bfloat16", "parallel.cpu_offload=true"], "parallel.cpu_offload=true steps on the host"),
@@ -185,7 +238,17 @@ def test_a_large_parameter_is_stepped_in_parts_with_the_same_bits(monkeypatch):
 def test_what_makes_no_sense_is_refused(tmp_path, overrides, message):
     recipe = tiny_recipe(tmp_path, "train.dtype=auto", *overrides)
     (problem,) = check.check(recipe, 1)
-    assert message in problem and "set" in problem
+    assert message in problem and ("set" in problem or "must be" in problem)
+
+
+def test_what_kwargs_may_say_wins(tmp_path):
+    said = {"lr": 1, "betas": [0.5, 0], "eps": 0.0, "weight_decay": 0.3}
+    section = schema.Optimizer(state="int8", kwargs=said)
+    recipe = tiny_recipe(tmp_path, "optimizer.state=int8", "train.dtype=auto")
+    recipe.optimizer.kwargs = said
+    assert check.check(recipe, 1) == []
+    (group,) = build_optimizer(section, [("w", nn.Parameter(torch.ones(64, 64)))]).param_groups
+    assert {key: group[key] for key in said} == said | {"betas": (0.5, 0)}
 
 
 def test_an_optimizer_that_cannot_is_named():
@@ -229,13 +292,17 @@ def test_a_run_resumes_on_another_mesh_and_exports(tmp_path):
 
 def test_a_resume_with_other_moments_or_masters_is_refused_by_name(tmp_path):
     run(recipe_of(tmp_path, *WHOLE, "train.steps=5"))
-    with pytest.raises(UserError, match=r"optimizer\.state"):
-        run(recipe_of(tmp_path, "train.masters=bfloat16", "checkpoint.every=5"))
-    allowed = "checkpoint.allow_changes=[optimizer]"
-    with pytest.raises(UserError, match=r"keeps \['exp_avg', 'exp_avg_scale'.*\(optimizer"):
-        run(recipe_of(tmp_path, "train.masters=bfloat16", "checkpoint.every=5", allowed))
-    with pytest.raises(UserError, match=r"the run has torch\.float32 \(train\.dtype, train\.masters\)"):
-        run(recipe_of(tmp_path, "optimizer.state=int8", "checkpoint.every=5"))
+    for allowed in ("[]", "[optimizer,train]"):  # which would not help
+        allowed = f"checkpoint.allow_changes={allowed}"
+        with pytest.raises(UserError, match=r"set optimizer\.state=int8 back.*checkpoint\.init_from") as caught:
+            run(recipe_of(tmp_path, "train.masters=bfloat16", "checkpoint.every=5", allowed))
+        assert "allow_changes" not in str(caught.value)
+        with pytest.raises(UserError, match=r"set train\.masters=bfloat16 back"):
+            run(recipe_of(tmp_path, "optimizer.state=int8", "checkpoint.every=5", allowed))
+    with pytest.raises(
+        UserError, match=r"set train\.masters=bfloat16 and.*int8 back.*\n.*allow_changes=\[optimizer\.lr\]"
+    ):
+        run(recipe_of(tmp_path, "optimizer.lr=2e-4", "checkpoint.every=5"))
     # Starting from weights is no resume.
     start = f"checkpoint.init_from={tmp_path / 'runs' / 'run'}"
     other = run(recipe_of(tmp_path, "optimizer.state=int8", "checkpoint.every=5", "run.name=other", start))
