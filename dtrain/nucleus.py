@@ -26,7 +26,7 @@ def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     share = share.clamp(min=torch.finfo(torch.float64).tiny)
     found = torch.zeros(len(values), 1, dtype=torch.int64, device=values.device)  # an order, from 0 up
     # Below the place of −inf are NaNs, which nothing is larger than: as trial values they count as −inf.
-    least = -1 - torch.tensor(math.inf, dtype=values.dtype).view(integer).item()
+    least = -1 - int(torch.tensor(math.inf, dtype=values.dtype).view(integer))
     for shift in range(width - step, -1, -step):
         trial = _value_of(found | (digits << shift), integer, values.dtype, least)  # [n, trials], ascending
         masses = [
