@@ -21,7 +21,7 @@ import pytest
 
 from tests.depends import changed_since, dependent_tests, starters
 
-SLICES = 28  # each case that is marked `full` comes up once in four weeks
+SLICES = 56  # each case that is marked `full` comes up once in eight weeks
 FEW = 1  # cases a day of a test that starts processes: all of its cases come up within days
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # audit events
 

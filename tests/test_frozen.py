@@ -13,7 +13,7 @@ from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sa
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
 
-pytestmark = pytest.mark.turns(24)
+pytestmark = pytest.mark.turns(48)
 
 CASES = {
     "the last layer": ["train.train_only=[model.layers.1.*]"],

@@ -30,6 +30,10 @@ def missing() -> str | None:
         return f"the pretend device is written for torch 2.13, and this is {version}"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "the pretend device needs Python's headers"
+    try:
+        _cache().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"the pretend device is kept in {_cache()}: {error.strerror}"
     return None
 
 
@@ -43,7 +47,7 @@ def library() -> Path:
     known = [compiler, sys.version, importlib.metadata.version("torch"), str(_torch()), *FLAGS]
     known += [path.read_text() for path in sources]
     digest = hashlib.blake2b("\0".join(known).encode(), digest_size=12).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dtrain-tests" / f"pretend-{digest}"
+    folder = _cache() / f"pretend-{digest}"
     built = folder / f"{NAME}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -51,6 +55,10 @@ def library() -> Path:
         if not built.exists():
             _compile(SOURCES / "pretend.cpp", built)
     return built
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dtrain-tests"
 
 
 def _compile(source: Path, built: Path) -> None:
