@@ -1,9 +1,8 @@
 """Attention of some queries over one block of keys, forward and backward, with what it takes to merge blocks.
 
 Two ways to compute it: torch's CPU kernel, and plain matrix products for every device. The products hold all scores of
-a call, so `ByMasks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are
-[B, kv, K, hd] with H a multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in max(float32,
-the dtype).
+a call, so `ByMasks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are [B, kv, K, hd] with H a
+multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in max(float32, the dtype).
 """
 
 from collections.abc import Iterator

@@ -158,9 +158,9 @@ class SdpaKernel(Kernel):
     `MASK_BYTES` at most, or one per run of queries, computed again in the backward; in float64, for which a GPU has no
     fused kernel, products of a run of queries at a time. Keys are repeated for their query heads unless the flash
     kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's composition, which
-    holds all scores. On a CPU one call per run of queries, over no more keys than those can see:
-    torch's CPU kernel multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512
-    tokens, and most of it where rows are packed with short documents).
+    holds all scores. On a CPU one call per run of queries, over no more keys than those can see: torch's CPU kernel
+    multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512 tokens, and most of
+    it where rows are packed with short documents).
     """
 
     name = "sdpa"

@@ -77,8 +77,8 @@ def attention(
     """scaled_dot_product_attention of q [B, H, Q, hd], k and v [B, kv, K, hd] by the kernel that a device would take.
 
     cpu: torch's CPU kernel, with or without a mask. cuda: flash attention where nothing but causality hides keys and
-    the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads; in float64 the
-    composition, which holds the scores.
+    the dtype is half; else, or with a mask, the memory-efficient one, which takes no grouped heads. float64 never asks
+    for it there (`SdpaKernel`).
     """
     if device_type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -87,8 +87,6 @@ def attention(
     if q.dtype in HALF and attn_mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     bias = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if q.dtype == torch.float64:
-        return aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
