@@ -63,6 +63,15 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
     recipe = ready(recipe)
     found = problems(recipe, world_size)
+    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
+    dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
+    if device == "cuda" and torch.bfloat16 not in hardware.arithmetic:
+        if dtype is torch.bfloat16:
+            found.append(
+                f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
+                "train.dtype=float16 or float32"
+            )
+        recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
     if found:
         raise RecipeError(found)
     config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
@@ -70,8 +79,6 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     if world.is_open:
         assumed.append(f"train.global_batch=auto is taken to be {world.global_batch}; data of few rows make it smaller")
         recipe = replace(recipe, train=replace(recipe.train, global_batch=world.global_batch))
-    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
-    dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
     model = models.build(config, device="meta")
     choose_trained(model, recipe, dtype)
     step = plan_step(recipe, config, world, device=device)
