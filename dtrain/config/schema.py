@@ -170,8 +170,10 @@ class Train:
     """Optimizer steps. Required, or `epochs`."""
     epochs: int | None = None
     """Passes over the training set; the last batch may be short. Stands in for `steps`."""
-    global_batch: int = 64
-    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived."""
+    global_batch: int | str = 64
+    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
+    largest power of two up to 64 that makes 32 steps or more of a pass over the data (1 where none does), and under
+    grpo all completions of a rollout; the terminal says which."""
     micro_batch: int = 4
     """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
@@ -198,6 +200,11 @@ class Train:
     """Steps between validations on `data.val`. null: never."""
     skip_nonfinite: int = 0
     """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
+
+    @property
+    def batch(self) -> int:
+        """`global_batch` as a number, of a recipe whose `auto` is settled."""
+        return int(self.global_batch)
 
 
 @dataclass
@@ -264,13 +271,22 @@ class Scheduler:
 
     name: str = "cosine"
     """constant | cosine | linear | wsd, or the import path of a torch LRScheduler."""
-    warmup_steps: int = 50
-    """Step s of these, from 0, uses lr·s ÷ warmup_steps. An import path's class is made without it: its own arguments
-    stand in `kwargs`."""
+    warmup: int | float = 0.03
+    """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
+    count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its
+    own arguments stand in `kwargs`."""
+    warmup_steps: int | None = None
+    """The same as a count. It wins over `warmup` where it is given."""
     min_lr_ratio: float = 0.1
     """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps of warm-up in a schedule of `steps`."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return self.warmup if isinstance(self.warmup, int) else int(self.warmup * steps + 1e-9)
 
 
 @dataclass
@@ -279,8 +295,8 @@ class Stage(Scheduler):
 
     Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
 
-    warmup_steps: int = 0
-    """As above, from the stage's own first step."""
+    warmup: int | float = 0
+    """As above, of the stage's own steps."""
     steps: int | None = None
     """Optimizer steps of the stage; the last stage may leave it out and take the rest."""
 
