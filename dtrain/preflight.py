@@ -17,8 +17,7 @@ from dtrain.checkpoint.peft_config import base_of, is_adapter_directory
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.patterns import unmatched
 from dtrain.config.schema import DataSource, Source
-from dtrain.data.columns import formats_of
-from dtrain.data.files import resolve
+from dtrain.data.files import formats_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError

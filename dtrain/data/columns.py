@@ -1,13 +1,9 @@
-"""What a file's first row tells: its format, and whether it has the columns that a recipe maps to ours; and rows with
-our names. Torch is not imported.
-"""
+"""A file's own names of columns: which of ours a recipe may map to them, and rows with ours. Torch is not imported."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from dtrain.data.files import first_row
-from dtrain.data.formats import KINDS, describe_unknown, detect, refuse_preference, refuse_single
+from dtrain.data.formats import KINDS
 from dtrain.errors import UserError
 from dtrain.ranges import nearest
 
@@ -20,7 +16,9 @@ ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "alpaca": ("input", "system", "history", "tools"),
         "prompt_completion": ("tools",),
     },
-    "pairs": {"preference": ("prompt", "system", "tools")},
+    "pairs": {
+        "preference": ("prompt", "system", "tools", "question", "conversations", "instruction", "input", "history")
+    },
 }
 
 
@@ -66,35 +64,3 @@ def lacking(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     """What to add to a refusal of `row`, as the file has it: which of `columns` it lacks."""
     absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if theirs not in row]
     return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(map(str, row))})" if absent else ""
-
-
-def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:
-    """The format of each file: `name`, or where that is auto that of its first row, to which the encoder holds all
-    others. Raises UserError."""
-    if name == "preference" and kind != "pairs":
-        raise UserError(f"{files[0]}: {refuse_preference()}")
-    if name != "auto" and name not in KINDS[kind]:
-        raise UserError(f"{files[0]}: {refuse_single(name, kind)}")
-    if name != "auto" and not columns:
-        return (name,) * len(files)
-    found = [_first_format(file, name, kind, columns, key) for file in files]
-    known = next((one for one in found if one is not None), None)
-    if known is None:
-        raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
-    return tuple(one or known for one in found)
-
-
-def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str) -> str | None:
-    """The format of the file's first row; None where it has none. Raises UserError, also for a column that it lacks."""
-    first = first_row(file)
-    if first is None:
-        return None
-    line, row = first
-    try:
-        row = renamed(row, columns, key, strict=True) if columns else row
-        found = detect(row, kind) if name == "auto" else name
-        if found is None:
-            raise UserError(describe_unknown(row, kind))
-    except UserError as problem:
-        raise UserError(f"{file}:{line}: {problem}") from problem
-    return found

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
-from dtrain.data.columns import formats_of
 from dtrain.data.encoder import LONG, Part, RowEncoder
-from dtrain.data.files import resolve
+from dtrain.data.files import formats_of, resolve
 from dtrain.data.formats import (
     CHAT_FORMATS,
     FORMATS,
