@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.config.schema import Recipe
+from dtrain.config.schema import DataSource, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.models.layers import weights_in
 from dtrain.sizing import warmup_of
@@ -104,7 +104,7 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
 
 def _questions(recipe: Recipe) -> str:
     """A file of prompts that the run knows: GRPO's own; else the user's."""
-    held = recipe.data.val or recipe.data.train
+    held = recipe.data.val if isinstance(recipe.data.val, DataSource) else recipe.data.train
     return held.path if facts_of(recipe).kind == "prompts" and isinstance(held.path, str) else "questions.jsonl"
 
 

@@ -89,13 +89,13 @@ class Trainer:
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.directory)
         self.rows = self._open_rows("train")
+        self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
         self.val_rows = None if recipe.data.val is None else self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
         if self.val_rows:
             self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
             self.identities["data.val.fingerprint"] = self.val_rows.samples.identity
         self.identities["data.fingerprint"] = self.rows.samples.identity
-        self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
         self.method = METHODS[recipe.method](recipe)
         refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)

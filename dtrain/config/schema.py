@@ -116,8 +116,9 @@ class Data:
     max_length: int = 4096
     """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""
-    packing: bool = True
-    """Several samples share a row and do not see one another. false: one sample a row, padded."""
+    packing: bool | str = True
+    """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
+    padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Trained tokens: the assistant's turns, what follows the prompt, the last turn alone, or every token."""
     shuffle: bool = True
