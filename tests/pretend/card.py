@@ -7,9 +7,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Card:
-    """memory: bytes; an allocation beyond them fails as CUDA's does."""
+    """memory: bytes; an allocation beyond them fails as CUDA's does. hollow: what it holds is counted and never
+    touched: kernels give memory of the right shape, the host reads ones."""
 
     devices: int | None = None  # None: as many as the world has ranks
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
     memory: int = 80 * GIB
+    hollow: bool = False

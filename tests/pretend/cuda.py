@@ -33,6 +33,7 @@ def insert(new: Card) -> None:
     _CARDS.append(new)
     library().set_devices(new.devices if new.devices is not None else 1)
     library().set_capacity(new.memory)
+    library().set_hollow(new.hollow)
     library().reset_peak()
     journal.clear()
 
