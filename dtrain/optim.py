@@ -274,7 +274,8 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
     if section.name not in SCHEDULES:
         target = _import(section.name, f"{key}.name", SCHEDULES)
         return partial(_construct, target=target, name=section.name, kwargs=kwargs, key=key)
-    decay_steps = total_steps - section.warmup_steps
+    warmup = section.warmup_of(total_steps)
+    decay_steps = total_steps - warmup
     if section.name == "wsd":
         decay_steps = kwargs.pop("decay_steps", None) or max(1, round(WSD_DECAY_SHARE * total_steps))
     if kwargs:
@@ -283,7 +284,7 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
         factor,
         section.name,
         total_steps=total_steps,
-        warmup_steps=section.warmup_steps,
+        warmup_steps=warmup,
         min_lr_ratio=section.min_lr_ratio,
         decay_steps=decay_steps,
     )

@@ -20,7 +20,7 @@ from dtrain.losses import policy_options, preference_options
 from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
-from tools import plan_recipes
+from tools import plan_recipes, recipe_reference
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
@@ -28,6 +28,7 @@ PROMISED = (
     "README.md",
     "recipes/README.md",
     "docs/gpus.md",
+    "docs/recipe.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
 )
 SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
@@ -109,6 +110,14 @@ def is_key(key, of_entry, known):
     if of_entry:
         return key in known and of_entry in ("fn", "weight", "kwargs", "path", "format", "name", "steps")
     return key in known | OWN_NAMES or any(one.startswith(f"{key}.") for one in known)
+
+
+def test_the_key_reference_is_the_schema_s():
+    assert (ROOT / "docs" / "recipe.md").read_text() == recipe_reference.reference(), "run tools/recipe_reference.py"
+    rows = [row for table in page("docs/recipe.md").tables for row in table]
+    told = {row[0].strip("`") for row in rows}
+    assert all(row[-1] for row in rows)
+    assert {key for key in config.keys() if not key.startswith("data.val.")} - told == set()
 
 
 @pytest.mark.parametrize("path", PAGES)

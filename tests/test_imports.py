@@ -28,7 +28,7 @@ FLOORS = (
     ("check",),
     ("lora_section",),
     ("trainer",),
-    ("resume",),
+    ("resume", "sizing"),
     ("methods",),
     ("policy",),
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
@@ -59,6 +59,7 @@ KNOW_THE_RECIPE = {
     "lora_section",
     "trainer",
     "resume",
+    "sizing",
     "methods",
     "policy",
 } | ROOMS

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dtrain.config.schema import Recipe
+from dtrain.config.world import automatic_batch
 from dtrain.data.prompts import PromptOptions
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
@@ -54,6 +55,10 @@ class Facts:
     def rows_of_a_sample(self, recipe: Recipe) -> int:
         """Rows of a batch that one of `train.global_batch` is: a pair that is not packed is two."""
         return 2 if self.kind == "pairs" and not recipe.data.packing else 1
+
+    def automatic_batch(self, recipe: Recipe, rows: int) -> int:
+        """What `train.global_batch=auto` is, where the first pass over the data has so many rows."""
+        return automatic_batch(rows)
 
     def row_length(self, recipe: Recipe) -> int:
         """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
@@ -139,6 +144,9 @@ class GrpoFacts(Facts):
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""
         return recipe.data.max_length * (recipe.train.micro_batch if recipe.data.packing else 1)
+
+    def automatic_batch(self, recipe: Recipe, rows: int) -> int:
+        return recipe.grpo.prompts_per_step * recipe.grpo.group_size
 
     def needs_reference(self, recipe: Recipe) -> bool:
         return bool(recipe.grpo.beta)

@@ -66,9 +66,9 @@ def problems(recipe: Recipe) -> list[str]:
 
 
 def _sizes(recipe: Recipe) -> list[str]:
-    section, batch = recipe.grpo, recipe.train.global_batch
-    found = []
+    section, found = recipe.grpo, []
     rollout = section.prompts_per_step * section.group_size
+    batch = rollout if recipe.train.global_batch == "auto" else recipe.train.batch
     if min(section.prompts_per_step, section.group_size, batch) >= 1 and rollout % batch:
         fits = sorted({math.gcd(rollout, batch), rollout})
         found.append(
@@ -123,7 +123,8 @@ def _engine(recipe: Recipe) -> list[str]:
         )
     if section.engine == "http" and section.server.weights == "adapter":
         found += _adapter_alone(recipe)
-    size, batch = section.prompts_per_step * section.group_size, recipe.train.global_batch
+    size = section.prompts_per_step * section.group_size
+    batch = size if recipe.train.global_batch == "auto" else recipe.train.batch
     steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
     if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
         found.append(
