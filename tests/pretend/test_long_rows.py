@@ -41,8 +41,8 @@ def hollow_peaks(rank, recipes, size):
     return [hollow_peak(rank, recipe, size) for recipe in recipes]
 
 
-def counted(recipe, size, timeout=90.0):
-    (found,) = run_pretend(hollow_peak, 1, recipe, size, card=Card(hollow=True), timeout=timeout)
+def counted(recipe, size, **more):
+    (found,) = run_pretend(hollow_peak, 1, recipe, size, card=Card(hollow=True), **more)
     return found
 
 
