@@ -78,4 +78,5 @@ def test_every_rank_ends_before_weights_and_says_why(tmp_path, name):
     print(found, *((tmp_path / f"said-{rank}").read_text() for rank in range(len(cards))), sep="\n")
     assert found == [(1, 0)] * len(cards)
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(len(cards))]
+    assert "Traceback" not in said[0], said[0]
     assert re.search(f"^dtrain: .*{words}", said[0], re.M | re.S), said
