@@ -149,9 +149,9 @@ class Parallel:
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
     optimizer_offload: bool = False
-    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
-    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
-    there already."""
+    """The moments of adamw and adam live in pinned host memory, and so do the float32 weights that they step, of which
+    the device holds copies in `train.dtype`. Parts of both visit the device at the step, copied while others are
+    computed. Gradients stay on the device; the numbers are the same. On a CPU all of it is there already."""
     reduce_each: bool = False
     """Under accumulation, gradients are reduced after every micro-batch, so that between two a rank keeps those of its
     own shards alone: 4 bytes of memory for each parameter that tp leaves it, against one reduce-scatter more per
