@@ -7,6 +7,8 @@ import torch
 
 from dtrain import check
 from dtrain.checkpoint.store import CheckpointStore
+from dtrain.methods import METHODS
+from dtrain.parallel.placement import local_tensor
 from tests.optimizers.stepping import recipe_of
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import assert_close, on_card
@@ -62,6 +64,51 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
     rows, _ = on_card(recipe_of(tmp_path, *shape, "parallel.tp=2"), 2)
     assert [row["loss"] for row in rows][:3] == [row["loss"] for row in expected][:3]
     assert abs(rows[3]["loss"] / expected[3]["loss"] - 1) < 2e-3  # other kernels of bfloat16
+
+
+def given(recipe, rank, size):
+    """What a policy gives out before and after a step, with another's weights in place, and after it left the card."""
+    from dtrain.batch import collate
+    from dtrain.plan.trace import full_rows
+    from tests.optimizers.stepping import give_gradients, policy_on
+
+    policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
+    rows = full_rows(recipe, METHODS["sft"](recipe), 1)
+    batch, given = collate(rows, list(rows[0])), {}
+    given["begun"] = policy.get_logprobs(batch)["logprobs"]
+    policy.init_reference_model()
+    give_gradients(policy, 0)
+    policy.optimizer.step()
+    policy.optimizer.zero_grad()
+    given["stepped"] = policy.get_logprobs(batch)["logprobs"]
+    given["referred"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    given["again"] = policy.get_logprobs(batch)["logprobs"]
+    policy.offload_after_refit()
+    policy.prepare_for_training()
+    given["moved"] = policy.get_logprobs(batch)["logprobs"]
+    for dtype in (None, torch.float32):
+        given |= {f"{name} in {dtype}": one.cpu() for name, one in policy.full_tensors(dtype)}
+    return given | {name: local_tensor(one).cpu() for name, one in policy.return_state_dict().items()}
+
+
+def differing(rank, recipe, on_host, size):
+    from dtrain.parallel.mesh import init_one_process_group
+
+    if size == 1:
+        init_one_process_group("cuda")
+    one, other = given(recipe, rank, size), given(on_host, rank, size)
+    same = [("begun", "referred"), ("stepped", "again"), ("stepped", "moved")]
+    wrong = [name for name in one if not torch.equal(one[name], other[name])]
+    wrong += [f"{a}, {b}" for a, b in same if not torch.equal(other[a], other[b])]
+    return wrong + ["no step"] * torch.equal(other["begun"], other["stepped"])
+
+
+@pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
+def test_who_reads_or_trades_weights_sees_the_masters(tmp_path, mesh):
+    size, keys = MESHES[mesh]
+    shape = [*ROUNDED, "data.max_length=16", *keys]
+    recipes = recipe_of(tmp_path, *shape), recipe_of(tmp_path, *shape, OFFLOAD)
+    assert run_pretend(differing, size, *recipes, size) == [[]] * size
 
 
 def placed(rank, recipe):
