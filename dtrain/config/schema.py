@@ -158,9 +158,9 @@ class Parallel:
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
     optimizer_offload: bool = False
-    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
-    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
-    there already."""
+    """The moments of adamw and adam live in pinned host memory, and so do the float32 weights that they step, of which
+    the device holds copies in `train.dtype`. Parts of both visit the device at the step, copied while others are
+    computed. Gradients stay on the device; the numbers are the same. On a CPU all of it is there already."""
     reduce_each: bool = False
     """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
     then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for

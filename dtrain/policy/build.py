@@ -60,7 +60,17 @@ def build_model(
         read_weights(model, recipe.model.directory)
     if recipe.lora is not None:
         init_adapters(model, recipe.run.seed)
+    place_masters(model, recipe, precision, device)
     return model
+
+
+def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device: torch.device) -> None:
+    """With `parallel.optimizer_offload` on CUDA the masters of `model` go to the host, where they are not what the
+    layers compute in. No collective."""
+    if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
+        from dtrain.parallel.masters import keep_on_host
+
+        keep_on_host(model, precision.compute)
 
 
 def lay_out(
