@@ -39,7 +39,8 @@ class Recording(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         of_device = [one for one in inputs if not self._is_host(one)]
-        if name in _READ and of_device:
+        by_mask = name.startswith("index") and any(one is not None and one.dtype == torch.bool for one in _indices(args))
+        if (name in _READ and of_device) or by_mask:
             raise NotCapturable(f"{name} is read on the host")
         if of_device and any(self._is_host(one) and one.ndim for one in inputs):
             raise NotCapturable(f"{name} copies from the host")
@@ -73,7 +74,9 @@ class Recording(TorchDispatchMode):
 
     def replay(self) -> None:
         for storage, aliases in self._outside.items():
-            if torch._C._storage_Use_Count(storage_of(next(iter(aliases.values())))) <= len(aliases):
+            # Its Python object counts as one holder.
+            held = torch._C._storage_Use_Count(next(iter(aliases.values())).untyped_storage()._cdata)
+            if held <= len(aliases) + 1:
                 raise NotCapturable(f"memory at {storage:#x} was given back before a replay")
         for function, args, kwargs, outputs in self._calls:
             found = function(*args, **kwargs)
@@ -107,8 +110,8 @@ class Recording(TorchDispatchMode):
             whole.fill_(float("nan") if tensor.is_floating_point() else 77)
 
 
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _indices(args: tuple) -> list:
+    return args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
 
 
 def _storage(tensor: Tensor) -> int:

