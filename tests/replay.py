@@ -39,7 +39,9 @@ class Recording(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         of_device = [one for one in inputs if not self._is_host(one)]
-        by_mask = name.startswith("index") and any(one is not None and one.dtype == torch.bool for one in _indices(args))
+        by_mask = name.startswith("index") and any(
+            one is not None and one.dtype == torch.bool for one in _indices(args)
+        )
         if (name in _READ and of_device) or by_mask:
             raise NotCapturable(f"{name} is read on the host")
         if of_device and any(self._is_host(one) and one.ndim for one in inputs):

@@ -494,6 +494,9 @@ class Grpo:
     unshard: bool | str = "auto"
     """auto | true | false: whether a rank holds the whole weights (its tensor-parallel part of them) while it
     generates, gathered once, or gathers each layer for each token. auto: where memory allows."""
+    cuda_graphs: bool = False
+    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer. Weights are
+    gathered once, and a completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
     """Without `data.packing`: a micro-batch is completions of like length, as many as fill micro_batch × max_length
     tokens with their padding, instead of micro_batch completions."""
