@@ -25,8 +25,9 @@ def train_and_count(rank, recipe, size):
         (1, (), ("grpo.sampling.top_p=0.9",)),
         (1, ("train.dtype=bfloat16",), None),  # under FSDP, for its float32 masters
         (2, (), ()),
+        (1, ("lora.rank=4", "lora.dropout=0.1", "train.dtype=bfloat16"), None),
     ],
-    ids=["one", "mixed", "fsdp"],
+    ids=["one", "mixed", "fsdp", "lora"],
 )
 def test_a_run_with_graphs(tmp_path, size, keys, like):
     card = grpo(tmp_path, *GRAPHS, *keys, *(like or ()), name="card")
