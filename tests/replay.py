@@ -121,25 +121,20 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Replays:
-    """A maker of graphs for `rollout.engine.Engine` that records and replays; it counts both."""
+    """A maker of graphs for `rollout.engine.Engine` that records and replays, and counts."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.warmed, self.replayed = 0, 0
-        self.recordings: list[Recording] = []
-
-    def warm(self, step: Callable[[], None]) -> None:
-        self.warmed += 1
-        step()
+        self.captured, self.replayed = 0, 0
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
         recording = Recording(self.device)
         try:
             with recording:
                 step()
         finally:
             recording.end()
-        self.recordings.append(recording)
 
         def replay() -> None:
             self.replayed += 1

@@ -25,10 +25,6 @@ Replay = Callable[[], None]
 class GraphMaker(Protocol):
     """What captures; one for each run of work, since its graphs share memory until the last one goes."""
 
-    def warm(self, step: Callable[[], None]) -> None:
-        """Take a step as it is written, where captures will be made."""
-        ...
-
     def capture(self, step: Callable[[], None]) -> Replay:
         """Note a step's kernels without running them; what it returns runs them."""
         ...
@@ -38,23 +34,16 @@ class CudaGraphs:
     """torch.cuda.CUDAGraph, all of them in one pool of memory: no two run at a time, and none leaves anything there."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
         # Holds the pool: torch does not enter one again that its last graph has left.
         self._first: torch.cuda.CUDAGraph | None = None
-
-    def warm(self, step: Callable[[], None]) -> None:
-        # On the stream of captures, so that what a library sets up for a stream is there before them.
-        present = torch.cuda.current_stream()
-        self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
-            step()
-        present.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         pool = None if self._first is None else self._first.pool()
-        # Other threads may allocate meanwhile: saving does.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+        # On torch's own stream for captures: cuBLAS keeps a workspace for every stream that it has seen. Other threads
+        # may allocate meanwhile: saving does.
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step()
         self._first = self._first or graph
         return graph.replay
@@ -105,7 +94,7 @@ class Step:
 
     def __call__(self) -> None:
         if not self._is_warm:
-            self._maker.warm(self._run)
+            self._run()
             self._is_warm = True
             return
         addresses = self._lie()

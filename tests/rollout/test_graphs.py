@@ -38,7 +38,7 @@ def test_the_tokens_are_those_without_graphs(variant):
     model, asked = build(variant), requests()
     expected, makers = Engine(model).generate(asked), Makers()
     same(Engine(model, graphs=makers).generate(asked), expected)
-    assert makers.total("replayed") > makers.total("warmed") > 0
+    assert makers.total("replayed") > makers.total("captured") > 0
     assert {one.finish for one in expected} == {"stop", "length"}
 
 
@@ -47,7 +47,7 @@ def test_rows_come_and_go(monkeypatch):
     monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})
     model, asked, makers = build("qwen3"), requests(12), Makers()
     same(Engine(model, max_rows=4, graphs=makers).generate(asked), Engine(model).generate(asked))
-    assert makers.total("replayed") > makers.total("warmed")
+    assert makers.total("replayed") > makers.total("captured")
 
 
 def test_one_sample_of_each_prompt():
@@ -55,7 +55,7 @@ def test_one_sample_of_each_prompt():
     asked = [Request(prompt, SamplingParams(20), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
     same(Engine(model, graphs=makers).generate(asked), Engine(model).generate(asked))
     # Three rows on one shelf, which begins with 32 keys: one shape.
-    assert makers.total("warmed") == 1 and makers.total("replayed") == 18
+    assert makers.total("captured") == 1 and makers.total("replayed") == 18
 
 
 def test_weights_that_moved_are_captured_anew():
@@ -65,12 +65,12 @@ def test_weights_that_moved_are_captured_anew():
     engine.add(asked[0])
     for _ in range(6):
         engine.step()
-    captured = len(makers[-1].recordings)
+    captured = makers[-1].captured
     model.lm_head.weight.data = model.lm_head.weight.data * -1.0
     for _ in range(4):
         engine.step()
     ids, _ = engine.progress(1)
-    assert len(makers[-1].recordings) == captured + 1
+    assert makers[-1].captured == captured + 1
     model.lm_head.weight.data = model.lm_head.weight.data * -1.0
     before = Engine(model).generate([Request(PROMPTS[0], SamplingParams(7, 0.0))])[0].ids
     assert ids[:7] == before[:7]  # the first six steps give seven tokens
