@@ -519,6 +519,9 @@ class Grpo:
     unshard: bool | str = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
+    cuda_graphs: bool = False
+    """engine=native on CUDA: each step of decoding is one captured graph, in place of some seventy kernels a layer.
+    Weights are gathered once, and a completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.pretend import journal
+from tests.pretend import graphs, journal
 from tests.pretend.card import Card
 
 _CARDS: list[Card] = [Card(devices=1)]
@@ -75,7 +75,8 @@ class Stream:
     def device_index(self) -> int:
         return self.device.index
 
-    def wait_stream(self, stream: "Stream") -> None: ...
+    def wait_stream(self, stream: "Stream") -> None:
+        graphs.no_other_stream()
 
     def wait_event(self, event: "Event") -> None: ...
 
@@ -192,6 +193,8 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(cuda, name, answer)
+    cuda.CUDAGraph = graphs.Graph
+    torch._C._host_emptyCache = lambda: None
     cuda.nccl.version = lambda: (2, 28, 0)
     cuda.profiler.start = cuda.profiler.stop = lambda: None
     torch.backends.cudnn.version = lambda: 91900
