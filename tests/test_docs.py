@@ -49,7 +49,7 @@ def model(tmp_path_factory):
 
 def test_the_promised_pages_are_there_and_the_readme_leads_to_them():
     assert set(PROMISED) <= set(PAGES)
-    assert len((ROOT / "README.md").read_text().splitlines()) < 170
+    assert len((ROOT / "README.md").read_text().splitlines()) < 250
     assert set(PROMISED) - {"README.md"} <= set(page("README.md").links)
 
 
