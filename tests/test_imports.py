@@ -28,6 +28,7 @@ FLOORS = (
     ("check",),
     ("lora_section",),
     ("trainer",),
+    ("summary",),
     ("resume", "sizing"),
     ("methods",),
     ("policy",),
@@ -60,6 +61,7 @@ KNOW_THE_RECIPE = {
     "trainer",
     "resume",
     "sizing",
+    "summary",
     "methods",
     "policy",
 } | ROOMS

@@ -18,13 +18,15 @@ class Facts:
 
     kind: what a sample of the data is, examples, pairs or prompts. ranges: of its section's keys, as
     `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the learning rate below which
-    a fresh adapter hardly learns, and a usual one.
+    a fresh adapter hardly learns, and a usual one. curves: the fields of metrics.jsonl that tell what was learned, and
+    their names for a reader.
     """
 
     kind = "examples"
     ranges: tuple = ()
     best: tuple[str, ...] = ("val_loss", "loss")
     adapter_rates = (5e-5, "2e-4")
+    curves: Mapping[str, str] = MappingProxyType({"loss": "loss", "val_loss": "validation loss"})
 
     def missing(self, recipe: Recipe) -> list[str]:
         """What the section must say and does not, one line each."""
@@ -85,6 +87,7 @@ class DpoFacts(Facts):
     kind = "pairs"
     ranges = dpo_section.SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
+    curves = MappingProxyType({**Facts.curves, "accuracy": "accuracy"})
 
     def problems(self, recipe: Recipe) -> list[str]:
         return dpo_section.problems(recipe)
@@ -115,6 +118,7 @@ class GrpoFacts(Facts):
     kind = "prompts"
     ranges = grpo_section.SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
+    curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
     best = ("loss", "val_reward_mean")
 
     def problems(self, recipe: Recipe) -> list[str]:
