@@ -97,7 +97,7 @@ class WeightedSource(Source):
 
 @dataclass
 class DataSource(Source):
-    """`data.train` and `data.val`."""
+    """`data.train` and `data.val`: files, and what their rows look like."""
 
     sources: list[WeightedSource] | None = None
     """Several weighted sources, `[{path, format, columns, weight}]`; replaces `path`."""
