@@ -105,7 +105,7 @@ class WeightedSource(Source):
 
 @dataclass
 class DataSource(Source):
-    """`data.train` and `data.val`."""
+    """`data.train` and `data.val`: files, and what their rows look like."""
 
     sources: list[WeightedSource] | None = None
     """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
@@ -528,8 +528,8 @@ class Grpo:
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
     cuda_graphs: bool = False
-    """engine=native on CUDA: each step of decoding is one captured graph, in place of some seventy kernels a layer.
-    Weights are gathered once, and a completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
+    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
+    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""
