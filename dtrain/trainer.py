@@ -381,6 +381,8 @@ class Trainer:
         if policy.device.type == "cuda":
             kernel = policy.model.model.kernel
             say(f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else ""))
+        if policy.model.uncompiled is not None:
+            say(f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}")
         schedule, longest = self.recipe.scheduler, policy.model.config.max_position_embeddings
         if not isinstance(schedule, list) and schedule.name in SCHEDULES and schedule.warmup_steps >= self.total_steps:
             say(
