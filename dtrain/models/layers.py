@@ -259,12 +259,15 @@ class Decoder(Stack):
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         by_position = seq_ids is not None or kernel.abilities.context_parallel
         keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
+        turned = positions
+        if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
+            turned = positions.expand(len(input_ids), -1)
         rotary: dict[Rope, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
             if rope not in rotary:
-                rotary[rope] = tables(rope, config.head_dim, positions, hidden.dtype)
+                rotary[rope] = tables(rope, config.head_dim, turned, hidden.dtype)
             masks[kind] = None
             if cache is None:
                 window = config.sliding_window if kind == SLIDING else None
