@@ -205,7 +205,7 @@ class Train:
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
     """Which activations are not kept but computed again in the backward pass: less memory, more time."""
     compile: bool = False
-    """torch.compile for each layer."""
+    """torch.compile for each layer, without its attention."""
     train_only: list[str] = field(default_factory=list)
     """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
     `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
