@@ -188,7 +188,7 @@ class Train:
     """Passes over the training set; the last batch may be short. Stands in for `steps`."""
     global_batch: int | str = 64
     """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
-    largest power of two up to 64 that makes 32 steps or more of a pass over the data (1 where none does), and under
+    largest power of two up to 16 that makes 32 steps or more of a pass over the data (1 where none does), and under
     grpo all completions of a rollout; the terminal says which."""
     micro_batch: int = 4
     """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
