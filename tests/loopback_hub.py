@@ -121,6 +121,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refuse(409, "", "You already created this model repo")
             self.hub.models[name] = {"main": {}}
             return self.json({"url": f"{self.hub.url}/{name}", "name": name})
+        if parts == ["api", "validate-yaml"]:
+            return self.json({"errors": [], "warnings": []})
         name = "/".join(parts[2:4])
         if parts[4] == "branch":
             self.hub.models[name].setdefault(parts[5], {})
