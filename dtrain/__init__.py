@@ -8,6 +8,8 @@ imports run downwards, and config, errors and json_files stand beside:
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check, lora_section      what must hold between a recipe's keys, and in its section `lora`
     trainer, resume          the loop; where it starts
+    summary                  what the terminal is told of a run, first and last
+    sizing                   what the data make of the batch; runs that would train nothing
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards
     checkpoint, data         what outlives a run; files to batches

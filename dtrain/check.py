@@ -29,6 +29,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
     ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
     ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
+    ("data.packing", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("data.num_workers", lambda v: v >= 0, "at least 0"),
     ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
     ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
@@ -38,7 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("parallel.reshard_after_forward", lambda v: v in ("default", True, False), "default, true or false"),
     ("train.steps", lambda v: v >= 1, "at least 1"),
     ("train.epochs", lambda v: v >= 1, "at least 1"),
-    ("train.global_batch", lambda v: v >= 1, "at least 1"),
+    ("train.global_batch", lambda v: v == "auto" or (type(v) is int and v >= 1), "a whole number, at least 1, or auto"),
     ("train.micro_batch", lambda v: v >= 1, "at least 1"),
     ("train.max_grad_norm", lambda v: v > 0, "more than 0, or null for no clipping"),
     ("train.validate_every", lambda v: v >= 1, "at least 1, or null for no validation"),
@@ -84,7 +85,8 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
         of_mesh, shape = mesh_problems(recipe, world_size)
         problems += of_mesh
         problems += _sequence(recipe)
-        if not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
+        is_open = recipe.train.global_batch == "auto"  # the data say, when the run starts
+        if not is_open and not any(key in ("train.global_batch", "train.micro_batch") for key, _ in wrong):
             # Where the mesh does not fit its world, what its keys say of dp: of dp_shard=-1 that it is 1 or more.
             replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
             problems += batch_problems(recipe, replicate * shard)
@@ -294,8 +296,11 @@ def _stages(recipe: Recipe) -> list[str]:
         problems.append("scheduler=[] has no stages: give a list of {name, steps}, or one {name}")
     for index, stage in enumerate(stages):
         key = f"scheduler[{index}]" if listed else "scheduler"
-        if stage.warmup_steps < 0:
-            problems.append(f"{key}.warmup_steps={stage.warmup_steps} must be at least 0")
+        if stage.warmup_steps is not None and stage.warmup_steps < 0:
+            problems.append(f"{key}.warmup_steps={stage.warmup_steps} must be at least 0, or null")
+        if stage.warmup < 0 or (isinstance(stage.warmup, float) and not stage.warmup < 1):
+            wanted = "a share of the steps, from 0 to below 1, or their number as a whole number"
+            problems.append(f"{key}.warmup={stage.warmup} must be {wanted}")
         if not 0 <= stage.min_lr_ratio <= 1:
             problems.append(f"{key}.min_lr_ratio={stage.min_lr_ratio} must be from 0 to 1")
         if listed and stage.steps is None and index < len(stages) - 1:

@@ -67,7 +67,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed: of the
     random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
-    parameters, of type cuda, if its state is to lie in host memory.
+    gradients (`optimizers.adam`), if its state is to lie in host memory.
 
     `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
     over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
@@ -274,7 +274,8 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
     if section.name not in SCHEDULES:
         target = _import(section.name, f"{key}.name", SCHEDULES)
         return partial(_construct, target=target, name=section.name, kwargs=kwargs, key=key)
-    decay_steps = total_steps - section.warmup_steps
+    warmup = section.warmup_of(total_steps)
+    decay_steps = total_steps - warmup
     if section.name == "wsd":
         decay_steps = kwargs.pop("decay_steps", None) or max(1, round(WSD_DECAY_SHARE * total_steps))
     if kwargs:
@@ -283,7 +284,7 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
         factor,
         section.name,
         total_steps=total_steps,
-        warmup_steps=section.warmup_steps,
+        warmup_steps=warmup,
         min_lr_ratio=section.min_lr_ratio,
         decay_steps=decay_steps,
     )

@@ -120,7 +120,7 @@ def dtrain(cwd, *arguments):
 
 
 def test_a_run_says_first_what_it_imports_and_from_where(tmp_path, harm):
-    recipe = tiny_recipe(tmp_path, *NAMED[:2], "train.steps=1")
+    recipe = tiny_recipe(tmp_path, *NAMED[:2], "train.steps=1", "scheduler.warmup_steps=0")
     done = dtrain(tmp_path, "run", recipe_file(recipe, tmp_path / "r.yaml"))
     assert done.returncode == 0 and harm.exists(), done.stderr
     named = "this run imports:\n  optimizer.name: evil.code.Optimizer, from " + str(tmp_path / "evil" / "code.py")
@@ -155,7 +155,7 @@ def test_a_module_that_is_installed_comes_before_a_file_of_its_name(tmp_path, mo
 
 
 def test_a_run_directory_of_a_strangers_names_code_in_vain(tmp_path, harm, capfd):
-    recipe = run(tiny_recipe(tmp_path, "train.steps=1", "checkpoint.every=1"))
+    recipe = run(tiny_recipe(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", "checkpoint.every=1"))
     directory = Path(recipe.run.dir) / recipe.run.name
     config_yaml = (directory / "config.yaml").read_text()
     config_yaml = re.sub(r"name: adamw", "name: evil.code.Optimizer", config_yaml)

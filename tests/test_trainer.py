@@ -89,18 +89,18 @@ def test_three_ranks_with_uneven_shards_and_a_short_last_batch(tmp_path):
 
 @pytest.mark.parametrize("change", ["train.epochs=3", "train.global_batch=4"])
 def test_epochs_of_a_changed_recipe_end_with_their_last_row_saved(tmp_path, change):
-    write_rows(tmp_path / "rows.jsonl", count=10)
+    write_rows(tmp_path / "rows.jsonl", count=18)
     shape = ("train.steps=null", "data.packing=false", "checkpoint.every=3")
-    recipe = tiny_recipe(tmp_path, *shape, "train.epochs=2")  # 20 rows, 8 a step
-    if change == "train.epochs=3":  # the short batch of the second epoch is done: 8 + 8 + 4, then 8 + 2
+    recipe = tiny_recipe(tmp_path, *shape, "train.epochs=2")  # 36 rows, 8 a step
+    if change == "train.epochs=3":  # the short batch of the second epoch is done
         run(recipe)
-        batches = [8, 8, 4, 8, 2]
+        batches = [8, 8, 8, 8, 4, 8, 8, 2]
     else:
         with pytest.raises(Stopped):
             interrupt(recipe, 1, 1)
-        batches = [8, 4, 4, 4]
+        batches = [8, 4, 4, 4, 4, 4, 4, 4]
     changed = run(tiny_recipe(tmp_path, *shape, "train.epochs=2", change))
-    done = [sum(batches[: step + 1]) / 10 for step in range(len(batches))]
+    done = [sum(batches[: step + 1]) / 18 for step in range(len(batches))]
     assert [row["epoch"] for row in metrics(changed) if "loss" in row] == pytest.approx(done)
     assert max(CheckpointStore(Path(changed.run.dir) / "run" / "checkpoints").steps()) == len(batches)
 
@@ -293,7 +293,10 @@ def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_ha
     assert len(shown) == 1
     assert re.search(r"planned peak 1.25 GiB; the process holds \d+\.\d+ GiB, \d+\.\d+ GiB of it before", shown[0])
     assert asked == [0.0, 0.0]
-    train(tiny_recipe(tmp_path, "train.steps=1", name="short"), Runtime(planned=lambda wait: f"waited {wait}"))
+    train(
+        tiny_recipe(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", name="short"),
+        Runtime(planned=lambda wait: f"waited {wait}"),
+    )
     assert "waited 5.0" in capsys.readouterr().err
 
 

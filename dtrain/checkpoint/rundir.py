@@ -1,7 +1,7 @@
 """The directory of a run: who holds it, its config.yaml, and what a resume may change.
 
     runs/<name>/
-      lock             held by the run that writes here; gone with its process
+      lock             locked while a run writes here; the file stays, its lock ends with the process
       config.yaml      the resolved recipe, without its secrets
       data.json        of each split, how many rows, samples and tokens it has, and its identity
       began.json       the checkpoints that the run began from, if it did (see `origin`)

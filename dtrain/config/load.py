@@ -280,7 +280,7 @@ def _converted(value: Any, kinds: list) -> Any:
         return value
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return int(value)
-    if isinstance(value, int) and float in kinds:
+    if isinstance(value, int) and float in kinds and int not in kinds:
         return float(value) if abs(value) < 2**1023 else math.inf if value > 0 else -math.inf
     if isinstance(value, int | float | Path) and str in kinds and not numeric:
         return str(value)

@@ -2,7 +2,8 @@
 
 A recipe is YAML over these dataclasses; what it leaves out has the default written here. `Recipe` is the root, the
 sections follow it in the order in which a recipe is usually written. The text under a field is its documentation.
-`null` turns a thing off where a field's type admits None. What this version refuses stands in `check.NOT_YET`.
+`null` turns a thing off where a field's type admits None. `words.NOT_YET` lists what dtrain does not have yet.
+docs/recipe.md shows all of it as a page (tools/recipe_reference.py).
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ class Run:
     dir: str = "runs"
     """The directory that holds the runs."""
     seed: int = 0
-    """Initial weights, the order of the data and sampling are functions of it, and of no mesh."""
+    """It decides the initial weights, the order of the data and what is sampled, the same on every mesh."""
 
     @property
     def directory(self) -> Path:
@@ -33,24 +34,24 @@ class Run:
 
 @dataclass
 class Launch:
-    """`launch`: processes on this machine. Under torchrun or SLURM the world is theirs and `nproc` is not read."""
+    """`launch`: processes on this machine. torchrun and SLURM start processes themselves; `nproc` is then not read."""
 
     nproc: int = 1
     """Processes to start here, one per device. 1 runs in place."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu. Processes talk over nccl on cuda and over gloo on cpu."""
     max_restarts: int = 0
-    """How often all processes are started again after one died; they resume from the newest whole checkpoint. Under
-    torchrun its own --max-restarts is what counts."""
+    """How many times all processes are started again after one died. They resume from the newest whole checkpoint.
+    Under torchrun, its own --max-restarts counts."""
     lost_after: float = 60.0
-    """Seconds without a sign of life (a stopped process, a silent host) after which a rank is lost, and the run ends
-    with its name. A process that died is noticed at once. After a first SIGINT, SIGTERM or SIGUSR1 also the seconds
-    that the ranks of one machine may get nothing done, a save aside: the run then ends unsaved."""
+    """A rank is lost after this many seconds without a sign of life (its process is stopped, its host is silent). The
+    run then ends and names it. A process that died is noticed at once. A first SIGINT, SIGTERM or SIGUSR1 starts the
+    same clock for ranks of one machine that get nothing done (a save counts as work): the run then ends unsaved."""
     collective_timeout: float | None = None
-    """Seconds that a rank waits for the others in a collective, until the run ends with an error. null: a day over
-    gloo, where ranks wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
-    nccl, where they wait for one another's part of a step. It ends a run whose ranks all live and wait for one another;
-    one that died or fell silent is noticed sooner, by lost_after."""
+    """Seconds that a rank waits for the others in a collective before the run ends with an error. null: a day over
+    gloo, where a rank may wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
+    nccl, where ranks wait for one another within a step. This ends a run whose ranks all live and wait for one another.
+    `lost_after` notices a rank that died or fell silent, and sooner."""
 
 
 @dataclass
@@ -64,8 +65,8 @@ class Model:
     """pretrained reads the weights; scratch draws them from `run.seed` and reads config.json and the tokenizer only."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
-    windows and context parallel, on CUDA in bfloat16 or float16. auto: varlen where it proves on the device that it
-    gives sdpa's numbers, else sdpa, which needs a mask there; the terminal says which."""
+    windows and context parallel, on CUDA in bfloat16 or float16. auto: a check at the start compares varlen with sdpa
+    on the device. If the numbers agree, varlen is taken, else sdpa, which needs a mask. The terminal says which."""
 
     @property
     def directory(self) -> Path:
@@ -104,7 +105,7 @@ class WeightedSource(Source):
 
 @dataclass
 class DataSource(Source):
-    """`data.train` and `data.val`."""
+    """`data.train` and `data.val`: files, and what their rows look like."""
 
     sources: list[WeightedSource] | None = None
     """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
@@ -121,19 +122,20 @@ class Data:
     about so many of them, each by a hash of its content and `run.seed`. Equal rows stay together, and a row stays where
     it is when others join it."""
     max_length: int = 4096
-    """Tokens of the longest sequence, prompt and completion together; a packed row has this many, of dpo
+    """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""
-    packing: bool = True
-    """Several samples share a row, each blind to the others. false: one sample a row, padded."""
+    packing: bool | str = True
+    """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
+    padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Trained tokens: the assistant's turns, what follows the prompt, the last turn alone, or every token."""
     shuffle: bool = True
-    """Another order of the samples in every epoch, drawn from `run.seed`."""
+    """Each epoch has its own order of the samples, drawn from `run.seed`."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a sample longer than `max_length`. Counts are printed."""
     num_workers: int = 0
-    """Two things: processes that tokenise, where 0 means one per core; and processes of each rank that prepare batches
-    ahead, where 0 means none."""
+    """Counts two things. Processes that tokenise: 0 means one per core. Processes of each rank that prepare batches
+    ahead: 0 means none."""
     cache_dir: str | None = None
     """Where tokenized sets are kept, shared by all runs that name it. null: `.cache` in `run.dir`."""
     chat_template: str | None = None
@@ -144,7 +146,7 @@ class Data:
 
 @dataclass
 class Parallel:
-    """`parallel`: the mesh. The product of its four sizes is the number of processes; numbers do not depend on it."""
+    """`parallel`: the mesh. The product of its four sizes is the number of processes. Results do not depend on it."""
 
     dp_replicate: int = 1
     """Copies of the sharded model (HSDP)."""
@@ -155,25 +157,25 @@ class Parallel:
     tp: int = 1
     """Tensor parallel: ranks that share each layer's matrices."""
     sequence_parallel: bool = True
-    """Under tp, activations between the matrices are split over the sequence."""
+    """Under tp: the activations between the matrices are split over the sequence."""
     cp_rotate: Literal["allgather", "ring"] = "allgather"
     """How keys and values travel under cp."""
     custom_plan: str | dict[str, str] | None = None
-    """A tensor-parallel plan that replaces the model's own: a table, module pattern → style
-    (dtrain/parallel/README.md), or the import path of one, or of a function that gives one."""
+    """A tensor-parallel plan in place of the model's own: a table, module pattern → style
+    (dtrain/parallel/README.md), or the import path of a table or of a function that gives one."""
     cpu_offload: bool = False
-    """Parameters and optimizer state live in host memory and visit the device. On a CPU they are there already."""
+    """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
     optimizer_offload: bool = False
-    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
-    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
-    there already."""
+    """The moments of adamw and adam live in pinned host memory, and so do the float32 weights that they step, of which
+    the device holds copies in `train.dtype`. Parts of both visit the device at the step, copied while others are
+    computed. Gradients stay on the device; the numbers are the same. On a CPU all of it is there already."""
     reduce_each: bool = False
-    """Under accumulation, gradients are reduced after every micro-batch, so that between two a rank keeps those of its
-    own shards alone: 4 bytes of memory for each parameter that tp leaves it, against one reduce-scatter more per
-    micro-batch. false: once, after the last. HSDP's all-reduce comes once in any case."""
+    """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
+    then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
+    one more reduce-scatter per micro-batch. false: once, after the last. HSDP's all-reduce comes once in both cases."""
     reshard_after_forward: bool | str = "default"
-    """default | true | false: whether gathered parameters are given back between forward and backward. default: those
-    of all layers but the last are, those of embedding and head are not."""
+    """default | true | false: whether gathered parameters are freed between forward and backward. default: yes for
+    all layers but the last; no for the last one, the embedding and the head."""
 
 
 @dataclass
@@ -184,34 +186,41 @@ class Train:
     """Optimizer steps. Required, or `epochs`."""
     epochs: int | None = None
     """Passes over the training set; the last batch may be short. Stands in for `steps`."""
-    global_batch: int = 64
-    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived."""
+    global_batch: int | str = 64
+    """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
+    largest power of two up to 64 that makes 32 steps or more of a pass over the data (1 where none does), and under
+    grpo all completions of a rollout; the terminal says which."""
     micro_batch: int = 4
-    """Rows that a rank holds in memory at once; of dpo without packing, pairs, which are two rows each."""
+    """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in
-    float32, in float64 where this is float64, or as `masters` says."""
+    """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in float32, or as
+    `masters` says; under float64 in float64."""
     masters: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: trained weights are kept in bfloat16 alone, and updates are rounded up or down at random, by
-    `run.seed`. Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32; under
-    `parallel.reduce_each`, where no float32 copy of them is ever whole, over micro-batches by the same rounding. For
-    adamw, adam and muon, and `dtype` bfloat16, which auto then is."""
+    """bfloat16: trained weights have no float32 copy, and updates are rounded up or down at random, by `run.seed`.
+    Gradients are kept in bfloat16 too, and added up over ranks and micro-batches in float32. Under
+    `parallel.reduce_each` no float32 copy of them is ever whole: the sum over micro-batches is rounded at random too.
+    Works with adamw, adam and muon, and with `dtype` bfloat16, which auto then means."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this norm over the whole model. null: never."""
+    """Where the norm of the whole model's gradient is larger, the gradient is scaled down to it. null: never."""
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
-    """Which activations are computed again in the backward pass instead of kept: less memory, more time."""
+    """Which activations are not kept but computed again in the backward pass: less memory, more time."""
     compile: bool = False
     """torch.compile for each layer."""
     train_only: list[str] = field(default_factory=list)
-    """Patterns of parameter names, such as `model.layers.31.*`: the others are frozen. []: all are trained. `*` stands
-    for any text, dots too, `?` for one character, `[01]` for one of these."""
+    """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
+    `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns of parameters that are frozen, `train_only` or not: kept in `dtype`, without gradient, optimizer state
-    and master copy."""
+    """Patterns of the parameters to freeze; they win over `train_only`. A frozen parameter is kept in `dtype`, and has
+    no gradient, optimizer state or master copy."""
     validate_every: int | None = None
     """Steps between validations on `data.val`. null: never."""
     skip_nonfinite: int = 0
-    """How many steps in a row may be skipped for a gradient that is not finite. 0: the first one ends the run."""
+    """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
+
+    @property
+    def batch(self) -> int:
+        """`global_batch` as a number, of a recipe whose `auto` is settled."""
+        return int(self.global_batch)
 
 
 @dataclass
@@ -228,27 +237,27 @@ class Lora:
     """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
     a regular expression for whole names (`.*self_attn.*`)."""
     exclude: str | list[str] = field(default_factory=list)
-    """Names, or a regular expression, of layers that get none all the same."""
+    """Layers that get no adapter although `target` names them: names, or a regular expression."""
     rslora: bool = False
     """The scale is alpha ÷ √rank (arXiv:2312.03732)."""
     dora: bool = False
-    """The length of each weight's rows is trained apart from their direction (arXiv:2402.09353)."""
+    """DoRA: the length of each weight's rows is trained apart from their direction (arXiv:2402.09353)."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Other ranks for some layers, by a regular expression for the end of their names: `{down_proj: 32}`."""
+    """Other ranks for some layers: a regular expression for the end of a name, and a rank: `{down_proj: 32}`."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Other alphas, likewise."""
+    """Other alphas, in the same way."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Ends of names of modules that are trained whole beside the adapter, such as `[embed_tokens, lm_head]`."""
+    """Modules that are trained whole beside the adapter, by the ends of their names: `[embed_tokens, lm_head]`."""
     path: str | None = None
-    """The directory of an adapter in PEFT's layout to go on from. The keys above are then its own, which those
-    at their defaults never change; a dropout above 0 takes the place of its own."""
+    """The directory of an adapter in PEFT's layout to go on from. Its own settings then count for the keys above. Only
+    a dropout above 0 replaces the adapter's."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4: the linear layers' own weights are held in 4 bits (QLoRA, arXiv:2305.14314)."""
 
 
 @dataclass
 class Optimizer:
-    """`optimizer`."""
+    """`optimizer`: how a gradient changes the weights."""
 
     name: str = "adamw"
     """adamw | adam | sgd | adafactor | muon, or the import path of a torch Optimizer. muon steps matrices by Muon, each
@@ -257,7 +266,7 @@ class Optimizer:
     lr: float = 1e-5
     """The peak learning rate."""
     adam_lr: float | None = None
-    """Of muon: the peak learning rate of what it leaves to AdamW. null: `lr`."""
+    """The peak learning rate of what muon leaves to AdamW. null: `lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's decay of the first and second moment."""
     eps: float = 1e-8
@@ -265,10 +274,10 @@ class Optimizer:
     weight_decay: float = 0.1
     """Applies to tensors of two or more dimensions, embeddings included."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the optimizer's class; they win over the keys above. Where adamw and adam are dtrain's own (by
-    `state`, `train.masters` or `parallel.optimizer_offload`): lr, betas, eps and weight_decay."""
+    """More arguments of the optimizer's class; they win over the keys above. `state`, `train.masters` and
+    `parallel.optimizer_offload` bring dtrain's own adamw and adam, which take lr, betas, eps and weight_decay."""
     state: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What adamw and adam keep their moments in: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
+    """The type of adamw's and adam's moments: 8, 4 or about 2 bytes for each trained parameter. Vectors, tensors of
     less than 4096 elements and embeddings keep float32."""
 
 
@@ -278,13 +287,22 @@ class Scheduler:
 
     name: str = "cosine"
     """constant | cosine | linear | wsd, or the import path of a torch LRScheduler."""
-    warmup_steps: int = 50
-    """Step s of these, from 0, uses lr·s ÷ warmup_steps. An import path's class is made without it: its own arguments
-    stand in `kwargs`."""
+    warmup: int | float = 0.03
+    """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
+    count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its
+    own arguments stand in `kwargs`."""
+    warmup_steps: int | None = None
+    """The same as a count. It wins over `warmup` where it is given."""
     min_lr_ratio: float = 0.1
     """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps of warm-up in a schedule of `steps`."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return self.warmup if isinstance(self.warmup, int) else int(self.warmup * steps + 1e-9)
 
 
 @dataclass
@@ -293,8 +311,8 @@ class Stage(Scheduler):
 
     Each stage counts its own steps from 0 (torch's SequentialLR), and warms up only where it says so."""
 
-    warmup_steps: int = 0
-    """As above, from the stage's own first step."""
+    warmup: int | float = 0
+    """As above, of the stage's own steps."""
     steps: int | None = None
     """Optimizer steps of the stage; the last stage may leave it out and take the rest."""
 
@@ -308,25 +326,25 @@ class Checkpoint:
     keep_last: int | None = 3
     """How many of the newest saves stay. null: all."""
     keep_every: int | None = None
-    """The saves at steps that this divides stay too. null: none for that reason."""
+    """Saves at multiples of this many steps stay too. null: no save stays for this reason."""
     keep_best: str | None = None
-    """val_loss, or val_reward_mean under grpo: the save with the best stays too; `every` is then a multiple of
-    `train.validate_every`. loss: that of the step's own batch. null: none for that reason."""
+    """val_loss, or under grpo val_reward_mean: the save with the best value stays too; `every` is then a multiple of
+    `train.validate_every`. loss: the loss of the step's own batch decides. null: no save stays for this reason."""
     resume: str | None = "auto"
-    """auto: the run's newest whole save, where there is one; saves that were damaged since are named, left out, and
-    kept aside as damaged-step-N. null: start over, in a directory without metrics only. Or a `step-N` directory that
-    this run begins from; later, it goes on from its own saves."""
+    """auto: go on from the run's newest whole save, if there is one. Damaged saves are named, left out, and kept as
+    damaged-step-N. null: start over; the directory may hold no metrics. Or a `step-N` directory that this run begins
+    from; later it goes on from its own saves."""
     async_save: bool = True
-    """Training goes on while a save is written, and stalls only for a copy of model and optimizer in host memory. The
-    last save, and that of a run that was told to stop, are waited for."""
+    """Training goes on while a save is written. It waits only for a copy of model and optimizer in host memory. A run
+    waits for its last save, and for the save when it was told to stop."""
     export: Literal["final", "every", "none"] = "final"
-    """When `export/`, a Hugging Face directory, is written: at the end, anew with every save, or never (also null)."""
+    """When `export/`, a Hugging Face directory, is written: at the end, again with every save, or never (also null)."""
     init_from: str | None = None
-    """A run's directory (its newest checkpoint) or a `step-N` whose weights, and nothing else, replace `model.path`'s
-    when this run starts. Later, it resumes from its own checkpoints, and that step stays its start."""
+    """A run's directory (its newest checkpoint) or a `step-N`. This run starts with its weights, and nothing else of
+    it, in place of those of `model.path`. Later it resumes from its own checkpoints, and that step stays its start."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys, or sections, of model, data and optimizer that may differ from what a resumed run started with; but not
-    `optimizer.state` and `train.masters`, which say what a save's tensors are in."""
+    """Keys or sections of model, data and optimizer that may differ from what a resumed run started with. Never
+    `optimizer.state` and `train.masters`: they say which type the saved tensors have."""
 
 
 @dataclass
@@ -340,9 +358,9 @@ class Metrics:
     wandb: str | None = None
     """A Weights & Biases project's name. null: no W&B."""
     plan: bool | str = "auto"
-    """auto | true | false: whether the run's memory is planned beside it, in a process of lower priority; the terminal
-    shows the planned peak with the measured one. auto: on GPUs, where weights are read once the plan is there. A peak
-    that their memory cannot hold ends the run before, with the smallest change that helps."""
+    """auto | true | false: whether a process of lower priority plans the run's memory; the terminal then shows the
+    planned peak beside the measured one. auto: on GPUs only. There the run reads no weights before the plan is done. If
+    the memory cannot hold the planned peak, the run ends and names the smallest change that helps."""
 
 
 @dataclass
@@ -354,7 +372,7 @@ class Dpo:
     beta: float = 0.1
     """Strength of the pull towards the reference."""
     label_smoothing: float = 0.0
-    """The share of preferences taken to be wrong."""
+    """The share of preferences that are assumed to be wrong."""
     reference: str | None = "start"
     """start: the weights that training starts from; none (also null); base: the model without its adapter (`lora`),
     even where that was trained before; or the path of a model of the same shapes."""
@@ -367,13 +385,13 @@ class Dpo:
     ld_alpha: float | None = None
     """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
     precompute: bool = False
-    """The reference scores the whole data before the first step, once, into the data's cache; then it needs no memory
-    and no time. Worth it where the run sees each pair more than once. Its sums are rounded as other batches round them,
-    so `accuracy` is a toss-up in the first step, where policy and reference are one."""
+    """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
+    and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
+    are rounded otherwise: `accuracy` is a toss-up in the first step, where policy and reference are the same."""
     sync_every: int | None = None
-    """Steps after which the reference moves towards the policy. null: it stands still."""
+    """The reference moves towards the policy every so many steps. null: it stands still."""
     sync_mix: float = 0.6
-    """How far it then moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
 
@@ -389,7 +407,7 @@ class Sampling:
     top_p: float = 1.0
     """Keep the likeliest tokens of this much probability."""
     max_new_tokens: int = 512
-    """Tokens of the longest completion; in an environment, of each turn's."""
+    """Tokens of the longest completion; in an environment, of the longest turn."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion, beside the model's end-of-sequence tokens."""
 
@@ -416,7 +434,7 @@ class Server:
     kind: Literal["auto", "dtrain", "vllm", "sglang"] = "auto"
     """What they are. auto asks the first one."""
     model: str | None = None
-    """The name that the servers know the model by. null: the one that they say."""
+    """The model's name on the servers. null: the one that they report."""
     timeout: float = 600.0
     """Seconds that a completion, or an update of the weights, may take."""
     retries: int = 3
@@ -428,10 +446,10 @@ class Server:
     api_key_file: str | None = None
     """A file with the key that the servers want. null: none."""
     weights: Literal["auto", "directory", "broadcast", "adapter"] = "auto"
-    """How updated weights travel. directory: as safetensors in `weights_dir`, which the servers can read; broadcast:
-    over a process group of their own; with `lora` both are whole weights, the adapter merged. adapter: the adapter
-    alone, in `weights_dir`. auto: with `lora` the adapter, where all servers take it and have the base that is trained,
-    else directory."""
+    """How new weights reach the servers. directory: as safetensors in `weights_dir`, which the servers can read.
+    broadcast: over a process group made for it. With `lora` both send whole weights with the adapter merged. adapter:
+    the adapter alone, in `weights_dir`. auto: with `lora` the adapter, if all servers take it and have the base that is
+    trained; else directory."""
     weights_dir: str | None = None
     """A directory that the servers see under the same path. null: `weights` in the run's directory."""
 
@@ -459,30 +477,30 @@ class Grpo:
     """What `beta` pulls towards. start: the weights that training starts from; base: the model without its adapter
     (`lora`), even where that was trained before; or the path of a model of the same shapes."""
     sync_every: int | None = None
-    """Steps after which the reference moves towards the policy. null: it stands still."""
+    """The reference moves towards the policy every so many steps. null: it stands still."""
     sync_mix: float = 0.6
-    """How far it then moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
-    """What is subtracted from a reward: the mean of its group, of the group's others, of the rollout, or nothing."""
+    """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
     scale: Literal["group", "batch", "none"] = "group"
-    """What it is then divided by: the standard deviation of its group, of the rollout, or nothing."""
+    """What the difference is divided by: the standard deviation of its group, of the rollout, or nothing."""
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
-    """What a completion earns: the weighted sum of these. Their process sees no CUDA device, unless the code names one
-    in CUDA_VISIBLE_DEVICES before it loads torch."""
+    """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
+    names one in CUDA_VISIBLE_DEVICES before it loads torch."""
     reward_timeout: float = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False
-    """Completions that max_new_tokens ended train nothing (they still count where a loss divides by sequences); in an
-    environment episodes whose last turn was cut, or for whose next turn max_length left no room."""
+    """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. In an
+    environment: episodes whose last turn was cut, or whose next turn found no room in max_length."""
     overlong_cache: int | None = None
     """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
-    the reward falls by up to 1. In an environment the longest turn decides, by the tokens that the model drew in it. A
+    the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
     turn that was cut, by max_length too, costs 1. null: off."""
     dynamic_sampling: Literal["none", "drop", "refill"] = "none"
-    """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates; refill: other prompts
-    are drawn in their place, too."""
+    """Groups whose rewards are all equal teach nothing. drop: they are left out of the updates. refill: new prompts
+    take their place."""
     max_refills: int = 3
-    """How many times a rollout is refilled; after that it goes on with the groups that there are."""
+    """How many times a rollout is refilled. After that it goes on with the groups that it has."""
     sampling: Sampling = field(default_factory=Sampling)
     """How completions are drawn."""
     system_prompt: str | None = None
@@ -491,32 +509,35 @@ class Grpo:
     """Import path of a maker of environments (dtrain/rollout/README.md): completions in several turns. null: one
     completion answers a prompt."""
     environment_timeout: float = 60.0
-    """Seconds that making an environment may take, or one step of it; after that it is given up, and what its
-    completion earns is unknown."""
+    """Seconds that making an environment, or one step of it, may take. After that it is given up, and its completion
+    has no known reward."""
     environment_threads: int = 1
-    """How many environments are made or stepped side by side, in threads: more than 1 for those that wait, for a server
-    say. 1: one after another, in the order of the completions."""
+    """How many threads make and step environments. More than 1 helps where they wait, for a server say. 1: one after
+    another, in the order of the completions."""
     max_turns: int = 8
     """Completions of the longest episode in an environment."""
     engine: Literal["native", "http"] = "native"
-    """What draws them: the training processes themselves, or servers."""
+    """What draws completions: the training processes, or servers."""
     server: Server = field(default_factory=Server)
     """The servers of `engine: http`."""
     max_off_policy_steps: int = 0
-    """How many optimizer steps old the weights may be that a completion was drawn with, when its updates begin. 0:
-    training waits for each rollout. More needs engine=http: the next rollout is drawn while this one is trained on, so
-    it must be at least the optimizer steps of a rollout."""
+    """How many optimizer steps old a completion's weights may be when its updates begin. 0: training waits for each
+    rollout. More needs engine=http: the next rollout is drawn while this one is trained on. It must then be at least
+    the optimizer steps of a rollout."""
     unshard: bool | str = "auto"
-    """auto | true | false: whether a rank holds the whole weights (its tensor-parallel part of them) while it
-    generates, gathered once, or gathers each layer for each token. auto: where memory allows."""
+    """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
+    it generates. false: it gathers each layer for each token. auto: true where memory allows."""
+    cuda_graphs: bool = False
+    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
+    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
-    """Without `data.packing`: a micro-batch is completions of like length, as many as fill micro_batch × max_length
-    tokens with their padding, instead of micro_batch completions."""
+    """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
+    into micro_batch × max_length tokens. false: it holds micro_batch completions."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""
     max_mismatch: float | None = 0.1
-    """The first rollout ends the run where trainer and engine disagree by more than this on the sampled tokens'
-    log-probabilities (mean of the absolute difference). null: never."""
+    """The run ends at its first rollout if trainer and engine differ by more than this in the log-probabilities of the
+    sampled tokens (mean absolute difference). null: never."""
     show: int = 2
     """Completions of each rollout that the terminal shows; samples.jsonl has all."""
 
@@ -526,7 +547,8 @@ class Distill:
     """`distill`: read by method distill."""
 
     teacher: str | None = None
-    """Required. The directory of a model with the student's vocabulary, of any size; frozen, on the same mesh."""
+    """Required. The directory or hub id of a model with the student's vocabulary, of any size. It is frozen and lies
+    on the same mesh."""
     top_k: int | None = None
     """How many of the teacher's likeliest tokens count. null: all, exactly."""
     kl: Literal["forward", "reverse", "mixed"] = "forward"
@@ -536,8 +558,8 @@ class Distill:
     mixed_kl_weight: float = 0.5
     """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
     zero_outside_topk: bool = True
-    """With `top_k`: elsewhere the teacher is zero, and what the student gives to other tokens counts against it. false:
-    the student too is normalised over the teacher's top k, and free elsewhere."""
+    """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
+    against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
 
 
 @dataclass

@@ -107,7 +107,7 @@ OURS = _by_word(
         "optimizer.eps": "adam_epsilon",
         "optimizer.kwargs": "optim_args",
         "scheduler.name": "lr_scheduler_type lr_scheduler",
-        "scheduler.warmup_steps, a number of steps: the ratio times train.steps": "warmup_ratio",
+        "scheduler.warmup, a share of the steps": "warmup_ratio",
         "scheduler.warmup_steps": "num_warmup_steps",
         "scheduler.min_lr_ratio, a share of optimizer.lr": "min_lr",
         "scheduler.kwargs": "lr_scheduler_kwargs",

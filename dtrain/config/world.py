@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from dtrain.config.schema import Recipe
 
+LARGEST_AUTO = 64
+STEPS_OF_A_PASS = 32
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -18,6 +21,7 @@ class Sizes:
     global_batch: int
     micro_batch: int
     accumulation: int
+    is_open: bool = False  # train.global_batch=auto, which the data settle: the numbers are an upper bound of its parts
 
     @property
     def dp(self) -> int:
@@ -27,6 +31,8 @@ class Sizes:
     def __str__(self) -> str:
         mesh = [f"{name} {getattr(self, name)}" for name in ("dp_replicate", "dp_shard", "cp", "tp")]
         shape = " × ".join(part for part in mesh if not part.endswith(" 1")) or "one process"
+        if self.is_open:
+            return f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel ranks"
         return (
             f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
             f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"
@@ -34,17 +40,23 @@ class Sizes:
 
 
 def sizes(recipe: Recipe, world_size: int) -> Sizes:
-    """The derived sizes of a recipe in which `check` found no problem."""
+    """The derived sizes of a recipe in which `check` found no problem. Where the batch is `auto` they are those of its
+    largest number, 64, or of one micro-batch on each rank where that is more."""
     problems, shape = mesh_problems(recipe, world_size)
     if problems or not shape:
         raise ValueError("; ".join(problems))
     replicate, shard, cp, tp = shape
-    accumulation, rest = divmod(recipe.train.global_batch, recipe.train.micro_batch * replicate * shard)
+    unit, is_open = recipe.train.micro_batch * replicate * shard, recipe.train.global_batch == "auto"
+    total = -(-LARGEST_AUTO // unit) * unit if is_open else recipe.train.batch
+    accumulation, rest = divmod(total, unit)
     if rest:
         raise ValueError("; ".join(batch_problems(recipe, replicate * shard)))
-    return Sizes(
-        world_size, replicate, shard, cp, tp, recipe.train.global_batch, recipe.train.micro_batch, accumulation
-    )
+    return Sizes(world_size, replicate, shard, cp, tp, total, recipe.train.micro_batch, accumulation, is_open)
+
+
+def automatic_batch(rows: int) -> int:
+    """`train.global_batch=auto` for so many rows a pass: at least 32 steps of it, where it is more than 1."""
+    return max(1, min(LARGEST_AUTO, 1 << max(0, (rows // STEPS_OF_A_PASS).bit_length() - 1)))
 
 
 def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
@@ -71,7 +83,7 @@ def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int
 
 def batch_problems(recipe: Recipe, dp: int) -> list[str]:
     """Whether the micro-batches of `dp` data-parallel ranks make up the global batch, and what would."""
-    total, micro = recipe.train.global_batch, recipe.train.micro_batch
+    total, micro = recipe.train.batch, recipe.train.micro_batch
     unit = micro * dp
     if total % unit == 0:
         return []

@@ -77,6 +77,10 @@ class Rows:
             return self._order(epoch).total
         return sum(self._window_rows(epoch, window) for window in range(self._windows(epoch)))
 
+    def samples_in_epoch(self, epoch: int) -> int:
+        """How many samples `epoch` has, those of its rows all together."""
+        return self._order(epoch).total
+
     def total_rows(self) -> int | None:
         """How many placements all epochs have together; None where they do not end."""
         return None if self.epochs is None else sum(self.rows_in_epoch(epoch) for epoch in range(self.epochs))

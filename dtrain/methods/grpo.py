@@ -82,7 +82,7 @@ class GrpoMethod(MethodWithReference):
         size = self.recipe.train.micro_batch
         tokens = size * self.recipe.data.max_length
         if self.recipe.data.packing:
-            return Packed(tokens)
+            return Packed(self.facts.longest_row(self.recipe))
         return DynamicShapes(tokens) if self.recipe.grpo.dynamic_batch else size
 
     @property
@@ -239,7 +239,7 @@ class GrpoMethod(MethodWithReference):
         """What may not change within a rollout: its updates are counted, its log-probabilities measured by these."""
         section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
         return {
-            "train.global_batch": self.recipe.train.global_batch,
+            "train.global_batch": self.recipe.train.batch,
             "grpo.updates_per_rollout": section.updates_per_rollout,
             "grpo.sampling.temperature": drawn.temperature,
             "grpo.sampling.top_k": drawn.top_k,
@@ -275,7 +275,7 @@ class GrpoMethod(MethodWithReference):
 
     def _steps(self, sequences: int) -> int:
         """Optimizer steps that a rollout of so many completions makes."""
-        return -(-sequences // self.recipe.train.global_batch) * self.recipe.grpo.updates_per_rollout
+        return -(-sequences // self.recipe.train.batch) * self.recipe.grpo.updates_per_rollout
 
     def _shares(self, chosen: Sequence[int]) -> list[list[int]]:
         """These completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
@@ -288,7 +288,7 @@ class GrpoMethod(MethodWithReference):
 
     def _minibatch(self) -> list[int]:
         """The completions of this step, over all ranks; those that do not count are left out."""
-        total, size = len(self._buffer), self.recipe.train.global_batch
+        total, size = len(self._buffer), self.recipe.train.batch
         pass_number, part = divmod(self._position.done, -(-total // size))
         drawn = key("minibatch", self.recipe.run.seed, self._position.rollout, pass_number)
         order = permute(torch.arange(total), total, drawn)

@@ -66,9 +66,9 @@ def problems(recipe: Recipe) -> list[str]:
 
 
 def _sizes(recipe: Recipe) -> list[str]:
-    section, batch = recipe.grpo, recipe.train.global_batch
-    found = []
+    section, found = recipe.grpo, []
     rollout = section.prompts_per_step * section.group_size
+    batch = rollout if recipe.train.global_batch == "auto" else recipe.train.batch
     if min(section.prompts_per_step, section.group_size, batch) >= 1 and rollout % batch:
         fits = sorted({math.gcd(rollout, batch), rollout})
         found.append(
@@ -116,6 +116,8 @@ def _engine(recipe: Recipe) -> list[str]:
             found.append(f"grpo.server.urls: {url} must begin with http:// or https://")
     if section.engine == "native" and section.server.urls:
         found.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
+    if section.cuda_graphs:
+        found += _graphs(recipe)
     if section.engine == "native" and section.max_off_policy_steps:
         found.append(
             f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, which "
@@ -123,7 +125,8 @@ def _engine(recipe: Recipe) -> list[str]:
         )
     if section.engine == "http" and section.server.weights == "adapter":
         found += _adapter_alone(recipe)
-    size, batch = section.prompts_per_step * section.group_size, recipe.train.global_batch
+    size = section.prompts_per_step * section.group_size
+    batch = size if recipe.train.global_batch == "auto" else recipe.train.batch
     steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
     if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
         found.append(
@@ -132,6 +135,21 @@ def _engine(recipe: Recipe) -> list[str]:
             "to 0"
         )
     return found
+
+
+def _graphs(recipe: Recipe) -> list[str]:
+    """Graphs hold no collective, and read weights where they lie at their capture."""
+    unfit = {
+        "grpo.engine=http": (recipe.grpo.engine == "http", "does not decode here"),
+        "launch.device=cpu": (recipe.launch.device == "cpu", "has none"),
+        f"parallel.tp={recipe.parallel.tp}": (recipe.parallel.tp > 1, "sends within every layer"),
+        "grpo.unshard=false": (recipe.grpo.unshard is False, "gathers weights within every forward"),
+    }
+    return [
+        f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or that"
+        for key, (is_so, why) in unfit.items()
+        if is_so
+    ]
 
 
 def _adapter_alone(recipe: Recipe) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtrain.batch import Batch, collate
 from dtrain.config.schema import Dpo, Grpo, Recipe
-from dtrain.data import Batches, Cursor, GlobalBatch, PromptOptions, Rows
+from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.methods.facts import facts_of
 from dtrain.metrics import Recorder
 from dtrain.policy import Batching, Policy
@@ -56,7 +56,6 @@ class Method:
         self.recipe = recipe
         self.facts = facts_of(recipe)  # what is known of the method before anything is built
         self.kind = self.facts.kind  # what a sample of the data is: examples, pairs or prompts
-        self.prompts: PromptOptions | None = self.facts.prompts(recipe)  # how they are made
         self._rows_of_a_sample = self.facts.rows_of_a_sample(recipe)
 
     @property
@@ -77,7 +76,7 @@ class Method:
         """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
         saved: what `state` gave at the start, empty for a fresh one."""
         left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
-        return -(-left // self.recipe.train.global_batch)
+        return -(-left // self.recipe.train.batch)
 
     def before_step(self, cursor: Cursor) -> None:
         """What the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective. May
@@ -88,7 +87,7 @@ class Method:
         return iter(
             Batches(
                 rows,
-                global_batch=self.recipe.train.global_batch,
+                global_batch=self.recipe.train.batch,
                 dp_rank=policy.mesh.dp_rank,
                 dp_size=policy.mesh.dp_size,
                 cursor=cursor,
@@ -124,7 +123,7 @@ class Method:
         sums: dict[str, float] = {}
         for part in Batches(
             rows,
-            global_batch=self.recipe.train.global_batch,
+            global_batch=self.recipe.train.batch,
             dp_rank=policy.mesh.dp_rank,
             dp_size=policy.mesh.dp_size,
         ):

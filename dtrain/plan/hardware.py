@@ -27,8 +27,9 @@ USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links. arithmetic: peak FLOP/s by dtype of the operands; reach: the share of it that large
-    products get, less on devices whose clock gives way to their power limit."""
+    """One device and its links. arithmetic: peak FLOP/s by dtype of the operands, without the dtypes that it does not
+    compute in; reach: the share of it that large products get, less on devices whose clock gives way to their power
+    limit."""
 
     name: str
     memory_gib: float
@@ -46,19 +47,34 @@ class Hardware:
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# NVIDIA's data sheets of the SXM boards: name, GiB, TFLOP/s by dtype (float32 as torch computes it by default, without
-# TF32), TB/s of the memory, GB/s inside and between nodes, reach.
+# Name, GiB, TFLOP/s by dtype (float32 as torch computes it by default, without TF32), TB/s of the memory, GB/s inside
+# and between nodes, reach. GiB are what torch reports as the device's total, less than the memory that is sold.
+#
+# SXM boards: NVIDIA's data sheets. Their reach is held to torchtitan's runs, b200's is h100's.
+# GeForce: NVIDIA's white papers of GA102, AD102 and GB202, with float32 accumulation. They reach one another through
+# the host's memory alone: half of PCIe 4.0 x16, of the 5090 PCIe 5.0 x16.
+# L40S, A10, L4, T4: NVIDIA's data sheets, PCIe 4.0 x16, of the T4 3.0. A T4 has no bfloat16.
+# MI300X: AMD's data sheet, matrix cores, seven Infinity Fabric links of 64 GB/s. It is said to reach 45% in practice.
+# For a PCIe card 10 Gb/s of Ethernet are assumed between nodes. No run is known that confirms the reach of these.
 _BOARDS = {
     "a100": ("A100 80 GB", 79.1, (312, 312, 19.5, 19.5), 2.04, 300, 25, 0.7),
     "h100": ("H100 80 GB", 79.1, (989, 989, 67, 67), 3.35, 450, 50, 0.6),
     "h200": ("H200 141 GB", 139.8, (989, 989, 67, 67), 4.8, 450, 50, 0.6),
     "b200": ("B200 180 GB", 178.4, (2250, 2250, 75, 37), 7.7, 900, 50, 0.6),
+    "3090": ("RTX 3090 24 GB", 23.6, (71, 71, 35.6, 0.56), 0.936, 16, 1.25, 0.7),
+    "4090": ("RTX 4090 24 GB", 23.6, (165, 165, 82.6, 1.3), 1.008, 16, 1.25, 0.7),
+    "5090": ("RTX 5090 32 GB", 31.3, (209, 209, 104.8, 1.6), 1.792, 32, 1.25, 0.7),
+    "l40s": ("L40S 48 GB", 44.4, (362, 362, 91.6, 1.4), 0.864, 32, 1.25, 0.6),
+    "a10": ("A10 24 GB", 22.0, (125, 125, 31.2, 0.49), 0.6, 32, 1.25, 0.5),
+    "l4": ("L4 24 GB", 22.0, (121, 121, 30.3, 0.47), 0.3, 32, 1.25, 0.5),
+    "t4": ("T4 16 GB", 14.5, (None, 65, 8.1, 0.25), 0.3, 16, 1.25, 0.5),
+    "mi300x": ("MI300X 192 GB", 191.9, (1307, 1307, 163, 163), 5.3, 448, 50, 0.45),
 }
 GPUS = {
     key: Hardware(
         name,
         memory,
-        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, rates, strict=True)},
+        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, rates, strict=True) if rate is not None},
         bandwidth * 1e12,
         inside * 1e9,
         between * 1e9,

@@ -63,12 +63,22 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     """The plan of `recipe` on `world_size` ranks. Raises RecipeError where it cannot run there, whatever its memory."""
     recipe = ready(recipe)
     found = problems(recipe, world_size)
+    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
+    dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
+    if device == "cuda" and torch.bfloat16 not in hardware.arithmetic:
+        if dtype is torch.bfloat16:
+            found.append(
+                f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
+                "train.dtype=float16 or float32"
+            )
+        recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
     if found:
         raise RecipeError(found)
     config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
-    device = "cpu" if recipe.launch.device == "cpu" else "cuda"
-    dtype = choose_precision(recipe.train.dtype, device, recipe.train.masters).compute
+    if world.is_open:
+        assumed.append(f"train.global_batch=auto is taken to be {world.global_batch}; data of few rows make it smaller")
+        recipe = replace(recipe, train=replace(recipe.train, global_batch=world.global_batch))
     model = models.build(config, device="meta")
     choose_trained(model, recipe, dtype)
     step = plan_step(recipe, config, world, device=device)
@@ -87,7 +97,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         table={pattern: in_words(style) for pattern, style in table.items()},
         total_parameters=sum(map(weights_in, model.parameters())),
         trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
-        tokens=recipe.train.global_batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
+        tokens=recipe.train.batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
         assumed=tuple(assumed),
     )

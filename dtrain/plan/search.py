@@ -17,6 +17,7 @@ from torch import nn
 from dtrain import models
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
+from dtrain.config.world import LARGEST_AUTO
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.optim import build_optimizer
@@ -86,7 +87,8 @@ def candidates(
     recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter[str]
 ) -> Iterator[Sizes]:
     """Every mesh and micro-batch that the model and the recipe allow; `counts` is told of those that they do not."""
-    total, length = recipe.train.global_batch, recipe.data.max_length
+    length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
+    total = LARGEST_AUTO if is_open else recipe.train.batch
     for tp in _divisors(world_size):
         if misfits(config, tp):
             counts["tp does not fit the model"] += 1
@@ -151,7 +153,10 @@ class _ClosedForms:
         optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
         sample.grad = torch.ones_like(sample)
         optimizer.step()
-        self.held = self.trained * (2 * sample.element_size() + state_bytes(optimizer) / sample.numel())
+        of_each = sample.element_size() + state_bytes(optimizer) / sample.numel()
+        if recipe.parallel.optimizer_offload:
+            of_each = self.precision.compute.itemsize
+        self.held = self.trained * (sample.element_size() + of_each)
         self.held += self.frozen_bytes
 
     def shards(self, world: Sizes) -> float:
@@ -221,7 +226,7 @@ def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[d
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
-    if not parallel.reduce_each and is_sharded and train.global_batch > train.micro_batch:
+    if not parallel.reduce_each and is_sharded and train.batch > train.micro_batch:
         base = {"parallel.reduce_each": True}
         yield base, world_size
     for micro in reversed(_divisors(train.micro_batch)[:-1]):

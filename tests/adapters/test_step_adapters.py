@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_the_adapter_of_a_step(tmp_path):
 
 
 def test_a_base_that_no_files_hold_is_not_named(tmp_path):
-    recipe = run(tiny_recipe(tmp_path, DORA, "train.steps=1", "checkpoint.every=1"))
+    recipe = run(tiny_recipe(tmp_path, DORA, "train.steps=1", "scheduler.warmup_steps=0", "checkpoint.every=1"))
     step = recipe.run.directory / "checkpoints" / "step-1"
     assert json.loads((step / "adapter" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] is None
 

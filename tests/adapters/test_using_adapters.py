@@ -114,7 +114,7 @@ def test_wherever_an_adapter_of_a_run_is_found_it_is_merged_into_one_base(tmp_pa
 
 
 def test_an_adapter_s_own_tokenizer_comes_first(tmp_path):
-    directory = trained(tmp_path, DORA, "train.steps=1").run.directory
+    directory = trained(tmp_path, DORA, "train.steps=1", "scheduler.warmup_steps=0").run.directory
     adapter, base = directory / "export", tmp_path / "qwen2-tied"
     (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3"}))
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [4]}))
@@ -125,7 +125,7 @@ def test_an_adapter_s_own_tokenizer_comes_first(tmp_path):
 
 
 def test_the_commands_take_an_adapter(tmp_path, capsys):
-    directory = trained(tmp_path, DORA, "train.steps=1").run.directory
+    directory = trained(tmp_path, DORA, "train.steps=1", "scheduler.warmup_steps=0").run.directory
     rows = tmp_path / "prompts.jsonl"
     rows.write_text(json.dumps({"prompt_ids": [3, 4], "answer": "w5"}) + "\n")
     said = []
@@ -144,7 +144,7 @@ def test_the_commands_take_an_adapter(tmp_path, capsys):
 
 
 def test_from_pretrained_takes_an_adapter(tmp_path):
-    directory = trained(tmp_path, DORA, "train.steps=1").run.directory
+    directory = trained(tmp_path, DORA, "train.steps=1", "scheduler.warmup_steps=0").run.directory
     model = models.from_pretrained(directory / "export", torch.float64).eval()
     with torch.no_grad():
         assert torch.equal(model(IDS), logits(directory))

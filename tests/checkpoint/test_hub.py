@@ -60,7 +60,11 @@ def test_a_directory_of_the_name_comes_first(tmp_path, monkeypatch):
 
 
 def test_a_run_takes_a_cached_model_without_a_network(tmp_path, cache):
-    recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained", "train.steps=1"))
+    recipe = load(
+        tiny_recipe(
+            tmp_path, f"model.path={NAME}", "model.init=pretrained", "train.steps=1", "scheduler.warmup_steps=0"
+        )
+    )
     assert recipe.model.path == str(cache) and preflight(recipe, 1) == []
     launch(recipe)
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").exists()

@@ -25,7 +25,7 @@ parallel: {dp_replicate: 1, dp_shard: -1, cp: 1, tp: 1, sequence_parallel: true,
 train: {steps: null, epochs: null, global_batch: 64, micro_batch: 4, dtype: auto, max_grad_norm: 1.0,
   activation_checkpointing: none, compile: false, validate_every: null, skip_nonfinite: 0}
 optimizer: {name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1}
-scheduler: {name: cosine, warmup_steps: 50, min_lr_ratio: 0.1}
+scheduler: {name: cosine, warmup: 0.03, warmup_steps: null, min_lr_ratio: 0.1}
 checkpoint: {every: 100, keep_last: 3, resume: auto, async_save: true, export: final, init_from: null}
 metrics: {every: 1, tensorboard: auto, wandb: null}
 dpo: {loss: sigmoid, beta: 0.1, label_smoothing: 0.0, reference: start, sft_weight: 0.0, loss_weights: null,
@@ -191,7 +191,7 @@ def test_all_mistakes_come_at_once():
         ("sample_packing", "data.packing"),
         ("cutoff_len", "data.max_length"),
         ("max_seq_len", "data.max_length"),
-        ("warmup_ratio", "scheduler.warmup_steps"),
+        ("warmup_ratio", "scheduler.warmup"),
         ("resume_from_checkpoint", "checkpoint.resume"),
         ("torch_dtype", "train.dtype"),
         ("max_steps_per_epoch", "train.steps"),

@@ -75,7 +75,9 @@ def test_a_model_that_is_another_on_one_host_is_refused(tmp_path, name):
     write_model(tmp_path / "both")
     save_weights(tmp_path / "both")
     write_rows(tmp_path / "rows.jsonl")
-    recipe = tiny_recipe(tmp_path, "model.path=model", "model.init=pretrained", "train.steps=1")
+    recipe = tiny_recipe(
+        tmp_path, "model.path=model", "model.init=pretrained", "train.steps=1", "scheduler.warmup_steps=0"
+    )
 
     def act(rank):
         shutil.copytree(tmp_path / "both", "model")

@@ -194,6 +194,7 @@ def assert_four(recipe, expected, expected_weights):
 def test_validation_is_the_loss_over_the_whole_set(tmp_path, kind):
     """At a rate of 0, on one batch that is the whole training set."""
     options = ["data.val.path=${data.train.path}", "train.validate_every=1", "train.steps=1", "data.packing=false"]
+    options.append("scheduler.warmup_steps=0")
     recipe = run(recipe_at(tmp_path, *options, *KINDS[kind], "optimizer.lr=0", "train.global_batch=60"))
     step, validation = metrics(recipe)
     assert validation["val_loss"] == pytest.approx(step["loss"], rel=1e-12)
@@ -214,7 +215,14 @@ def test_the_student_comes_near_its_teacher_and_learns_nothing_from_labels(tmp_p
 def test_a_student_that_is_the_teacher_has_no_loss(tmp_path):
     teacher = teacher_at(tmp_path)
     recipe = run(
-        recipe_at(tmp_path, f"model.path={teacher}", "model.init=pretrained", "train.steps=1", "distill.kl=mixed")
+        recipe_at(
+            tmp_path,
+            f"model.path={teacher}",
+            "model.init=pretrained",
+            "train.steps=1",
+            "scheduler.warmup_steps=0",
+            "distill.kl=mixed",
+        )
     )
     row = metrics(recipe)[0]
     assert abs(row["loss"]) < 1e-10 and row["grad_norm"] < 1e-8

@@ -404,7 +404,13 @@ def test_length_is_punished_by_what_the_model_drew_in_its_longest_turn(tmp_path,
 
 def test_the_longest_completion_of_an_environment_is_all_its_turns(tmp_path):
     """dr_grpo divides by it: 3 turns of up to 6 tokens."""
-    fixed = ("grpo.environment=tests.methods.judges.Asks", "grpo.rewards=[]", "train.steps=1", "grpo.max_turns=3")
+    fixed = (
+        "grpo.environment=tests.methods.judges.Asks",
+        "grpo.rewards=[]",
+        "train.steps=1",
+        "scheduler.warmup_steps=0",
+        "grpo.max_turns=3",
+    )
     recipe = tiny_grpo(tmp_path, *fixed, EVERY_WORD, "grpo.loss=dr_grpo", "train.global_batch=16")
     run(recipe)
     drawn = [(row["advantage"], (row["tokens"] + 3) / 4) for row in lines(recipe, "samples")]  # 3 words between turns

@@ -16,7 +16,7 @@ FOUND = "same device|must be CUDA|on several devices|different devices"
 
 
 def sft(root, *keys, name="run"):
-    return tiny_recipe(root, "train.steps=1", "train.dtype=bfloat16", *keys, name=name)
+    return tiny_recipe(root, "train.steps=1", "scheduler.warmup_steps=0", "train.dtype=bfloat16", *keys, name=name)
 
 
 def received(root, *keys, name="run"):

@@ -1,0 +1,87 @@
+"""What a run's data make of its sizes: `train.global_batch=auto`, and runs that would train nothing."""
+
+from dataclasses import replace
+
+from dtrain.config.schema import SCHEDULES, Recipe, Scheduler, Stage
+from dtrain.config.world import sizes
+from dtrain.data.rows import Rows
+from dtrain.errors import UserError
+from dtrain.methods.facts import facts_of
+
+FEWEST_STEPS = 5
+
+
+def settled(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
+    """`recipe` with what its data say in place of `auto`: `data.packing` as its rows are, and a number for
+    `train.global_batch`, by the rows of the first pass over them.
+
+    The number is a function of the data and the recipe alone, so every mesh has the same; a micro-batch that does not
+    divide a rank's part of it becomes the next smaller one that does. Raises UserError where the data-parallel ranks do
+    not divide it.
+    """
+    if recipe.data.packing == "auto":
+        is_packed = rows.packing or facts_of(recipe).kind == "prompts"  # there completions are packed
+        recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
+    if recipe.train.global_batch != "auto":
+        return recipe
+    per_pass = rows.rows_in_epoch(0)
+    total = facts_of(recipe).automatic_batch(recipe, per_pass)
+    dp = sizes(recipe, world_size).dp
+    if total % dp:
+        raise UserError(
+            f"train.global_batch=auto comes to {total} for this data ({per_pass} rows a pass), which {dp} "
+            f"data-parallel ranks cannot share: set train.global_batch={-(-total // dp) * dp}, or train on "
+            f"{_fewer(total, dp)} of them (launch.nproc)"
+        )
+    micro = max(n for n in range(1, min(recipe.train.micro_batch, total // dp) + 1) if total // dp % n == 0)
+    return replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
+
+
+def _fewer(total: int, dp: int) -> int:
+    return max(n for n in range(1, dp) if total % n == 0)
+
+
+def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
+    """Raise UserError for a run of `steps` steps that would train nothing, or next to nothing.
+
+    One whose learning rate stays at 0 is refused in any case, unless `optimizer.lr` is; one of fewer than 5 steps, or
+    whose warm-up never ends, where its steps follow from `train.epochs`: `train.steps` asks for it by name.
+    """
+    warmup, asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
+    if steps == 1 <= warmup and recipe.optimizer.lr:
+        raise UserError(
+            f"the run has 1 step, and scheduler.warmup_steps={warmup} begins with a learning rate of 0: nothing would "
+            "be trained; set scheduler.warmup_steps=0, or train longer"
+        )
+    if asked:
+        return
+    epochs, per_pass = recipe.train.epochs, rows.rows_in_epoch(0)
+    if steps < FEWEST_STEPS:
+        raise UserError(
+            f"train.epochs={epochs} makes {steps} step{'s' * (steps != 1)} here ({per_pass} rows a pass, "
+            f"train.global_batch={recipe.train.global_batch} of them a step), which trains next to nothing. Set "
+            f"{_more_steps(recipe, rows)}; train.steps={steps} with train.epochs=null asks for so few"
+        )
+    if warmup >= steps:
+        raise UserError(
+            f"the run has {steps} steps, and its warm-up {warmup}: the learning rate would never reach optimizer.lr; "
+            "set scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null, or train longer"
+        )
+
+
+def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
+    """Steps of warm-up of a schedule that dtrain knows; of stages, and of one by an import path, 0."""
+    return 0 if isinstance(schedule, list) or schedule.name not in SCHEDULES else schedule.warmup_of(steps)
+
+
+def _more_steps(recipe: Recipe, rows: Rows) -> str:
+    """What would make more steps, the best first."""
+    ways, per_pass, batch, facts = [], rows.rows_in_epoch(0), recipe.train.batch, facts_of(recipe)
+    automatic = facts.automatic_batch(recipe, per_pass)
+    if facts.kind == "prompts":
+        ways.append("a smaller grpo.prompts_per_step")
+    elif automatic < batch:
+        ways.append(f"train.global_batch=auto ({automatic} a step)")
+    if rows.packing and rows.samples_in_epoch(0) > per_pass:
+        ways.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
+    return ", ".join([*ways, "or a larger train.epochs" if ways else "a larger train.epochs"])

@@ -1,0 +1,38 @@
+"""The GPUs that `dtrain plan --gpu` knows."""
+
+import json
+
+import pytest
+import torch
+
+from dtrain.cli import main
+from dtrain.errors import RecipeError
+from dtrain.plan.command import GPUS as NAMED
+from dtrain.plan.hardware import GPUS
+from dtrain.plan.plan import make_plan
+from tests.tiny import tiny_recipe
+
+
+def test_the_command_names_every_gpu_and_none_has_more_memory_than_is_sold():
+    assert NAMED == tuple(GPUS)
+    for gpu in GPUS.values():
+        sold = int(gpu.name.split()[-2])  # "RTX 4090 24 GB"
+        assert 0.9 * sold < gpu.memory_gib <= sold
+
+
+def test_a_plan_names_the_gpu_that_is_asked_for(tmp_path, capfd):
+    words = ["plan", "sft", f"model.path={tiny_recipe(tmp_path).model.path}", "--json", "--step-time", "1"]
+    assert main([*words, "--gpu", "RTX4090"]) == 0
+    assert json.loads(capfd.readouterr().out)["gpu"] == "RTX 4090 24 GB"
+
+
+def test_a_gpu_without_bfloat16_is_told_so_and_has_no_flash_attention(tmp_path):
+    packed = ["data.max_length=64", "data.packing=true", "train.global_batch=4"]
+    for words in ([], ["train.dtype=bfloat16"]):
+        with pytest.raises(RecipeError, match="T4 16 GB does not compute: set train.dtype=float16 or float32"):
+            make_plan(tiny_recipe(tmp_path, *packed, "train.dtype=auto", *words), 1, GPUS["t4"])
+    assert torch.bfloat16 not in GPUS["t4"].arithmetic
+    half = tiny_recipe(tmp_path, *packed, "train.dtype=float16")
+    old, new = make_plan(half, 1, GPUS["t4"]), make_plan(half, 1, GPUS["l4"])
+    assert old.step.flops[torch.float16] > new.step.flops[torch.float16]  # a mask hides pairs that are computed
+    assert make_plan(tiny_recipe(tmp_path, "launch.device=cpu", "train.dtype=bfloat16"), 1, GPUS["t4"]).device == "cpu"
