@@ -62,7 +62,9 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def notes(recipe: Recipe) -> list[str]:
     """What the user of `recipe` is told before a run, and is no mistake."""
-    return [*saved.notes(recipe), *lora_section.notes(recipe)]
+    share = recipe.data.val if recipe.train.validate_every is None else None
+    unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
+    return [*saved.notes(recipe), *lora_section.notes(recipe), *([unused] if isinstance(share, float) else [])]
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:

@@ -176,6 +176,7 @@ class Trainer:
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
+            self.run.write_data({split: rows.samples.summary for split, rows in splits.items()})
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start

@@ -19,7 +19,7 @@ PACKAGE = Path(dtrain.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("serve", "evaluation", "versions"),
+    ("serve", "evaluation", "versions", "push"),
     ("hosts",),
     ("launch",),
     ("plan", "faces"),
@@ -38,7 +38,7 @@ FLOORS = (
     ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments", "ranges"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions"}
+ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions", "push"}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
 # a cache of data knows its files by checkpoint's digests.

@@ -22,9 +22,17 @@ OURS = _by_word(
         ),
         "model.path, where training starts; a run saves under run.dir/run.name/checkpoints": "checkpoint_dir",
         "model.path: the tokenizer is read from the model's directory": "tokenizer tokenizer_name",
-        "data.train.path, local files": "dataset dataset_name",
+        "data.train.path, files, URLs or a dataset's id on the hub": "dataset dataset_name",
+        "data.train.split": "dataset_split dataset_train_split train_split",
+        "data.train.subset": "dataset_config dataset_config_name",
+        "data.train.columns, our names of columns with the file's": (
+            "column_map column_mapping field_messages dataset_text_field field_instruction field_output"
+        ),
+        "data.val, a share of the training rows such as 0.05, or a section": (
+            "val_set_size val_size test_size validation_split validation_split_percentage eval_split_ratio"
+        ),
         "data.train.path": "dataset_path data_path data_files train_dataset train_file train_files",
-        "data.train.sources, local files": "datasets",
+        "data.train.sources, [{path, format, weight}]": "datasets",
         "data.val.path": "validation_file val_files",
         "data.max_length": (
             "cutoff_len max_seq_len max_seq_length max_total_sequence_length sequence_len seq_len model_max_length"
@@ -158,6 +166,7 @@ OURS = _by_word(
             "teacher_model_name_or_path teacher.model_name teacher_checkpointer"
         ),
         "distill.top_k": "topk_logits_k",
+        "the command `dtrain push RUN OWNER/NAME`, after the run": "push_to_hub hub_model_id",
     }
 )
 """Their word → our key, or our key and how it counts."""
@@ -181,7 +190,6 @@ NOT_YET = _by_word(
         "pipeline parallel": "pipeline_parallel_size pipeline_parallel_degree pp",
         "mixture-of-experts models": "expert_parallel_size ep",
         "streamed datasets": "streaming",
-        "uploads to the hub; checkpoint.export writes a local directory": "push_to_hub hub_model_id",
         "NEFTune": "neftune_noise_alpha",
         "label smoothing in SFT": "label_smoothing_factor",
         "early stopping": "early_stopping_patience",
