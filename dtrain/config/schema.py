@@ -79,7 +79,15 @@ class Source:
     """Files, and what their rows look like."""
 
     path: str | list[str] | None = None
-    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them. Required, or `sources`."""
+    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them; or a dataset's id on the Hugging Face hub
+    (`trl-lib/Capybara`), which is downloaded into the hub's own cache unless it is there; or a URL
+    (`s3://`, `gs://`, `hf://`, `https://`), whose file is copied into `data.cache_dir` once. Required, or `sources`."""
+    split: str = "train"
+    """Of a dataset of the hub: which of its splits."""
+    subset: str | None = None
+    """Of a dataset of the hub: which of its subsets (configs). null: its default."""
+    revision: str | None = None
+    """Of a dataset of the hub: a branch, a tag or a commit. null: its main branch, as the cache has it."""
     format: Format = "auto"
     """What the rows are. auto looks at the first row of each file, and says what it found."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -100,7 +108,7 @@ class DataSource(Source):
     """`data.train` and `data.val`: files, and what their rows look like."""
 
     sources: list[WeightedSource] | None = None
-    """Several weighted sources, `[{path, format, columns, weight}]`; replaces `path`."""
+    """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
 
 
 @dataclass
@@ -158,9 +166,9 @@ class Parallel:
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
     optimizer_offload: bool = False
-    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
-    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
-    there already."""
+    """The moments of adamw and adam live in pinned host memory, and so do the float32 weights that they step, of which
+    the device holds copies in `train.dtype`. Parts of both visit the device at the step, copied while others are
+    computed. Gradients stay on the device; the numbers are the same. On a CPU all of it is there already."""
     reduce_each: bool = False
     """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
     then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
@@ -519,6 +527,9 @@ class Grpo:
     unshard: bool | str = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
+    cuda_graphs: bool = False
+    """engine=native on CUDA: each step of decoding is one captured graph, in place of some seventy kernels a layer.
+    Weights are gathered once, and a completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""

@@ -52,16 +52,18 @@ def open_rows(
     """
     train, is_part = split == "train", isinstance(section.val, float)
     whence = "train" if is_part else split
-    sources = _sources(getattr(section, whence), f"data.{whence}", say if whence == split else _nothing, kind)
+    cache_dir = section.cache_dir or cache_dir
+    told = say if whence == split else _nothing
+    sources = _sources(getattr(section, whence), f"data.{whence}", told, kind, cache_dir)
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
-    encoder = _encoder(section, tokenizer, formats, say if whence == split else _nothing, kind, prompts)
+    encoder = _encoder(section, tokenizer, formats, told, kind, prompts)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     samples = open_cache(
         sources,
         encoder,
-        cache_dir=section.cache_dir or cache_dir,
+        cache_dir=cache_dir,
         num_workers=section.num_workers,
         progress=progress,
         label=f"{split} data",
@@ -86,11 +88,11 @@ def _nothing(line: str) -> None:
     """Instead of `say`, where it was said already."""
 
 
-def _sources(split: Any, key: str, say: Say, kind: str) -> list[Source]:
+def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
     """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
     sources = []
     for source, where in _given(split, key):
-        files = tuple(resolve(source.path, f"{where}.path"))
+        files = tuple(resolve(source.path, f"{where}.path", source, cache_dir))
         weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
             raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")

@@ -66,6 +66,10 @@ class Facts:
         """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
         return recipe.data.max_length * (2 if self.kind == "pairs" and recipe.data.packing else 1)
 
+    def longest_row(self, recipe: Recipe) -> int:
+        """Tokens of the longest row that a forward may be given."""
+        return self.row_length(recipe)
+
     def needs_reference(self, recipe: Recipe) -> bool:
         """Whether the loss compares with a reference."""
         return False
@@ -140,6 +144,10 @@ class GrpoFacts(Facts):
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
         return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
+
+    def longest_row(self, recipe: Recipe) -> int:
+        """Packed, a micro-batch is one row."""
+        return recipe.data.max_length * (recipe.train.micro_batch if recipe.data.packing else 1)
 
     def automatic_batch(self, recipe: Recipe, rows: int) -> int:
         return recipe.grpo.prompts_per_step * recipe.grpo.group_size

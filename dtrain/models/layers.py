@@ -228,12 +228,13 @@ class Decoder(Stack):
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         by_position = seq_ids is not None or kernel.abilities.context_parallel
         keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
+        turns = None if cache is None else cache.turns
         rotary: dict[Rope, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
             if rope not in rotary:
-                rotary[rope] = tables(rope, config.head_dim, positions, hidden.dtype)
+                rotary[rope] = tables(rope, config.head_dim, positions, hidden.dtype, turns)
             masks[kind] = None
             if cache is None:
                 window = config.sliding_window if kind == SLIDING else None
@@ -249,7 +250,8 @@ class Decoder(Stack):
                 if isinstance(tensor, Tensor):  # else a length that equals another size is taken for it
                     torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
         for layer, kind in zip(self.layers, config.layer_types, strict=True):
-            hidden = layer(hidden, rotary[config.ropes[kind]], masks[kind], cache)
+            run = layer.forward if cache is not None and cache.bare else layer
+            hidden = run(hidden, rotary[config.ropes[kind]], masks[kind], cache)
         return self.norm(hidden)
 
     def _embed(self, input_ids: Tensor) -> Tensor:

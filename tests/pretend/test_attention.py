@@ -14,9 +14,10 @@ from dtrain.attention.varlen import VarlenKernel
 from dtrain.parallel.runtime import Runtime
 from dtrain.trainer import train
 from tests.pretend import journal
+from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.worlds import run_pretend
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_grpo, tiny_recipe
 
 NEAR = 1.5e-2  # relative, of bfloat16's numbers to float32's
 RING = ("parallel.cp=2", "parallel.cp_rotate=ring")
@@ -127,3 +128,11 @@ def test_a_packing_of_its_own_compiles_nothing_anew(tmp_path, name):
         assert again == [[]] * size
         rows.append([(row["loss"], row["grad_norm"]) for row in rows_of(recipe)])
     assert rows[0] == rows[1]
+
+
+def test_packed_rollouts_that_would_need_a_long_mask_are_refused(tmp_path):
+    """A packed row of GRPO holds a whole micro-batch."""
+    unproved = Mutant("dtrain.policy.build", "else [proof()]", 'else ["too old"]')
+    keys = "train.dtype=bfloat16", "data.max_length=8193", "train.micro_batch=2"
+    with pytest.raises(AssertionError, match="packed into rows of 16386: too old.* set data.max_length=8192 or less"):
+        run_pretend(train_on_card, 1, tiny_grpo(tmp_path, *keys), 1, mutants=[unproved])
