@@ -205,7 +205,7 @@ class Train:
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
     """Which activations are not kept but computed again in the backward pass: less memory, more time."""
     compile: bool = False
-    """torch.compile for each layer."""
+    """torch.compile for each layer, without its attention."""
     train_only: list[str] = field(default_factory=list)
     """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
     `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
@@ -528,9 +528,8 @@ class Grpo:
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
     cuda_graphs: bool = False
-    """For engine=native on CUDA: each step of decoding is one captured graph, in place of some seventy kernels a layer.
-    Weights are gathered once, and each completion has room for max_new_tokens from its beginning. Refused with
-    parallel.tp."""
+    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
+    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""
