@@ -91,8 +91,8 @@ class Source:
     format: Format = "auto"
     """What the rows are. auto looks at the first row of each file, and says what it found."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Our names of columns, each with the file's own: `{messages: conversations, tools: functions}`. Every row has a
-    column that the format needs; one that it can do without stands in the first row of each file at least."""
+    """dtrain's name of a column, and the file's own: `{messages: conversations, tools: functions}`. A column that the
+    format needs must be in every row; another must be at least in the first row of each file."""
 
 
 @dataclass
@@ -118,9 +118,9 @@ class Data:
     train: DataSource = field(default_factory=DataSource)
     """The training set."""
     val: DataSource | float | None = None
-    """The validation set; null: none. Or a share of the training rows, such as 0.05, which are then not trained on:
-    about so many of them, each by a hash of its content and `run.seed`. Equal rows stay together, and a row stays where
-    it is when others join it."""
+    """The validation set; null: none. Or a share of the training rows, such as 0.05, which then do not train. A hash of
+    its content and `run.seed` decides for each row, so that the share is about this large. Equal rows stay together,
+    and a row stays where it is when others join it."""
     max_length: int = 4096
     """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""
@@ -166,9 +166,9 @@ class Parallel:
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
     optimizer_offload: bool = False
-    """The moments of adamw and adam live in pinned host memory, and so do the float32 weights that they step, of which
-    the device holds copies in `train.dtype`. Parts of both visit the device at the step, copied while others are
-    computed. Gradients stay on the device; the numbers are the same. On a CPU all of it is there already."""
+    """The moments of adamw and adam and the float32 weights live in pinned host memory. The device holds copies of the
+    weights in `train.dtype`. Parts of both visit the device at the step, copied while others are computed. Gradients
+    stay on the device; the numbers are the same. On a CPU this changes nothing."""
     reduce_each: bool = False
     """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
     then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
