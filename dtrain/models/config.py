@@ -77,10 +77,8 @@ def read_config(directory: str | Path) -> ModelConfig:
 def _no_directory(name: str) -> str:
     message = f"model.path: there is no directory {name!r}"
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        local = name.split("/")[1]
         message += (
-            f"; if it is a model on the Hugging Face hub, download it first: `hf download {name} --local-dir {local}`, "
-            f"then set model.path={local}"
+            f"; if it is a model on the Hugging Face hub, `dtrain download {name}` fetches it, and says where it is"
         )
     return message
 

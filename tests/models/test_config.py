@@ -246,7 +246,7 @@ def test_all_problems_at_once():
 
 
 def test_directories(tmp_path):
-    with pytest.raises(UserError, match="hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"):
+    with pytest.raises(UserError, match="dtrain download Qwen/Qwen3-0.6B"):
         read_config("Qwen/Qwen3-0.6B")
     with pytest.raises(UserError, match="no config.json"):
         read_config(tmp_path)
