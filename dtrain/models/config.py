@@ -77,9 +77,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 def _no_directory(name: str) -> str:
     message = f"model.path: there is no directory {name!r}"
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        message += (
-            f"; for a model of the Hugging Face hub, `dtrain download {name}` fetches it and says where it is"
-        )
+        message += f"; for a model of the Hugging Face hub, `dtrain download {name}` fetches it and says where it is"
     return message
 
 
