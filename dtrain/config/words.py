@@ -29,7 +29,7 @@ OURS = by_word(
         ),
         "launch.device=cpu": "use_cpu no_cuda",
         "launch.device: auto | cpu | cuda; CUDA_VISIBLE_DEVICES chooses among GPUs": "device_map",
-        "launch.collective_timeout, in seconds": "ddp_timeout",
+        "launch.collective_timeout: in seconds": "ddp_timeout",
         "model.path, a directory or an id of the hub": (
             "model_name_or_path model_name base_model pretrained_model_name_or_path model_id model_path "
             "model.name model.model model.id model.model_name model.name_or_path"
@@ -207,7 +207,7 @@ OURS = by_word(
         "checkpoint.resume, auto | null | a step's directory": "resume_from_checkpoint",
         "checkpoint.resume": "resume auto_resume_from_checkpoints resume_checkpoint",
         "checkpoint.resume: null starts over, and wants another run.name": "overwrite_output_dir",
-        "checkpoint.export, final | every | none": "save_only_model save_final_model",
+        "checkpoint.export: final | every | none": "save_only_model save_final_model",
         "metrics.every": "logging_steps log_every log_every_n_steps log_interval log_freq logging_interval",
         "metrics.tensorboard and metrics.wandb": "report_to logger loggers",
         "metrics.tensorboard": "use_tensorboard",
@@ -398,7 +398,7 @@ def moved(key: str, value: Any) -> tuple[str, Any] | None:
     parts = _parts(key)
     said = OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", said)
-    if not same or (same[2] and value is not True):
+    if not same or value is None or (same[2] and value is not True):
         return None
     value = same[2].removeprefix("=") if same[2] else value
     ours = meant(same[1], value)
