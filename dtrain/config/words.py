@@ -44,7 +44,14 @@ OURS = by_word(
             "flash_attention_2 sdp_attention sdpa_attention xformers_attention flex_attention eager_attention "
             "sage_attention attention_implementation"
         ),
-        "data.train.path, a file, a glob or a list of them": (
+        "data.train.split": "dataset_split dataset_train_split train_split",
+        "data.train.subset": "dataset_config dataset_config_name dataset_subset",
+        "data.train.revision": "dataset_revision",
+        "data.train.columns: our names of columns with the file's": (
+            "column_map column_mapping columns field_messages dataset_text_field text_column field_instruction"
+            " field_output message_property_mappings prompt_column response_column"
+        ),
+        "data.train.path, files, URLs or a dataset's id on the hub": (
             "dataset dataset_name dataset_id dataset.path dataset.name data.name data.dataset data.file"
         ),
         "data.train.path: the whole path; no dataset_info.json is read": "dataset_dir",
@@ -63,6 +70,7 @@ OURS = by_word(
         "data.val, a section with a path": "eval_dataset test_datasets val_dataset validation_dataset",
         "data.val, a share such as 0.05, or a section with a path": (
             "val_set_size val_size test_split_size validation_split eval_split_ratio test_size"
+            " validation_split_percentage"
         ),
         "data.val.path": "validation_file val_files eval_file val_file val_path",
         "data.max_length": (

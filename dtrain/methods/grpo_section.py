@@ -117,6 +117,8 @@ def _engine(recipe: Recipe) -> list[str]:
             found.append(f"grpo.server.urls: {url} must begin with http:// or https://")
     if section.engine == "native" and section.server.urls:
         found.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
+    if section.cuda_graphs:
+        found += _graphs(recipe)
     if section.engine == "native" and section.max_off_policy_steps:
         found.append(
             f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, which "
@@ -134,6 +136,21 @@ def _engine(recipe: Recipe) -> list[str]:
             "to 0"
         )
     return found
+
+
+def _graphs(recipe: Recipe) -> list[str]:
+    """Graphs hold no collective, and read weights where they lie at their capture."""
+    unfit = {
+        "grpo.engine=http": (recipe.grpo.engine == "http", "does not decode here"),
+        "launch.device=cpu": (recipe.launch.device == "cpu", "has none"),
+        f"parallel.tp={recipe.parallel.tp}": (recipe.parallel.tp > 1, "sends within every layer"),
+        "grpo.unshard=false": (recipe.grpo.unshard is False, "gathers weights within every forward"),
+    }
+    return [
+        f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or that"
+        for key, (is_so, why) in unfit.items()
+        if is_so
+    ]
 
 
 def _adapter_alone(recipe: Recipe) -> list[str]:
