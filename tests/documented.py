@@ -37,6 +37,7 @@ TINY = (
     "scheduler.warmup_steps=1",
     "launch.nproc=1",
     "launch.device=cpu",
+    "train.compile=false",
     "checkpoint.every=1",
     "metrics.tensorboard=false",
 )
