@@ -7,6 +7,7 @@
     registry                     from a `ModelConfig` to a model
     llama, qwen, gemma3          the families
     layers, functions            what they are made of; norms, activations, rotary embedding
+    regions                      parts of a layer that are compiled
     init                         starting values
     adapter_config, adapters     which layers have an adapter, and of what rank; what it computes
     nf4, nf4_config              weights in 4 bits; what they ask of a model
