@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N prompts only")
     parser.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="default: 512")
+    longest = "default: 512, or half of the model's positions where that is less"
+    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=longest)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")

@@ -105,6 +105,9 @@ class Report:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+LONGEST_ANSWER = 512  # tokens, where nothing is asked for
+
+
 def evaluate(asked: Namespace) -> Report:
     """Answer the prompts of data files (data/prompts.py says what a row may be), and judge the answers.
 
@@ -118,14 +121,19 @@ def evaluate(asked: Namespace) -> Report:
     with Rewards(rewards, timeout=asked.reward_timeout, say=partial(print, file=sys.stderr)) as judges:
         model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
         length = model.config.max_position_embeddings
-        options = PromptOptions.within(length, asked.max_new_tokens, asked.system)
+        new = asked.max_new_tokens or min(LONGEST_ANSWER, length // 2)
+        if new >= length:
+            raise UserError(
+                f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set it below"
+            )
+        options = PromptOptions.within(length, new, asked.system)
         template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
         encoder = PromptEncoder(tokenizer, template, max_length=length, options=options)
         rows = list(_read(asked.data, encoder, asked.limit))
         if not rows:
             raise UserError(f"there is no row in {', '.join(asked.data)}")
         sampling = SamplingParams(
-            asked.max_new_tokens,
+            new,
             asked.temperature,
             asked.top_k,
             asked.top_p,

@@ -121,6 +121,7 @@ def test_options_of_a_reward():
         (["bad.jsonl"], "bad.jsonl:1: no known format"),
         (["empty.jsonl"], "there is no row"),
         (["foreign.jsonl"], "foreign.jsonl:1: "),
+        (["rows-0.jsonl", "--max-new-tokens", "100000"], "--max-new-tokens 100000 leaves no room for a prompt within"),
     ],
 )
 def test_mistakes_are_told(root, monkeypatch, capsys, arguments, words):
@@ -128,7 +129,8 @@ def test_mistakes_are_told(root, monkeypatch, capsys, arguments, words):
     (root / "empty.jsonl").write_text("")
     (root / "foreign.jsonl").write_text('{"prompt_ids": [9999]}\n')
     arguments = [*arguments, "--reward", "judge.word"] if "--reward" not in arguments else arguments
-    status, out, err = run(root, monkeypatch, capsys, *arguments, "--max-new-tokens", "4")
+    arguments = [*arguments, "--max-new-tokens", "4"] if "--max-new-tokens" not in arguments else arguments
+    status, out, err = run(root, monkeypatch, capsys, *arguments)
     assert status == 1 and out == "" and words in err
 
 
