@@ -124,7 +124,7 @@ def evaluate(asked: Namespace) -> Report:
         new = asked.max_new_tokens or min(LONGEST_ANSWER, length // 2)
         if new >= length:
             raise UserError(
-                f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set it below"
+                f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
             )
         options = PromptOptions.within(length, new, asked.system)
         template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
