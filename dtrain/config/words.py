@@ -166,7 +166,7 @@ OURS = _by_word(
             "teacher_model_name_or_path teacher.model_name teacher_checkpointer"
         ),
         "distill.top_k": "topk_logits_k",
-        "the command `dtrain push RUN OWNER/NAME`, after the run": "push_to_hub hub_model_id",
+        "checkpoint.export, whose directory `dtrain push RUN OWNER/NAME` sends to the hub": "push_to_hub hub_model_id",
     }
 )
 """Their word → our key, or our key and how it counts."""
