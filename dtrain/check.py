@@ -4,19 +4,19 @@ No torch and no file is read here: `dtrain.preflight` adds what the model's dire
 method asks of its section is its own: `dtrain.methods.facts`; of `lora`, `dtrain.lora_section`.
 """
 
-import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtrain import lora_section
-from dtrain.config import saved
+from dtrain.config import saved, words
 from dtrain.config.load import keys
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.data import columns
 from dtrain.methods.facts import FACTS, facts_of
-from dtrain.ranges import Range, is_finite, shown
+from dtrain.ranges import Range, is_finite, nearest, shown
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
@@ -285,8 +285,8 @@ def _names(recipe: Recipe) -> list[str]:
     for key, name, known in named:
         if name in known or "." in name:
             continue
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ", nor an import path such as package.module.Class"
+        near = words.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+        hint = f"; did you mean {near}?" if near else ", nor an import path such as package.module.Class"
         problems.append(f"{key}={name} is none of {', '.join(known)}{hint}")
     return problems
 
@@ -324,8 +324,8 @@ def _allowed_changes(recipe: Recipe) -> list[str]:
     problems = []
     for name in recipe.checkpoint.allow_changes:
         if name not in names and not name.startswith(mappings):
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, names)
+            hint = f"; did you mean {near}?" if near else ""
             problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
     return problems
 

@@ -52,6 +52,8 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     if policy.device.type == "cuda":
         kernel = policy.model.model.kernel
         yield f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else "")
+    if policy.model.uncompiled is not None:
+        yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
     yield from _notes(trainer)
     yield from trainer.metrics.choices
 

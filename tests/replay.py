@@ -37,6 +37,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
+        if name == "lift_fresh":  # made of Python's numbers
+            self._host[_storage(args[0])] = args[0]
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         of_device = [one for one in inputs if not self._is_host(one)]
         by_mask = name.startswith("index") and any(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtrain.config import words
 from dtrain.config.schema import Recipe
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
@@ -170,11 +171,11 @@ def _adapter_alone(recipe: Recipe) -> list[str]:
 def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:
     """What is wrong with a `grpo` section's loss, one line each, keys as the recipe has them; options: its kwargs."""
     if loss not in LOSSES:
-        return [f"grpo.loss={loss} is no policy loss{hint(loss, LOSSES)}"]
+        return [f"grpo.loss={loss} is no policy loss{words.hint('grpo.loss', loss, LOSSES)}"]
     found = []
     if not is_clip(clip):
         found.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
-                     + next((words for one in clip if (words := sizes_for(one))), ""))  # fmt: skip
+                     + next((sizes for one in clip if (sizes := sizes_for(one))), ""))  # fmt: skip
     elif loss == "cispo" and clip[1] < 1:
         found.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every token's "
                      "weight; its papers take 5")  # fmt: skip
@@ -216,8 +217,9 @@ def reward_problems(listed: Sequence[Any]) -> list[str]:
         elif name in rewards.REWARDS:
             found += _of_options(f"{key}.kwargs", name, reward.kwargs)
         elif not rewards.is_path(name):
-            paths = "" if nearest(name, rewards.REWARDS) else ", and import paths"
-            found.append(f"{key}.fn={name} is no reward{hint(name, rewards.REWARDS)}{paths}")
+            meant = words.hint("grpo.rewards.fn", name, rewards.REWARDS)
+            paths = "" if "did you mean" in meant else ", and import paths"
+            found.append(f"{key}.fn={name} is no reward{meant}{paths}")
     return found
 
 

@@ -71,6 +71,8 @@ def _head(plan: Plan) -> str:
         f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
         f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
+        + "\nlayers planned as written; compiled, they keep less for the backward"
+        * recipe.train.compile
     )
 
 

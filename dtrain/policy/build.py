@@ -4,7 +4,7 @@
 2. tensor parallel, which replaces parameters by their shards;
 3. context parallel, which only sets the attention kernel;
 4. activation checkpointing, around what the layer computes, its collectives included;
-5. compile, per layer, so that it sees the checkpointing and not FSDP's hooks;
+5. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
 6. FSDP, which cuts whatever parameters it finds;
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
@@ -16,7 +16,7 @@ from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.proof import prove
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
-from dtrain.attention.varlen import PackedKernel, VarlenKernel
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
@@ -98,13 +98,10 @@ def lay_out(
         kernel = _choose(recipe, config, mesh, precision, device, longest_row or recipe.data.max_length)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
-    if recipe.train.compile and isinstance(kernel, PackedKernel):
-        kernel.stay_eager()
     model.use_kernel(kernel)
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
-        for layer in model.model.layers:
-            layer.compile()
+        _compile(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or _offloads(recipe, device):
         shard_model(
             model,
@@ -161,6 +158,19 @@ def _choose(
             "the kernel (model.attention=sdpa takes the mask all the same, in parts, and is slow)"
         )
     return SdpaKernel(note=problem)
+
+
+def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
+    from dtrain.models import regions  # loads torch's compiler
+
+    if recipe.train.activation_checkpointing == "mlp":
+        model.uncompiled = (
+            "train.activation_checkpointing=mlp computes half of what is compiled again; set none or full"
+        )
+    else:
+        model.uncompiled = regions.obstacle(model, device)
+    if model.uncompiled is None:
+        regions.compile_layers(model)
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:

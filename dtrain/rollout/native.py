@@ -6,8 +6,8 @@ forward, in which all ranks must then take part until the last one is done. Cont
 attends by itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -85,7 +85,6 @@ class NativeEngine:
             )
         with ExitStack() as stack:
             stack.enter_context(whole_sequences(self.model))
-            stack.enter_context(_uncompiled(self.model))
             if gathers_once:
                 stack.enter_context(weights_gathered(self.model))
             else:
@@ -186,13 +185,3 @@ class _MeshPeers(Peers):
         count = torch.tensor([mine])
         dist.all_reduce(count, group=self._places.get_group())
         return int(count)
-
-
-@contextmanager
-def _uncompiled(model: CausalLM) -> Iterator[None]:
-    """Inside, layers compiled for training run as they are written: a decoding step has other shapes every time."""
-    if not any(layer._compiled_call_impl is not None for layer in model.model.layers):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

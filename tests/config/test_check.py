@@ -62,7 +62,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (
             1,
             ["optimizer.name=adamm"],
-            "optimizer.name=adamm is none of adamw, adam, sgd, adafactor, muon; did you mean",
+            "optimizer.name=admaw is none of adamw, adam, sgd, adafactor, muon; did you mean",
         ),
         (1, ["optimizer.name=AdamW"], "did you mean adamw?"),
         (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd; did you mean"),

@@ -32,7 +32,6 @@ CASES = {
     "one card": ([Card(uuid="GPU-5")] * 2, (), {}, "2 ranks on .* share 1 GPU, and NCCL takes one rank each"),
     "slices": ([SLICE] * 2, (), {}, "rank 0 has a MIG slice, .* set launch.nproc=1"),
     "driver": ([OLD], (), {}, "CUDA does not start on .*: The NVIDIA driver on your system is too old .*update the"),
-    "driver of one": ([H100, OLD], (), {}, "CUDA does not start on .*: The NVIDIA driver on your system is too old"),
     "hidden": ([H100], ("launch.device=cuda",), HIDDEN, "CUDA_VISIBLE_DEVICES= hides all GPUs: unset it, or name some"),
     "hidden from both": ([H100] * 2, ("launch.device=cuda",), HIDDEN, "CUDA_VISIBLE_DEVICES= hides all GPUs: unset"),
 }
