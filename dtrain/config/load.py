@@ -65,7 +65,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
-    problems += [foreign] * (foreign is not None)
+    problems += [foreign] if foreign is not None else []
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -369,8 +369,9 @@ def _in_our_keys(given: Mapping) -> str | None:
             continue
         if isinstance(value, str) and "," in value and key in ("data.train.path", "lora.target"):
             value = [part.strip() for part in value.split(",")]
-        _section(Recipe, _nested({key: value}), "", problems := [])
-        if not problems:
+        wrong: list[str] = []
+        _section(Recipe, _nested({key: value}), "", wrong)
+        if not wrong:
             found[key] = value
     if len(found) < FOREIGN:
         return None

@@ -491,7 +491,7 @@ class Grpo:
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False
     """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. In an
-    environment: episodes whose last turn was cut, or whose next turn found no room in max_length."""
+    environment, episodes whose last turn was cut, or whose next turn found no room in max_length."""
     overlong_cache: int | None = None
     """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
     the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
