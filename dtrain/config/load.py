@@ -65,7 +65,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
-    problems += [foreign] if foreign is not None else []
+    problems += [] if foreign is None else [foreign]
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -243,7 +243,8 @@ def _not_a_section(
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
     leaf = next((key for key in ("path", "name", "train.path") if key.partition(".")[0] in hints), None)
-    meant = f"; write {dotted}.{leaf}={value}" if isinstance(value, str) and leaf else ""
+    said = words.meant(f"{dotted}.{leaf}", value) or value
+    meant = f"; write {dotted}.{leaf}={said}" if isinstance(value, str) and leaf else ""
     return f"{dotted}={_shown(value)}: {dotted} is {wanted}{meant}"
 
 
@@ -329,9 +330,9 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[
     word = dotted.removeprefix(prefix)
     known = words.answer(dotted)
     inner = [
-        f"{key}: {known}"
+        f"{key}: {said}"
         for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
-        if (known := words.answer(key))
+        if (said := words.answer(key))
     ]
     if value is None and re.fullmatch(r"\w+:\S+", word):
         key, _, text = word.partition(":")
@@ -358,6 +359,7 @@ def _in_our_keys(given: Mapping) -> str | None:
     known = keys()
     hints = get_type_hints(Recipe)
     theirs = {key: value for key, value in flat(given).items() if key.partition(".")[0] not in hints}
+    theirs |= {f"{key}.name": given[key] for key in ("optimizer", "scheduler") if isinstance(given.get(key), str)}
     found: dict[str, Any] = {}
     for theirs_key, value in theirs.items():
         if isinstance(value, list) and value and all(isinstance(one, Mapping) and "path" in one for one in value):
@@ -369,10 +371,13 @@ def _in_our_keys(given: Mapping) -> str | None:
             continue
         if isinstance(value, str) and "," in value and key in ("data.train.path", "lora.target"):
             value = [part.strip() for part in value.split(",")]
-        wrong: list[str] = []
-        _section(Recipe, _nested({key: value}), "", wrong)
-        if not wrong:
-            found[key] = value
+        value = value[0] if isinstance(value, list) and len(value) == 1 and key == "data.train.path" else value
+        problems: list[str] = []
+        made: Any = _section(Recipe, _nested({key: value}), "", problems)
+        for part in key.split("."):
+            made = getattr(made, part)
+        if not problems:
+            found[key] = made
     if len(found) < FOREIGN:
         return None
     micro, times = found.get("train.micro_batch"), given.get("gradient_accumulation_steps")
