@@ -211,7 +211,7 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
             setattr(made, key, _entries(entry, value, dotted, problems))
         elif plain := _plain(kinds) if (section or entry) and not isinstance(value, NoneType | list) else None:
             if _set(made, key, plain, value, dotted):
-                problems.append(_not_a_section(dotted, value, section, entry, True, "a number, or "))
+                problems.append(_not_a_section(dotted, value, section, entry, False, "a number, or "))
         elif section or entry:
             # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
             if value is not None or (entry and NoneType not in kinds):
@@ -263,8 +263,16 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
             hint = f"; did you mean {near}?" if near else ""
             return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
-        return [f"{dotted}={_shown(value)} must be {_needed(kinds)}"]
+        return [f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}"]
     return []
+
+
+def _blank(value: Any) -> str:
+    """What to add where YAML reads {name:value} as a name without a value."""
+    names = (
+        [name for name, inner in value.items() if inner is None and ":" in str(name)] if isinstance(value, dict) else []
+    )
+    return f": a blank follows each colon, {{{names[0].replace(':', ': ', 1)}}}" if names else ""
 
 
 @cache

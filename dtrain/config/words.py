@@ -289,6 +289,7 @@ OURS = by_word(
         ),
         "distill.top_k": "topk_logits_k kd_top_k",
         "distill.temperature": "kd_temperature",
+        "checkpoint.export, whose directory `dtrain push RUN OWNER/NAME` sends to the hub": "push_to_hub hub_model_id",
     }
 )
 """Their word → our key, or our key and how it counts. After a comma stands a remark, and a value can be taken over as

@@ -184,7 +184,10 @@ def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], 
         row = renamed(row, columns, key, strict=True) if columns else row
         found = formats.detect(row, kind) if name == "auto" else name
         if found is None:
-            raise UserError(formats.describe_unknown(row, kind))
+            longest = max(row, key=lambda column: len(str(row[column])), default="theirs")
+            ours = {"examples": "messages", "pairs": "chosen", "prompts": "question"}[kind]
+            mapped = "" if columns else f", or map them: {key}={{{ours}: {longest}}}, for one"
+            raise UserError(formats.describe_unknown(row, kind) + mapped)
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem
     return found

@@ -140,7 +140,8 @@ def _told(url: str, key: str) -> Iterator[None]:
         fix = "pip install 'dtrain[remote-files]'"
         raise UserError(f"{key}: {scheme}:// needs a package that is not installed: {fix} ({_line(error)})") from error
     except FileNotFoundError as error:
-        raise UserError(f"{key}: no file is at {url}") from error
+        why = f" ({_line(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
+        raise UserError(f"{key}: no file is at {url}{why}") from error
     except PermissionError as error:
         raise UserError(f"{key}: {url}: no permission, or no credentials, to read it ({_line(error)})") from error
     except ValueError as error:

@@ -81,6 +81,8 @@ def shown(recipe: Mapping[str, Any]) -> Any:
             return {str(key): public(one) for key, one in value.items()}
         if isinstance(value, list):
             return [public(one) for one in value]
+        if isinstance(value, str) and "://" in value:
+            return value.partition("?")[0]  # a query may be a signature
         if not isinstance(value, str) or not value.startswith(("/", "~", "./", "../")):
             return value
         return id_of(Path(value)) or Path(value).name

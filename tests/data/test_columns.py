@@ -114,6 +114,21 @@ def test_every_kind_of_file(tmp_path, model, ending):
     assert contents(found) == contents(opened(model, section(str(plain)))[0]) and "format alpaca (detected)" in said
 
 
+def test_a_cache_is_of_its_columns(tmp_path, model):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"one": "two and", "other": "the lazy dog"}])
+    found = [
+        contents(opened(model, section(str(file), columns={"text": name}), cache_dir=tmp_path / "cache")[0])
+        for name in ("one", "other", "one")
+    ]
+    assert found[0] == found[2] != found[1]
+
+
+def test_an_unknown_format_is_answered_with_how_to_map(tmp_path, model):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"id": 1, "dialog": [ASK, REPLY]}])
+    with pytest.raises(UserError, match="or map them: data.train.columns={messages: dialog}, for one"):
+        opened(model, section(str(file)))
+
+
 def test_sources_and_validation_have_columns_of_their_own(tmp_path, model):
     one = write_jsonl(tmp_path / "a.jsonl", [{"t": "one"}])
     two = write_jsonl(tmp_path / "b.jsonl", [{"body": "two"}])
@@ -196,6 +211,11 @@ def test_rewards_may_read_any_column(tmp_path):
 def test_text_for_a_column_s_name_is_wanted():
     with pytest.raises(UserError, match=r"data.train.columns=\[.a.\] must be a mapping"):
         config.load({}, ["data.train.columns=[a]"])
+
+
+def test_a_blank_that_is_missing_is_named():
+    with pytest.raises(UserError, match="a blank follows each colon, {messages: dialog}"):
+        config.load({}, ["data.train.columns={messages:dialog}"])
 
 
 class Begun:

@@ -83,10 +83,10 @@ def test_the_card_says_how_it_came_to_be(tmp_path, hub, trained, logged_in):  # 
 
 def test_nothing_of_the_rows_or_of_secrets_is_in_the_card():
     recipe = {"optimizer": {"kwargs": {"api_key": "sesame-1234567"}}, "run": {"dir": "/home/somebody/runs"},
-              "data": {"train": {"path": ["/home/somebody/a.jsonl", "https://me:word@host/b.jsonl", "b.jsonl"]}},
+              "data": {"train": {"path": ["/home/somebody/a.jsonl", "https://me:word@host/b.jsonl?X-Signature=feed"]}},
               "grpo": {"server": {"headers": {"Authorization": "Bearer abcdefgh12345"}}}}  # fmt: skip
     text = yaml.safe_dump(shown(recipe))
-    assert not any(word in text for word in ("sesame", "somebody", "me:word", "abcdefgh12345"))
+    assert not any(word in text for word in ("sesame", "somebody", "me:word", "feed", "abcdefgh12345"))
     assert "a.jsonl" in text and "b.jsonl" in text
 
 
