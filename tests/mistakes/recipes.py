@@ -213,7 +213,7 @@ VALUES = (
     _one(("lora={}", "lora.quantize=int8"), "did you mean nf4, in 4 bits; none has 8?"),
     _one(("lora={}", "lora.target=[q_prj]"), "lora.target: q_prj", "did you mean q_proj?"),
     _one("parallel.cp_rotate=alltoall", "parallel.cp_rotate=alltoall is none of allgather, ring"),
-    _one("data.packing=maybe", "data.packing=maybe must be true or false"),
+    _one("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     _one("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )
 FILES = (
