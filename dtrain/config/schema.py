@@ -490,8 +490,8 @@ class Grpo:
     reward_timeout: float = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False
-    """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. In an
-    environment: episodes whose last turn was cut, or whose next turn found no room in max_length."""
+    """Completions that max_new_tokens cut train nothing; they still count where a loss divides by sequences. So do,
+    in an environment, episodes whose last turn was cut, or whose next turn found no room in max_length."""
     overlong_cache: int | None = None
     """Soft punishment of length (arXiv:2503.14476, section 3.4): within the last so many tokens before max_new_tokens
     the reward falls by up to 1. In an environment the longest turn decides, counted in tokens that the model drew. A
