@@ -148,6 +148,8 @@ SLIPS = (
     _one("grpo.rewards=[{}]", "grpo.rewards[0].fn is missing", base="grpo"),
     _one("grpo.rewards=[math_exact]", "grpo.rewards[0]=math_exact", "fn, weight, kwargs", base="grpo"),
     _one("grpo.rewards=math_exact", "grpo.rewards=math_exact", "a list of mappings", base="grpo"),
+    _one("data.train.columns={prompt:question}", "prompt:question as one word: write a blank after the colon"),
+    _one(("lora={}", "lora.target=all"), "lora.target: all matches no linear layer", "lora.target=all-linear"),
     _one("optimizer=adamw", "optimizer=adamw: optimizer is a mapping", "write optimizer.name=adamw"),
     _one("optimizer=adamw_8bit", "write optimizer.name=adamw, with optimizer.state=int8"),
     _one("scheduler=cosine", "scheduler=cosine", "write scheduler.name=cosine"),
