@@ -9,6 +9,7 @@ from typing import Any
 
 from dtrain.checkpoint.adapter_base import base_notes, base_problems
 from dtrain.checkpoint.peft_config import adapter_of, adapter_problems
+from dtrain.config import words
 from dtrain.config.schema import Lora, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.models import nf4_config
@@ -177,6 +178,8 @@ def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
     if not isinstance(entry, str):
         near = nearest(entry[0].rpartition(".")[2], short)
         return f"; did you mean {near}?" if near else f"; there are {', '.join(short)}, as in {layers[0]}"
+    if said := words.meant(f"lora.{key}", entry):
+        return f"; did you mean lora.{key}={said}?"
     if any(entry in (name, name.rpartition(".")[2]) for name in layers):
         return f": a text is a regular expression for whole names, such as {layers[0]}; set lora.{key}=[{entry}]"
     return (

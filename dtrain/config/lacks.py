@@ -52,7 +52,7 @@ NEEDLESS = by_word(
         ),
         "losses count tokens over all ranks and micro-batches": "average_tokens_across_devices num_items_in_batch",
         "activation checkpointing is of the kind without reentrance": (
-            "gradient_checkpointing_kwargs use_reentrant use_reentrant_gc"
+            "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant use_reentrant_gc"
         ),
         "the mesh is FSDP2's, made from the section parallel": (
             "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend ddp_static_graph "
@@ -106,6 +106,10 @@ NEEDLESS = by_word(
             "finetune_vision_layers finetune_language_layers"
         ),
         "rows may hold tools and tool_calls, and the model's own template writes them": "tool_format",
+        "of a loss the lowest value is best, of a reward the highest": "greater_is_better",
+        "models have no dropout but lora.dropout": "disable_dropout attention_dropout hidden_dropout",
+        "train.dtype and model.attention say how a model is loaded": "model_init_kwargs model_kwargs",
+        "validation computes in train.dtype too": "bf16_full_eval fp16_full_eval",
         "a model is a causal language model, and its adapter says so": "task_type",
     }
 )
@@ -157,6 +161,12 @@ NOT_YET = by_word(
         "activations on the host; train.activation_checkpointing computes them again": (
             "activation_offloading enable_activation_offloading layer_offloading offload_layers offload_embedding"
         ),
+        "revisions of a model; model.path takes the directory of one": "model_revision revision_of_model",
+        "an order of samples other than random (data.shuffle) or the files'": (
+            "curriculum_sampling sample_packing_sequentially train_sampling_strategy"
+        ),
+        "min-p under grpo; `dtrain eval --min-p` has it": "min_p",
+        "multi-task benchmarks; `dtrain eval DIR DATA` judges answers to your prompts": "n_shot bench_dataset",
         "NEFTune": "neftune_noise_alpha noisy_embedding_alpha",
         "label smoothing in SFT": "label_smoothing_factor",
         "early stopping; checkpoint.keep_best keeps the best save": (

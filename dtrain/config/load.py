@@ -252,6 +252,8 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
     """Put a leaf's value into its section, converted to its type; the problem, where it does not fit."""
     kinds, cls = _kinds(hint), cast(Any, type(section))  # mypy takes no class for hashable
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if isinstance(value, Mapping) and (stuck := [one for one, said in value.items() if said is None and _stuck(one)]):
+        return [f"{dotted}: YAML reads {one} as one word: write a blank after the colon" for one in stuck]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
@@ -334,12 +336,17 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[
         for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
         if (said := words.answer(key))
     ]
-    if value is None and re.fullmatch(r"\w+:\S+", word):
+    if value is None and _stuck(word):
         key, _, text = word.partition(":")
         return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
     if known:
         return [f"{dotted}: {known}", *inner]
     return [f"{dotted} is no key of a recipe{_near(word, prefix, siblings)}", *inner]
+
+
+def _stuck(word: Any) -> bool:
+    """Whether it is a key and its value, without the blank between them that YAML wants."""
+    return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
 
 
 def _near(word: str, prefix: str, siblings: list[str]) -> str:

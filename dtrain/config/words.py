@@ -16,7 +16,7 @@ from dtrain.config.lacks import NEEDLESS, NOT_YET, by_word
 OURS = by_word(
     {
         "method, sft | dpo | grpo | distill; pretraining is sft with data.train.format=text": (
-            "stage rl training_type"
+            "stage rl task training_type"
         ),
         "run.name": (
             "run_name wandb_name wandb_run_name ray_run_name swanlab_run_name mlflow_run_name trackio_run_name "
@@ -88,7 +88,7 @@ OURS = by_word(
         "data.loss_on=completion": "completion_only_loss train_on_responses_only train_on_completions_only",
         "data.loss_on=last": "only_unmask_final mask_history",
         "data.too_long, truncate | drop | error": "truncation_mode truncation excess_length_strategy",
-        "data.shuffle": "shuffle_dataset shuffle_data",
+        "data.shuffle": "shuffle_merged_datasets shuffle_dataset shuffle_data",
         "data.shuffle=false": "disable_shuffling",
         "data.num_workers": (
             "dataloader_num_workers dataset_num_proc preprocessing_num_workers dataset_processes num_proc"
@@ -139,6 +139,7 @@ OURS = by_word(
             "selective_checkpointing recompute_granularity"
         ),
         "train.activation_checkpointing=none": "disable_gradient_checkpointing",
+        "train.compile: true or false": "torch_compile_backend torch_compile_mode torch_compile_options",
         "train.compile": "torch_compile compile_model unsloth_force_compile",
         "train.freeze, patterns of parameter names": "freeze frozen_parameters freeze_modules",
         "train.train_only, patterns of parameter names": (
@@ -252,6 +253,9 @@ OURS = by_word(
             "epsilon epsilon_high ratio_clip_min ratio_clip_max clip_ratio_low clip_ratio_high clip_range cliprange"
         ),
         "grpo.kwargs, {delta: 2.0}": "delta",
+        "grpo.sampling, a section": "generation_kwargs",
+        "grpo.environment, the import path of a maker of environments": "rollout_func environment_factory",
+        "grpo.server, a section": "vllm",
         "grpo.kwargs, {top_entropy_quantile: 0.2}": "top_entropy_quantile",
         "grpo.kwargs, {sampling_correction: ...}, {sampling_clip_max: ...}": (
             "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
@@ -375,6 +379,26 @@ VALUES: dict[str, dict[str, str]] = {
     "dpo.reference": {"none": "false no"},
 }
 """Key → our value, and its remark after a comma, → their words for it. Looked up in lower case."""
+_FAMILIES = by_word(
+    {
+        "columns": "field_ message_field_ message_property_",
+        "delta": "sapo_ vespo_ dppo_",
+        "use_galore": "galore_ qgalore_ apollo_ badam_ lisa_ dion_",
+        "use_swanlab": "swanlab_ comet_ mlflow_ trackio_ otel_",
+        "vllm_gpu_memory_utilization": "vllm_ sglang_",
+        "infer_backend": "gradio_ generation_",
+        "relora": "relora_ oft_ kt_",
+        "enable_torch_profiler": "profiler_ profile_",
+        "image_size": "image_ video_ audio_",
+        "fp8": "fp8_ float8_",
+        "use_ray": "ray_",
+        "export_quantization_bit": "export_quantization_",
+        "fsdp_backward_prefetch": "fsdp_ ddp_",
+        "preprocessing_batch_size": "preprocess_ preprocessing_",
+        "tokenizer_legacy": "tokenizer_",
+    }
+)
+"""Where words of other tools are many: one that has the answer of all that begin so."""
 _MEANT = {key: by_word(table) for key, table in VALUES.items()}
 
 
@@ -388,7 +412,8 @@ def answer(key: str) -> str | None:
             return f"dtrain needs no key for it: {NEEDLESS[word]}"
         if word in NOT_YET:
             return f"dtrain does not have this yet: {NOT_YET[word]}"
-    return None
+    family = next((word for prefix, word in _FAMILIES.items() if parts[-1].startswith(prefix)), None)
+    return answer(family) if family else None
 
 
 def meant(key: str, value: Any) -> str | None:
@@ -405,7 +430,7 @@ def hint(key: str, value: str, known: Collection[str]) -> str:
 def moved(key: str, value: Any) -> tuple[str, Any] | None:
     """Another tool's key and value as ours; None where the table does not say that it is the same thing."""
     parts = _parts(key)
-    said = OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
+    said = key if key in VALUES else OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", said)
     if not same or value is None or (same[2] and value is not True):
         return None

@@ -148,6 +148,8 @@ SLIPS = (
     _one("grpo.rewards=[{}]", "grpo.rewards[0].fn is missing", base="grpo"),
     _one("grpo.rewards=[math_exact]", "grpo.rewards[0]=math_exact", "fn, weight, kwargs", base="grpo"),
     _one("grpo.rewards=math_exact", "grpo.rewards=math_exact", "a list of mappings", base="grpo"),
+    _one("data.train.columns={prompt:question}", "prompt:question as one word: write a blank after the colon"),
+    _one(("lora={}", "lora.target=all"), "lora.target: all matches no linear layer", "lora.target=all-linear"),
     _one("optimizer=adamw", "optimizer=adamw: optimizer is a mapping", "write optimizer.name=adamw"),
     _one("optimizer=adamw_8bit", "write optimizer.name=adamw, with optimizer.state=int8"),
     _one("scheduler=cosine", "scheduler=cosine", "write scheduler.name=cosine"),
@@ -213,7 +215,7 @@ VALUES = (
     _one(("lora={}", "lora.quantize=int8"), "did you mean nf4, in 4 bits; none has 8?"),
     _one(("lora={}", "lora.target=[q_prj]"), "lora.target: q_prj", "did you mean q_proj?"),
     _one("parallel.cp_rotate=alltoall", "parallel.cp_rotate=alltoall is none of allgather, ring"),
-    _one("data.packing=maybe", "data.packing=maybe must be true or false"),
+    _one("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     _one("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )
 FILES = (
@@ -350,6 +352,12 @@ WORDS = (
     _word("fp8=true", "does not have this yet: computing in 8 bits"),
     _word("streaming=true", "does not have this yet: streamed datasets"),
     _word("learning-rate=1e-5", "optimizer.lr"),
+    _word("galore_update_interval=5", "does not have this yet", "optimizer.state=int8"),
+    _word("swanlab_logdir=x", "does not have this yet: other trackers"),
+    _word("field_system=x", "data.train.columns"),
+    _word("dataset_config=main", "data.train.subset"),
+    _word("torch_compile_mode=max-autotune", "train.compile"),
+    _word("model_revision=main", "does not have this yet: revisions of a model"),
 )
 WHOLE = (
     _one((), "model_name_or_path: dtrain's word for it is model.path", "plot_loss: dtrain needs no key for it",
@@ -357,7 +365,8 @@ WHOLE = (
          "epochs: 3,", "global_batch: 16", "scheduler: {name: cosine, warmup: 0.1}",
          files={"llama_factory.yaml": LLAMA_FACTORY}, base="llama_factory.yaml"),
     _one((), "base_model: dtrain's word for it is model.path", "optimizer.state=int8", "path: mine.jsonl",
-         "quantize: nf4", "activation_checkpointing: full", "global_batch: 8", "max_length: 2048",
+         "quantize: nf4", "optimizer: {lr: 0.0002, name: adamw}",
+         "activation_checkpointing: full", "global_batch: 8", "max_length: 2048",
          files={"axolotl.yaml": AXOLOTL}, base="axolotl.yaml"),
     _one((), "model._component_", "batch_size: dtrain's word for it is train.global_batch",
          "enable_activation_checkpointing: dtrain's word for it is train.activation_checkpointing",
