@@ -14,6 +14,7 @@ from dtrain.config import saved
 from dtrain.config.load import keys
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
+from dtrain.data import columns
 from dtrain.methods.facts import FACTS, facts_of
 from dtrain.ranges import Range, is_finite, shown
 
@@ -26,6 +27,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.max_restarts", lambda v: v >= 0, "at least 0"),
     ("launch.lost_after", lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1"),
     ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
+    ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
     ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
     ("data.num_workers", lambda v: v >= 0, "at least 0"),
     ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
@@ -69,6 +71,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _required(recipe)
     problems += _names(recipe)
     problems += _formats(recipe)
+    problems += _columns(recipe)
     problems += facts_of(recipe).problems(recipe)
     problems += lora_section.problems(recipe)
     problems += _stages(recipe)
@@ -202,12 +205,12 @@ def _required(recipe: Recipe) -> list[str]:
         problems.append("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     problems += facts_of(recipe).missing(recipe)
     problems += _source(recipe.data.train, "data.train")
-    if recipe.data.val is not None:
+    if isinstance(recipe.data.val, DataSource):
         problems += _source(recipe.data.val, "data.val")
-    elif recipe.train.validate_every is not None:
+    elif recipe.data.val is None and recipe.train.validate_every is not None:
         problems.append(
             f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
-            "or train.validate_every=null"
+            "or data.val=0.05 for a share of the training rows, or train.validate_every=null"
         )
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:
@@ -238,13 +241,29 @@ def _formats(recipe: Recipe) -> list[str]:
     """Rows of each format are for some of the methods."""
     problems = []
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
-        if split is None:
+        if not isinstance(split, DataSource):
             continue
         named = [(f"data.{name}.format", split.format)]
         named += [(f"data.{name}.sources[{i}].format", source.format) for i, source in enumerate(split.sources or [])]
         for key, format in named:
             if (why := facts_of(recipe).refuses(recipe, format)) is not None:
                 problems.append(f"{key}={format}: {why}")
+    return problems
+
+
+def _columns(recipe: Recipe) -> list[str]:
+    """The names of columns are those that the format takes; and stand beside the path that they are for."""
+    problems = []
+    for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
+        if not isinstance(split, DataSource):
+            continue
+        key, entries = f"data.{name}", split.sources or []
+        problems += columns.unknown(split.columns, facts_of(recipe).kind, split.format, f"{key}.columns")
+        if entries and split.columns:
+            problems.append(f"{key}.columns goes with {key}.path: give each of {key}.sources its own")
+        for index, entry in enumerate(entries):
+            at = f"{key}.sources[{index}].columns"
+            problems += columns.unknown(entry.columns, facts_of(recipe).kind, entry.format, at)
     return problems
 
 

@@ -1,6 +1,7 @@
 """What can be known to be wrong before anything starts: the recipe, and what its model, tokenizer and data files say.
 
-Imports no torch, so that `dtrain validate` answers at once. Rows are not read here; `run` and `preview` do.
+Imports no torch, so that `dtrain validate` answers at once. Of a data file the first row is read; `run` and `preview`
+read the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
 from dtrain.checkpoint.peft_config import base_of, is_adapter_directory
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.patterns import unmatched
-from dtrain.config.schema import DataSource
-from dtrain.data.files import resolve
+from dtrain.config.schema import DataSource, Source
+from dtrain.data.files import formats_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
@@ -72,9 +73,9 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen."""
     problems = shapes(recipe, world_size) + _files(recipe)
-    problems += _data(recipe.data.train, "data.train")
-    if recipe.data.val is not None:
-        problems += _data(recipe.data.val, "data.val")
+    problems += _data(recipe, recipe.data.train, "data.train")
+    if isinstance(recipe.data.val, DataSource):
+        problems += _data(recipe, recipe.data.val, "data.val")
     problems += _checkpoint(recipe) + _export(recipe)
     problems += [text for text, is_problem in _code(recipe) if is_problem]
     return [hidden(problem, recipe) for problem in problems]
@@ -270,16 +271,18 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     return found
 
 
-def _data(source: DataSource, key: str) -> list[str]:
-    named = [(source.path, f"{key}.path")]
-    if source.sources is not None:
-        named = [(entry.path, f"{key}.sources[{index}].path") for index, entry in enumerate(source.sources)]
+def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
+    named: list[tuple[Source, str]] = [(split, key)]
+    if split.sources is not None:
+        named = [(entry, f"{key}.sources[{index}]") for index, entry in enumerate(split.sources)]
     problems = []
-    for path, at in named:
-        if not path:  # check says so
+    for source, at in named:
+        if not source.path:  # check says so
             continue
         try:
-            resolve(path, at)
+            files = resolve(source.path, f"{at}.path")
+            if facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
+                formats_of(files, source.format, facts_of(recipe).kind, source.columns, f"{at}.columns")
         except UserError as error:
             problems.append(str(error))
     return problems

@@ -40,10 +40,8 @@ NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name
 # A key that says where something lies, and the digest that tells what lies there.
 PLACES = {
     "model.path": "model.config",
-    "data.train.path": "data.fingerprint",
-    "data.train.sources": "data.fingerprint",
-    "data.val.path": "data.val.fingerprint",
-    "data.val.sources": "data.val.fingerprint",
+    **{f"data.train.{name}": "data.fingerprint" for name in ("path", "columns", "sources")},
+    **{f"data.val.{name}": "data.val.fingerprint" for name in ("path", "columns", "sources")},
     "lora.path": "lora.path",
     **{key: key for key in ("data.chat_template", *MODELS)},
 }
@@ -234,13 +232,14 @@ def compare(recipe: Recipe, start: Start, found: Mapping[str, str], fingerprint:
         saved, found = {"data.fingerprint": state["data_fingerprint"]}, {"data.fingerprint": fingerprint}
     known = {key for key, of in PLACES.items() if of in saved and saved[of] == found.get(of) and "identities" in state}
     differences = config.diff(state["recipe"], recipe)
+    known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
     differences += [(key, saved[key], new) for key, new in found.items() if saved.get(key, new) != new]
     return guard(differences, recipe.checkpoint.allow_changes, known) + lines
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    return [{**source, "path": None} for source in sources or []]
+    return [{**source, "path": None, "columns": None} for source in sources or []]
 
 
 def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> None:

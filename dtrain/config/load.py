@@ -201,6 +201,9 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
             setattr(made, key, _section(section, value, f"{dotted}.", problems))
         elif entry and isinstance(value, list):
             setattr(made, key, _entries(entry, value, dotted, problems))
+        elif plain := _plain(kinds) if (section or entry) and not isinstance(value, NoneType | list) else None:
+            if _set(made, key, plain, value, dotted):
+                problems.append(_not_a_section(dotted, value, section, entry, True, "a number, or "))
         elif section or entry:
             # Nothing under a section's name is a section of defaults; scheduler=null may be meant as a constant rate.
             if value is not None or (entry and NoneType not in kinds):
@@ -223,8 +226,10 @@ def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:
     return made
 
 
-def _not_a_section(dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False) -> str:
-    wanted = f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else ""
+def _not_a_section(
+    dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False, plain: str = ""
+) -> str:
+    wanted = plain + (f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else "")
     wanted += " or " if section and entry else ""
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
@@ -238,7 +243,7 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # OmegaConf's word for a conversion that was not asked for
-            node = OmegaConf.structured(_holder(cls, key))
+            node = OmegaConf.structured(_holder(cls, key, hint))
             node[key] = "none" if value is None and "none" in choices else secrets.escaped(_converted(value, kinds))
             setattr(section, key, getattr(OmegaConf.to_object(node), key))
     except (OmegaConfBaseException, FutureWarning):
@@ -251,9 +256,14 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
 
 
 @cache
-def _holder(cls: type, key: str) -> type:
+def _holder(cls: type, key: str, hint: Any) -> type:
     """A section of that key alone: a whole one costs OmegaConf far more time."""
-    return make_dataclass(cls.__name__, [(key, get_type_hints(cls)[key])])
+    return make_dataclass(cls.__name__, [(key, hint)])
+
+
+def _plain(kinds: list) -> Any:
+    """The number, or text, that a section's key may hold in its place; None where there is none."""
+    return next((kind | None for kind in kinds if kind in (int, float, str, bool)), None)
 
 
 def _converted(value: Any, kinds: list) -> Any:

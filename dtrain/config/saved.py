@@ -128,12 +128,26 @@ def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         raise UserError(f"the saved recipe is damaged: {error}") from error
     if not isinstance(saved, dict):
         raise UserError(f"the saved recipe is damaged: it is {type(saved).__name__}, no mapping")
+    saved = _completed(saved, Recipe)
     plain, own = flat(merge(asdict(Recipe()), saved)), flat(values_of(recipe))
     secrets.hide(saved, getattr(recipe, "secrets", ()))
     old, new = flat(merge(asdict(Recipe()), saved)), flat(texts(recipe, hide=True))
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     # A value that was saved before its text was, is the same.
     return [(key, old.get(key), new.get(key)) for key in differing if key not in own or plain.get(key) != own[key]]
+
+
+def _completed(values: Any, hint: Any) -> Any:
+    """`values` of that type, as an earlier version saved them, with the default of each key that a section lacks."""
+    kinds = [hint, *get_args(hint)]
+    if isinstance(values, list):
+        inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+        return [_completed(one, inner) for one in values]
+    section = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+    if section is None or not isinstance(values, Mapping):
+        return values
+    hints = get_type_hints(section)
+    return merge(asdict(section()), {key: _completed(value, hints.get(key)) for key, value in values.items()})
 
 
 def unsaid(recipe: Recipe) -> dict[str, Any]:

@@ -75,27 +75,32 @@ class Model:
 
 
 @dataclass
-class WeightedSource:
-    """One of `data.train.sources`."""
-
-    path: str | list[str] | None = None
-    """Required. A file, a glob, or a list of them."""
-    format: Format = "auto"
-    """As `data.train.format`."""
-    weight: float = 1.0
-    """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
-
-
-@dataclass
-class DataSource:
-    """`data.train` and `data.val`: files, and what their rows look like."""
+class Source:
+    """Files, and what their rows look like."""
 
     path: str | list[str] | None = None
     """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them. Required, or `sources`."""
     format: Format = "auto"
     """What the rows are. auto looks at the first row of each file, and says what it found."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our names of columns, each with the file's own: `{messages: conversations, tools: functions}`. Every row has a
+    column that the format needs; one that it can do without stands in the first row of each file at least."""
+
+
+@dataclass
+class WeightedSource(Source):
+    """One of `data.train.sources`."""
+
+    weight: float = 1.0
+    """How many times an epoch holds each sample: 2.5 takes all twice and half of them once more, 0 takes none."""
+
+
+@dataclass
+class DataSource(Source):
+    """`data.train` and `data.val`."""
+
     sources: list[WeightedSource] | None = None
-    """Several weighted sources, `[{path, format, weight}]`; replaces `path`."""
+    """Several weighted sources, `[{path, format, columns, weight}]`; replaces `path`."""
 
 
 @dataclass
@@ -104,8 +109,10 @@ class Data:
 
     train: DataSource = field(default_factory=DataSource)
     """The training set."""
-    val: DataSource | None = None
-    """The validation set; null: none."""
+    val: DataSource | float | None = None
+    """The validation set; null: none. Or a share of the training rows, such as 0.05, which are then not trained on:
+    about so many of them, each by a hash of its content and `run.seed`. Equal rows stay together, and a row stays where
+    it is when others join it."""
     max_length: int = 4096
     """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""

@@ -26,9 +26,9 @@ import shutil
 import tempfile
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
@@ -39,7 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtrain.checkpoint.identity import digests
-from dtrain.data.encoder import LONG, EncodedChunk, RowEncoder
+from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
@@ -61,11 +61,24 @@ COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one format, and how often each of their rows appears per epoch (see `order.Order`)."""
+    """Files, the format of all or of each, how often each of their rows appears per epoch (see `order.Order`), and the
+    file's names of our columns (columns.py)."""
 
     files: tuple[Path, ...]
-    format: str
+    format: str | tuple[str, ...]
     weight: float = 1.0
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of each file."""
+        return (self.format,) * len(self.files) if isinstance(self.format, str) else self.format
+
+    @property
+    def reading(self) -> list[Any]:
+        """How the files are read, for the cache's key."""
+        one = self.formats[0] if len(set(self.formats)) == 1 else self.formats
+        return [one, len(self.files), *([dict(self.columns)] if self.columns else ())]
 
 
 class Samples:
@@ -186,9 +199,9 @@ def open_cache(
 def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
     """Of what the files hold. Their names are in it too: messages about rows name them. Collective over `ranks`."""
     files = [file for source in sources for file in source.files]
-    formats = [[source.format, len(source.files)] for source in sources]
+    readings = [source.reading for source in sources]
     names = [str(file.resolve()) for file in files]
-    return digest(VERSION, formats, names, digests(files, ranks=ranks), encoder.fingerprint)[:16]
+    return digest(VERSION, readings, names, digests(files, ranks=ranks), encoder.fingerprint)[:16]
 
 
 def _whole(place: Path) -> bool:
@@ -223,6 +236,7 @@ class _Writer:
         self.hash = hashlib.blake2b(digest_size=16)
         self.samples = 0
         self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
+        self.counts["others"] = 0
         self.named: list[list[Any]] = []
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
@@ -244,6 +258,7 @@ class _Writer:
         )
         self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
+        self.counts["others"] += chunk.others
         self.counts["trained_tokens"] += chunk.trained.count(1)
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason == LONG else "untrained"] += 1
@@ -294,10 +309,11 @@ def _build(
         at: deque[int] = deque()  # number of the file of each chunk on its way
 
         def jobs() -> Iterator[Job]:
-            for number, (source, file) in enumerate(files):
+            formats = (name for source in sources for name in source.formats)
+            for number, ((source, file), name) in enumerate(zip(files, formats, strict=True)):
                 for chunk in read_chunks(file):
                     at.append(number)
-                    yield chunk, sources[source].format
+                    yield chunk, name, sources[source].columns
 
         for chunk in encode(jobs()):
             number = at.popleft()
@@ -305,7 +321,7 @@ def _build(
             writer.add(number, str(file), chunk)
             per_source[source] += len(chunk.lengths) // encoder.documents
             bar.update(chunk.size)
-    _refuse_nothing(writer, files, label)
+    _refuse_nothing(writer, files, label, encoder.part)
     meta = {
         "version": VERSION,
         "documents_per_sample": encoder.documents,
@@ -326,12 +342,17 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str) -> None:
+def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str, part: Part | None) -> None:
     """Raises UserError where there is no sample, saying why."""
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
-    rows = writer.counts["rows"]
+    rows, others = writer.counts["rows"], writer.counts["others"]
+    if part is not None and others and not rows:
+        raise UserError(
+            f"{label}: data.val={part.share} leaves it without a row: all of the {others} in {names} fall to the other "
+            f"side. Set data.val {'higher' if part.validated else 'lower'}, or to a file of its own (data.val.path)"
+        )
     if not rows:
         raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
     file, line, reason = writer.named[0]

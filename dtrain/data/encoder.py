@@ -4,11 +4,15 @@ A sample is one document, or the two of a pair; how a row becomes its documents 
 pairs.py, prompts.py). Torch is not imported.
 """
 
+import hashlib
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import Chunk, parse
 from dtrain.data.replies import Replies
 from dtrain.data.template import ChatTemplate
@@ -16,7 +20,22 @@ from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
 from dtrain.json_files import digest
 
+NONE: Mapping[str, str] = MappingProxyType({})
 LONG = "longer than data.max_length"
+
+
+class Part(NamedTuple):
+    """Rows that are validated on, or the others: a `share` of all by content and `seed`, whatever their file."""
+
+    share: float
+    seed: int
+    validated: bool
+
+    def has(self, content: Any) -> bool:
+        """content: what JSON can write. Equal content is on one side."""
+        text = json.dumps([self.seed, content], sort_keys=True, default=str)
+        drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64  # from 0 up to 1
+        return (drawn < self.share) == self.validated
 
 
 class Document(NamedTuple):
@@ -37,9 +56,11 @@ class EncodedChunk:
     lengths   tokens of each document              lines     the line that each comes from
     full      its length before truncation         left_out  (line, reason) of the rows that are no sample
     columns   each document's, as JSON, where they are kept
+    others    rows of the other part, which are none of `rows`
     """
 
     rows: int = 0
+    others: int = 0
     size: int = 0
     tokens: array = field(default_factory=lambda: array("i"))
     trained: bytearray = field(default_factory=bytearray)
@@ -74,6 +95,7 @@ class RowEncoder:
     ):
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.too_long = max_length, too_long
+        self.part: Part | None = None  # of the rows; None: all of them
         self._replies = Replies(template) if template else None
         self._affixes: tuple[list[int], list[int]] | None = None
 
@@ -82,21 +104,31 @@ class RowEncoder:
         """A hash of all that decides what a row becomes."""
         template = self.template.fingerprint if self.template else None
         limits = self.max_length, *self.decides, self.too_long
-        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits)[:16]
+        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()))[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """The documents of a row in format `name`, or why it is left out. Raises UserError."""
         raise NotImplementedError(f"{type(self).__name__} makes no documents")
 
-    def encode_chunk(self, chunk: Chunk, name: str) -> EncodedChunk:
-        """The samples of rows in format `name`. Raises UserError with file and line in front."""
-        result = EncodedChunk(len(chunk.rows), chunk.size)
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        """What a row in format `name` says, for JSON: no mark of what is trained, no column that is no part of it."""
+        raise NotImplementedError(f"{type(self).__name__} tells no content")
+
+    def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
+        """The samples of rows in format `name`, which have their own names of our `columns`. Raises UserError with file
+        and line in front."""
+        result = EncodedChunk(size=chunk.size)
         for line, raw in chunk.rows:
-            row = parse(chunk.file, line, raw)
+            given = parse(chunk.file, line, raw)
             try:
+                row = renamed(given, columns) if columns else given
+                if self.part is not None and not self.part.has(self.content_of(row, name)):
+                    result.others += 1
+                    continue
                 found = self.documents_of(row, name)
             except UserError as problem:
-                raise UserError(f"{chunk.file}:{line}: {problem}") from problem
+                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
+            result.rows += 1
             if isinstance(found, str):
                 result.left_out.append((line, found))
                 continue

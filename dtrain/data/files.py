@@ -1,4 +1,4 @@
-"""Data files: which files a path means, and their rows in order, each with the line it stands on.
+"""Data files: which files a path means, the format of each by its first row, and their rows in order, each with its line.
 
 JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
 three may be gzipped (`.gz`). Nothing is read whole: rows come in chunks of bounded size. Torch is not imported.
@@ -11,12 +11,14 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dtrain import json_files
+from dtrain.data import formats
+from dtrain.data.columns import renamed
 from dtrain.errors import UserError
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -141,6 +143,38 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
         for line, row in chunk.rows:
             return line, parse(chunk.file, line, row)
     return None
+
+
+def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:
+    """The format of each file: `name`, or where that is auto that of its first row, to which the encoder holds all
+    others. Raises UserError."""
+    if name == "preference" and kind != "pairs":
+        raise UserError(f"{files[0]}: {formats.refuse_preference()}")
+    if name != "auto" and name not in formats.KINDS[kind]:
+        raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
+    if name != "auto" and not columns:
+        return (name,) * len(files)
+    found = [_first_format(file, name, kind, columns, key) for file in files]
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
+    return tuple(one or known for one in found)
+
+
+def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str) -> str | None:
+    """The format of the file's first row; None where it has none. Raises UserError, also for a column that it lacks."""
+    first = first_row(file)
+    if first is None:
+        return None
+    line, row = first
+    try:
+        row = renamed(row, columns, key, strict=True) if columns else row
+        found = formats.detect(row, kind) if name == "auto" else name
+        if found is None:
+            raise UserError(formats.describe_unknown(row, kind))
+    except UserError as problem:
+        raise UserError(f"{file}:{line}: {problem}") from problem
+    return found
 
 
 def _first_character(stream: Stream) -> bytes:

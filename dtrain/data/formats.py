@@ -312,15 +312,20 @@ def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
     """`system` and `history`, a list of [question, reply], are read where they stand."""
-    question = {"role": "user", "content": read_instruction(row)}
     messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
+    messages += [*read_asked(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
+    return Conversation(messages, [None] * len(messages), read_tools(row))
+
+
+def read_asked(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of history, and the user's with the instruction."""
+    messages = []
     for index, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"history[{index}] must be a list of two strings, a question and its reply")
         messages.append({"role": "user", "content": read_string(pair[0], f"history[{index}][0]")})
         messages.append({"role": "assistant", "content": read_string(pair[1], f"history[{index}][1]")})
-    messages += [question, {"role": "assistant", "content": read_string(row["output"], "output")}]
-    return Conversation(messages, [None] * len(messages), read_tools(row))
+    return [*messages, {"role": "user", "content": read_instruction(row)}]
 
 
 def read_instruction(row: Mapping[str, Any]) -> str:

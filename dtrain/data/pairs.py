@@ -30,6 +30,10 @@ class PairEncoder(RowEncoder):
     documents = 2
     marks = ("pairs",)
 
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        pair = normalise_pair(row, name)
+        return [pair.prompt, pair.chosen, pair.rejected, getattr(pair, "tools", None)]
+
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt, chosen, rejected = self.encode(normalise_pair(row, name))
         full = len(prompt) + len(chosen), len(prompt) + len(rejected)

@@ -10,7 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO
 
@@ -19,7 +19,7 @@ from dtrain.data.files import Chunk
 from dtrain.errors import UserError
 
 AHEAD = 4  # chunks in flight per worker
-Job = tuple[Chunk, str]
+Job = tuple[Chunk, str, Mapping[str, str]]  # rows, their format, their names of our columns
 
 
 class _Process(subprocess.Popen[bytes]):

@@ -4,6 +4,9 @@
     prompt a string, the others messages        the prompt is a user message
     prompt messages, the others strings         the completions are assistant messages
     chosen, rejected                            whole conversations, or whole strings, that share their beginning
+    question, chosen, rejected                  replies to a user's message (also `input` alone, as in orca_dpo_pairs)
+    conversations, chosen, rejected             replies to a conversation, as LLaMA-Factory has them
+    instruction, chosen, rejected               replies to a user's message with Alpaca's `input` and `history`
     prompt_ids, chosen_ids, rejected_ids        token ids, used as they are; the completions do not repeat the prompt
 
 Completions that repeat the messages of an explicit prompt lose them. A completion of messages begins with an assistant
@@ -14,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.data.formats import read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.formats import read_asked, read_integers, read_messages, read_string, read_tools, require_keys
 from dtrain.errors import UserError
 from dtrain.json_files import kind_of
 
 Message = dict[str, Any]
-# Columns by which other tools hold a prompt, or a part of it: beside chosen and rejected they are not passed over.
-PROMPT_NAMES = ("question", "instruction", "input", "query", "conversations")
+# The columns of a prompt where there is no `prompt`. Beside replies alone they are never passed over.
+PROMPT_NAMES = ("conversations", "instruction", "question", "input", "query")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
             f"chosen is {kind_of(chosen)} and rejected {kind_of(rejected)}; both must be strings, or both lists of "
             "messages"
         )
+    if prompt is None and isinstance(chosen, str):
+        prompt = _other_prompt(row)
     if isinstance(chosen, str) and not isinstance(prompt, list):
         return _texts(row, prompt, chosen, rejected)
     return _chats(row, prompt, chosen, rejected)
@@ -79,13 +84,21 @@ def _value(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-def _refuse_other_prompts(row: Mapping[str, Any]) -> None:
-    found = [name for name in PROMPT_NAMES if row.get(name)]
+def _other_prompt(row: Mapping[str, Any]) -> list[Message] | None:
+    """The prompt of a row with replies alone, whose column has another name; None where there is none."""
+    found = [name for name in PROMPT_NAMES if row.get(name) and not (name == "input" and row.get("instruction"))]
+    if found == ["conversations"]:
+        return read_messages(row["conversations"], "conversations")[0]
+    if found == ["instruction"]:
+        return read_asked(row)
+    if found in (["question"], ["input"]):
+        return [{"role": "user", "content": read_string(row[found[0]], found[0])}]
     if found:
         raise UserError(
-            f"beside chosen and rejected the row has {', '.join(found)}, which is not read; name the prompt's column "
-            "prompt, or remove the column"
+            f"beside chosen and rejected the row has {', '.join(found)}: say which is the prompt, by "
+            f"data.train.columns={{prompt: {found[0]}}} for example"
         )
+    return None
 
 
 def _ids(value: Any, key: str) -> list[int]:
@@ -109,7 +122,6 @@ def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> T
             )
     if prompt is not None:
         return TextPair(read_string(prompt, "prompt"), chosen, rejected)
-    _refuse_other_prompts(row)
     if not chosen or not rejected or chosen[0] != rejected[0]:
         raise UserError(
             f"chosen and rejected do not begin alike, and the row has no prompt (only {', '.join(map(str, row))}); "
@@ -121,9 +133,9 @@ def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> T
 def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
     chosen, chosen_marks = _completion(chosen, "chosen")
     rejected, rejected_marks = _completion(rejected, "rejected")
+    if prompt is None and _replies_only(chosen, rejected):
+        prompt = _other_prompt(row)
     if prompt is None:
-        if _replies_only(chosen, rejected):
-            _refuse_other_prompts(row)
         start = _shared(chosen, rejected)
         if not start:
             raise UserError(

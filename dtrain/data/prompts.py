@@ -119,6 +119,10 @@ class PromptEncoder(RowEncoder):
         self.options = options
         self.decides = [[options.room, options.system]]
 
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        prompt = normalise_prompt(row, name)
+        return [prompt.asked, prompt.tools]
+
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt = normalise_prompt(row, name, self.options.system)
         ids = self.encode(prompt)

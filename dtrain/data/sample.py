@@ -40,6 +40,14 @@ class Encoder(RowEncoder):
         self.loss_on = loss_on
         self.decides = [loss_on]
 
+    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+        sample = normalise(row, name)
+        if isinstance(sample, Conversation):
+            return [sample.messages, sample.tools]
+        if isinstance(sample, PromptCompletion):
+            return [sample.prompt, sample.completion]
+        return sample.text if isinstance(sample, Text) else sample.ids
+
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         ids, trained = self.encode(normalise(row, name))
         full = len(ids)

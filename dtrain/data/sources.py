@@ -1,20 +1,17 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
-from dtrain.data.encoder import LONG, RowEncoder
-from dtrain.data.files import first_row, resolve
+from dtrain.data.encoder import LONG, Part, RowEncoder
+from dtrain.data.files import formats_of, resolve
 from dtrain.data.formats import (
     CHAT_FORMATS,
     FORMATS,
     KINDS,
-    describe_unknown,
-    detect,
-    refuse_preference,
-    refuse_single,
 )
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
@@ -43,20 +40,25 @@ def open_rows(
     """The rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
 
     section     the recipe's `data` (its field names, as attributes)
-    split       "train", or "val": unshuffled, one epoch, each weight taken as 1
+    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
+                parts of section.train's rows
     kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document) or prompts
     prompts     how prompts are made, where the method trains on these
     cache_dir   where section.cache_dir says nothing
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
-    train = split == "train"
-    sources = _sources(getattr(section, split), f"data.{split}", say, kind)
+    train, is_part = split == "train", isinstance(section.val, float)
+    whence = "train" if is_part else split
+    sources = _sources(getattr(section, whence), f"data.{whence}", say if whence == split else _nothing, kind)
     if not train:
-        sources = [Source(source.files, source.format) for source in sources]
+        sources = [replace(source, weight=1.0) for source in sources if source.weight]
+    formats = {name for source in sources for name in source.formats}
+    encoder = _encoder(section, tokenizer, formats, say if whence == split else _nothing, kind, prompts)
+    encoder.part = Part(section.val, seed, not train) if is_part else None
     samples = open_cache(
         sources,
-        _encoder(section, tokenizer, {source.format for source in sources}, say, kind, prompts),
+        encoder,
         cache_dir=section.cache_dir or cache_dir,
         num_workers=section.num_workers,
         progress=progress,
@@ -74,25 +76,27 @@ def open_rows(
     )
 
 
+def _nothing(line: str) -> None:
+    """Instead of `say`, where it was said already."""
+
+
 def _sources(split: Any, key: str, say: Say, kind: str) -> list[Source]:
     """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
     sources = []
-    for path, name, weight, where in _given(split, key):
-        files = tuple(resolve(path, f"{where}.path"))
+    for source, where in _given(split, key):
+        files = tuple(resolve(source.path, f"{where}.path"))
+        weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
             raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")
-        if name == "auto":
-            name = _detected(files, kind)
-            more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-            say(f"{key}: {files[0]}{more}: format {name} (detected)")
-        elif name not in {**FORMATS, **KINDS[kind]}:
+        if name != "auto" and name not in {**FORMATS, **KINDS[kind]}:
             known = ", ".join(dict.fromkeys([*FORMATS, *KINDS[kind]]))
             raise UserError(f"{where}.format is {name!r}; known are auto, {known}")
-        if name == "preference" and kind != "pairs":
-            raise UserError(f"{files[0]}: {refuse_preference()}")
-        if name not in KINDS[kind]:
-            raise UserError(f"{files[0]}: {refuse_single(name, kind)}")
-        sources.append(Source(files, name, float(weight)))
+        formats = formats_of(files, name, kind, columns, f"{where}.columns")
+        for one in dict.fromkeys(formats) if name == "auto" else ():
+            of = [file for file, found in zip(files, formats, strict=True) if found == one]
+            more = f" and {len(of) - 1} more files" if len(of) > 1 else ""
+            say(f"{key}: {of[0]}{more}: format {one} (detected)")
+        sources.append(Source(files, formats, float(weight), columns))
     return sources
 
 
@@ -131,6 +135,8 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     noun = samples.noun
     trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
     lines = [f"{label}: {meta['samples']:,} {noun} of {meta['rows']:,} rows, {meta['tokens']:,} tokens{trained}"]
+    if meta.get("others"):
+        lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
         lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
@@ -148,32 +154,17 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     return lines
 
 
-def _given(split: Any, key: str) -> list[tuple[str | list[str], str, float, str]]:
-    """(path, format, weight, key) of each source."""
+def _given(split: Any, key: str) -> list[tuple[Any, str]]:
+    """Each source, and its key."""
     if split is None:
         raise UserError(f"{key} is null: name its data with {key}.path")
     if split.sources and split.path:
         raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
     if split.sources:
-        return [
-            (source.path, source.format, source.weight, f"{key}.sources[{number}]")
-            for number, source in enumerate(split.sources)
-        ]
+        return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
     if not split.path:
         raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
-    return [(split.path, split.format, 1.0, key)]
-
-
-def _detected(files: Sequence[Path], kind: str) -> str:
-    """The format of the first row that there is; the encoder holds all others to it."""
-    for file in files:
-        if first := first_row(file):
-            line, row = first
-            name = detect(row, kind)
-            if name is None:
-                raise UserError(f"{file}:{line}: {describe_unknown(row, kind)}")
-            return name
-    raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
+    return [(split, key)]
 
 
 def _template_notes(template: ChatTemplate, encoder: RowEncoder) -> list[str]:
