@@ -1,0 +1,46 @@
+"""What users get wrong, one line each, and the words that the answer must hold: file, key and fix.
+
+`recipes.py` holds what stands in a recipe, its overrides and its files; `commands.py` what is typed after `dtrain`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake, and what its answer must say.
+
+    typed: of a recipe's mistake the overrides, one a word; of a command's all words after `dtrain`. `{root}` stands for
+    the directory of the files. says: words that the answer holds, whatever their order. files: name → content, text or
+    bytes, written under the root before; a name that ends with / is a directory. base: the sound recipe that the
+    overrides change: sft, dpo, grpo or distill; or the name of one of `files`, a recipe of its own.
+    status: what the process ends with.
+    """
+
+    typed: tuple[str, ...]
+    says: tuple[str, ...]
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    base: str = "sft"
+    status: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the test's case."""
+        shown = " ".join(self.typed) or next(iter(self.files), "nothing")
+        return f"{self.base}: {shown}"[:80] if self.base != "sft" else shown[:80]
+
+    def write(self, root: Path) -> None:
+        """Put `files` under `root`."""
+        for name, content in self.files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith("/"):
+                path.mkdir(exist_ok=True)
+            else:
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    def words(self, root: Path) -> list[str]:
+        """`typed`, with `root` in its place."""
+        return [word.replace("{root}", str(root)) for word in self.typed]
