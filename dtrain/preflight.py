@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything starts: the recipe, and what its model, tokenizer and data files say.
 
-Imports no torch, so that `dtrain validate` answers at once. Of a data file the first row is read; `run` and `preview`
-read the others.
+Imports no torch. Of a data file the first row is read, of weights the header. `dtrain validate` adds what a rank would
+refuse before its first step (`launch.rehearsal`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from typing import Any
 from dtrain import lora_section
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id
-from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
-from dtrain.checkpoint.peft_config import base_of, is_adapter_directory
+from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
+from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_header
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.patterns import unmatched
 from dtrain.config.schema import DataSource, Source
@@ -233,22 +233,32 @@ def _differing_tokens(teacher: Path, student: Path) -> list[str]:
 
 
 def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file():
-        return []
-    if not index.is_file():
+    """What the headers of the files tell; `checkpoint.huggingface.check_fit` compares them with the model."""
+    index, single = directory / INDEX, directory / SINGLE
+    if not single.is_file() and not index.is_file():
         bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
         return [
             f"{directory} has neither model.safetensors nor {index.name}{bins}: "
             f"set {key} to a directory with weights{otherwise}"
         ]
     try:
-        missing = [name for name in sorted(indexed_files(directory)) if not (directory / name).is_file()]
+        wanted = {SINGLE: []} if single.is_file() else indexed_files(directory)
     except UserError as error:
         return [str(error)]
+    missing = [name for name in sorted(wanted) if not (directory / name).is_file()]
     if missing:
         return [f"{index} names files that are not there: {', '.join(missing)}; download the model again"]
-    return []
+    problems = []
+    for name, tensors in wanted.items():
+        try:
+            lacking = sorted(set(tensors) - read_header(directory / name)[0].keys())
+        except UserError as error:
+            problems.append(f"{key}: {error}")
+            continue
+        if lacking:
+            first = f"first {lacking[0]}; download the model again"
+            problems.append(f"{directory / name} lacks {len(lacking)} tensors that {INDEX} places there, {first}")
+    return problems
 
 
 def _code(recipe: Recipe) -> list[tuple[str, bool]]:

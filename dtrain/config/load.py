@@ -63,6 +63,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
+    problems += _of_other_methods(values, given, overrides)
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -214,6 +215,33 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         elif value is not getattr(made, key):
             problems += _set(made, key, hints[key], value, dotted)
     return made
+
+
+def _of_other_methods(values: Mapping, given: Mapping, overrides: Sequence[str]) -> list[str]:
+    """Keys of sections that another method alone reads. A saved recipe holds the sections of all methods: of these the
+    keys that are not at their defaults."""
+    hints, method = get_type_hints(Recipe), values.get("method")
+    methods = get_args(hints["method"])
+    others = {name: hints[name] for name in methods if name in hints and name != method}
+    if method not in methods:  # which is said elsewhere
+        return []
+    is_whole = others.keys() <= given.keys()
+    keys = []
+    for name, section in others.items():
+        defaults, written = flat(asdict(section()), f"{name}."), given.get(name) or {}
+        own = flat(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
+        named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
+        keys += [key for key in named if not is_whole or own.get(key) != defaults.get(key)]
+    keys += [key for key, equals, _ in (one.partition("=") for one in overrides) if equals and _head(key) in others]
+    return [
+        f"{key} is read by method={_head(key)} alone, and this recipe has method={method}: leave it out, or set "
+        f"method={_head(key)}"
+        for key in dict.fromkeys(keys)
+    ]
+
+
+def _head(key: str) -> str:
+    return re.split(r"[.\[]", key)[0]
 
 
 def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:

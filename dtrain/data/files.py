@@ -1,4 +1,4 @@
-"""Data files: which files a path means, the format of each by its first row, and their rows in order, each with its line.
+"""Data files: which a path means, the format of each by its first row, and their rows in order, each with its line.
 
 JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
 three may be gzipped (`.gz`). Nothing is read whole: rows come in chunks of bounded size. Torch is not imported.

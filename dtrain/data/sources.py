@@ -1,13 +1,14 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
-from dtrain.data.encoder import LONG, Part, RowEncoder
-from dtrain.data.files import formats_of, resolve
+from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.files import formats_of, read_chunks, resolve
 from dtrain.data.formats import (
     CHAT_FORMATS,
     FORMATS,
@@ -48,14 +49,8 @@ def open_rows(
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
-    train, is_part = split == "train", isinstance(section.val, float)
-    whence = "train" if is_part else split
-    sources = _sources(getattr(section, whence), f"data.{whence}", say if whence == split else _nothing, kind)
-    if not train:
-        sources = [replace(source, weight=1.0) for source in sources if source.weight]
-    formats = {name for source in sources for name in source.formats}
-    encoder = _encoder(section, tokenizer, formats, say if whence == split else _nothing, kind, prompts)
-    encoder.part = Part(section.val, seed, not train) if is_part else None
+    train = split == "train"
+    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, say)
     samples = open_cache(
         sources,
         encoder,
@@ -74,6 +69,44 @@ def open_rows(
         seed=seed,
         epochs=epochs if train else 1,
     )
+
+
+def first_rows(
+    section: Any,
+    *,
+    split: str = "train",
+    kind: str = "examples",
+    prompts: PromptOptions | None = None,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+) -> Iterator[Callable[[], EncodedChunk | None]]:
+    """For each file of `open_rows` what reads and encodes its first rows, up to 256 of them; None where it has none.
+    Raises UserError, as the calls that are handed out do."""
+    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, _nothing)
+
+    def read(file: Path, name: str, columns: dict[str, str]) -> EncodedChunk | None:
+        chunk = next(read_chunks(file), None)
+        return None if chunk is None else encoder.encode_chunk(chunk, name, columns)
+
+    for source in sources:
+        for file, name in zip(source.files, source.formats, strict=True):
+            yield partial(read, file, name, source.columns)
+
+
+def _opened(
+    section: Any, split: str, kind: str, prompts: PromptOptions | None, tokenizer: Tokenizer, seed: int, say: Say
+) -> tuple[list[Source], RowEncoder]:
+    """The sources of a split, and what makes samples of their rows. Raises UserError."""
+    train, is_part = split == "train", isinstance(section.val, float)
+    whence = "train" if is_part else split
+    tell = say if whence == split else _nothing
+    sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind)
+    if not train:
+        sources = [replace(source, weight=1.0) for source in sources if source.weight]
+    formats = {name for source in sources for name in source.formats}
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts)
+    encoder.part = Part(section.val, seed, not train) if is_part else None
+    return sources, encoder
 
 
 def _nothing(line: str) -> None:
