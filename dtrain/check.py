@@ -259,8 +259,11 @@ def _columns(recipe: Recipe) -> list[str]:
             continue
         key, entries = f"data.{name}", split.sources or []
         problems += columns.unknown(split.columns, facts_of(recipe).kind, split.format, f"{key}.columns")
-        if entries and split.columns:
-            problems.append(f"{key}.columns goes with {key}.path: give each of {key}.sources its own")
+        problems += [
+            f"{key}.{option} goes with {key}.path: give each of {key}.sources its own"
+            for option in ("columns", "split", "subset", "revision")
+            if entries and getattr(split, option) != getattr(DataSource(), option)
+        ]
         for index, entry in enumerate(entries):
             at = f"{key}.sources[{index}].columns"
             problems += columns.unknown(entry.columns, facts_of(recipe).kind, entry.format, at)

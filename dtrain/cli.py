@@ -118,8 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     forms.add_argument("--folded", dest="form", action="store_const", const="folded", help=folded)
     original = "merge into the base's files as they are, and not as the run held them (nf4, a lower precision)"
     export.add_argument("--original-base", action="store_true", help=original)
-    download = add("download", _download, "fetch a model from the Hugging Face hub into its cache on this machine")
-    download.add_argument("model", metavar="OWNER/NAME", help="such as Qwen/Qwen3-0.6B; model.path takes it as it is")
+    fetched = "fetch a model, or a dataset, from the Hugging Face hub into its cache on this machine"
+    download = add("download", _download, fetched)
+    named = "such as Qwen/Qwen3-0.6B; model.path, or data.train.path, takes it as it is"
+    download.add_argument("name", metavar="OWNER/NAME", help=named)
+    download.add_argument("--data", action="store_true", help="a dataset; prints the files of the split")
+    download.add_argument("--split", default="train", help="of a dataset (default: train)")
+    download.add_argument("--subset", help="of a dataset (default: its own)")
+    download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
     generate = add("generate", _generate, "complete prompts with a model")
     generate.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
     said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
@@ -220,9 +226,18 @@ def _export(arguments: argparse.Namespace) -> int:
 def _download(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint import hub
 
-    if not hub.is_id(arguments.model):
-        raise UserError(f"{arguments.model} is no model's id on the hub (owner/name), or a directory has that name")
-    print(hub.download(arguments.model))
+    name, kind = arguments.name, "dataset" if arguments.data else "model"
+    if not hub.is_id(name):
+        raise UserError(f"{name} is no {kind}'s id on the hub (owner/name), or a directory has that name")
+    if arguments.data:
+        from dtrain.data.hub import Pick, download
+
+        files = download(name, Pick(arguments.split, arguments.subset, arguments.revision), "download")
+        print("\n".join(map(str, files)))
+        return 0
+    if arguments.split != "train" or arguments.subset or arguments.revision:
+        raise UserError("--split, --subset and --revision are for datasets: add --data")
+    print(hub.download(name))
     return 0
 
 

@@ -5,6 +5,7 @@ refuse before its first step (`launch.rehearsal`).
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_he
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.patterns import unmatched
 from dtrain.config.schema import DataSource, Source
-from dtrain.data.files import formats_of, resolve
+from dtrain.data import hub as data_hub
+from dtrain.data import urls
+from dtrain.data.files import formats_of, kind_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
@@ -41,8 +44,8 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
     """`recipe` with the directory in the hub's cache for each model that is named by an id (`Qwen/Qwen3-0.6B`).
 
-    A model that is not in the cache is downloaded with `fetch`, and stays an id without. Raises UserError where the hub
-    does not give it.
+    A model that is not in the cache is downloaded with `fetch`, and stays an id without. So is a dataset, which stays
+    an id in any case. Raises UserError where the hub does not give them.
     """
     for key, name, weights in _ids(recipe):
         path = cached(name, weights=weights)
@@ -51,6 +54,8 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
         if path is not None:
             section, field = key.split(".")
             recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: str(path)})})
+    for key, name, pick in _absent_data(recipe) if fetch else ():
+        data_hub.download(name, pick, key.removesuffix(".path"))
     return recipe
 
 
@@ -60,7 +65,7 @@ def not_here(recipe: Recipe) -> list[str]:
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
         f"`dtrain download {name}` fetches it"
         for key, name, _ in _ids(recipe)
-    ]
+    ] + [data_hub.absent(name, pick, key) for key, name, pick in _absent_data(recipe)]
 
 
 def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
@@ -281,17 +286,80 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     return found
 
 
+def _entries(split: DataSource, key: str) -> list[tuple[Source, str]]:
+    """The sources of data.train or data.val, and the key of each."""
+    if split.sources is None:
+        return [(split, key)]
+    return [(entry, f"{key}.sources[{index}]") for index, entry in enumerate(split.sources)]
+
+
+def _sources(recipe: Recipe) -> list[tuple[Source, str]]:
+    splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
+    return [one for key, split in splits if isinstance(split, DataSource) for one in _entries(split, key)]
+
+
+def _paths(source: Source) -> list[str]:
+    return [source.path] if isinstance(source.path, str) else source.path or []
+
+
+def _absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
+    """Key and id of every dataset of the hub that is not in the cache, and what of it is wanted."""
+    found = []
+    for source, key in _sources(recipe):
+        pick = data_hub.Pick.of(source)
+        for name in _paths(source):
+            with suppress(UserError):  # a split that is not there: told where the files are looked at
+                if data_hub.is_data_id(name) and data_hub.cached(name, pick, key) is None:
+                    found.append((f"{key}.path", name, pick))
+    return found
+
+
+def cache_of(recipe: Recipe) -> Path:
+    """Where the run's data is cached."""
+    return Path(recipe.data.cache_dir or Path(recipe.run.dir) / ".cache").expanduser()
+
+
+def _is_away(recipe: Recipe, path: str, key: str) -> bool:
+    """Whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises UserError."""
+    found = urls.away(path, key, cache_of(recipe)) if urls.is_url(path) else []
+    for remote in found:
+        kind_of(remote.copy, key)
+    return bool(found)
+
+
+def has_urls(recipe: Recipe) -> bool:
+    return any(urls.is_url(path) for source, _ in _sources(recipe) for path in _paths(source))
+
+
+def to_copy(recipe: Recipe) -> list[str]:
+    """What a run of a sound recipe copies into its cache, a line each."""
+    return [
+        f"{key}.path={path}: the run copies {remote.url} into {cache_of(recipe)}"
+        + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
+        for source, key in _sources(recipe)
+        for path in _paths(source)
+        for remote in (urls.away(path, f"{key}.path", cache_of(recipe)) if urls.is_url(path) else ())
+    ]
+
+
+def _of_no_hub(source: Source, key: str) -> list[str]:
+    """Keys for datasets of the hub where no path is one."""
+    named = [f"{key}.{option.split(' ')[0]}" for option in data_hub.Pick.of(source).options().split(" --")[1:]]
+    if not named or any(map(data_hub.is_data_id, _paths(source))):
+        return []
+    return [f"{' and '.join(named)}: for datasets of the Hugging Face hub (owner/name), and {key}.path names files"]
+
+
 def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
-    named: list[tuple[Source, str]] = [(split, key)]
-    if split.sources is not None:
-        named = [(entry, f"{key}.sources[{index}]") for index, entry in enumerate(split.sources)]
-    problems = []
-    for source, at in named:
-        if not source.path:  # check says so
+    problems, absent = [], {at for at, _, _ in _absent_data(recipe)}
+    for source, at in _entries(split, key):
+        if not source.path or f"{at}.path" in absent:  # check, or `not_here`, says so
             continue
+        problems += _of_no_hub(source, at)
         try:
-            files = resolve(source.path, f"{at}.path")
-            if facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
+            named = [path for path in _paths(source) if not _is_away(recipe, path, f"{at}.path")]
+            files = resolve(named, f"{at}.path", source, cache_of(recipe)) if named else []
+            if files and facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
                 formats_of(files, source.format, facts_of(recipe).kind, source.columns, f"{at}.columns")
         except UserError as error:
             problems.append(str(error))

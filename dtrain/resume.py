@@ -38,11 +38,13 @@ from dtrain.policy import Policy
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
 NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
+# Of a source of data: where it lies, and by what names it is read.
+WHERE = ("path", "split", "subset", "revision", "columns", "sources")
 # A key that says where something lies, and the digest that tells what lies there.
 PLACES = {
     "model.path": "model.config",
-    **{f"data.train.{name}": "data.fingerprint" for name in ("path", "columns", "sources")},
-    **{f"data.val.{name}": "data.val.fingerprint" for name in ("path", "columns", "sources")},
+    **{f"data.train.{name}": "data.fingerprint" for name in WHERE},
+    **{f"data.val.{name}": "data.val.fingerprint" for name in WHERE},
     "lora.path": "lora.path",
     **{key: key for key in ("data.chat_template", *MODELS)},
 }
@@ -245,7 +247,7 @@ def compare(recipe: Recipe, start: Start, found: Mapping[str, str], fingerprint:
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    return [{**source, "path": None, "columns": None} for source in sources or []]
+    return [{**source, **dict.fromkeys(WHERE)} for source in sources or []]
 
 
 def restore(recipe: Recipe, policy: Policy, method: Method, start: Start) -> None:

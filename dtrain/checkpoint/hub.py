@@ -5,6 +5,8 @@ torch. Only weights in safetensors and the small files beside them are fetched, 
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
@@ -47,35 +49,53 @@ def download(name: str, *, weights: bool = True) -> Path:
     """The directory of model `name` in the cache, what it lacks downloaded. UserError that says what to do where the
     hub does not give it. Several processes may ask at once: the library locks each file."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = FETCHED if weights else [CONFIG, *COMPANIONS]
-    try:
+    with told(name, "model", f"dtrain download {name}", "model.path to a directory"):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
+    if not (directory / CONFIG).is_file() or (weights and not _has_weights(directory)):
+        lacking = CONFIG if not (directory / CONFIG).is_file() else "weights in safetensors"
+        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
+    return directory
+
+
+@contextmanager
+def told(name: str, kind: str, command: str, otherwise: str) -> Iterator[None]:
+    """What the library raises in the block, as a UserError that says what to do. kind: model, or dataset. command:
+    what fetches it elsewhere. otherwise: what else to set."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    path = {"model": name, "dataset": f"datasets/{name}"}[kind]
+    here = {"model": "directory", "dataset": "file"}[kind]
+    try:
+        yield
     except GatedRepoError as error:
         raise UserError(
-            f"{name} is gated: its owner wants your agreement. Log in at https://huggingface.co/{name} and accept, "
+            f"{name} is gated: its owner wants your agreement. Log in at https://huggingface.co/{path} and accept, "
             "then run `hf auth login`, or set HF_TOKEN to a token of that account"
         ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{name} has no such revision on the hub: give a branch, a tag or a commit of it") from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"there is no directory {name} here, and the hub has no such model, or it is private and no token, or the "
+            f"there is no {here} {name} here, and the hub has no such {kind}, or it is private and no token, or the "
             "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
         ) from error
     except LocalEntryNotFoundError as error:
         raise UserError(
-            f"{name} is no directory here and not in the hub's cache on this machine, and the hub cannot be reached "
-            f"(no network, or HF_HUB_OFFLINE=1): run `dtrain download {name}` where there is a network, or set "
-            "model.path to a directory"
+            f"{name} is no {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
+            f"(no network, or HF_HUB_OFFLINE=1): run `{command}` where there is a network, or set {otherwise}"
         ) from error
     except HfHubHTTPError as error:
         raise UserError(f"{name}: the hub answered with an error: {str(error).strip().splitlines()[0]}") from error
     except OSError as error:
         raise UserError(f"{name} could not be downloaded: {error}") from error
-    if not (directory / CONFIG).is_file() or (weights and not _has_weights(directory)):
-        lacking = CONFIG if not (directory / CONFIG).is_file() else "weights in safetensors"
-        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
-    return directory
 
 
 def _has_weights(directory: Path) -> bool:

@@ -79,7 +79,15 @@ class Source:
     """Files, and what their rows look like."""
 
     path: str | list[str] | None = None
-    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them. Required, or `sources`."""
+    """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them; or a dataset's id on the Hugging Face hub
+    (`trl-lib/Capybara`), which is downloaded into the hub's own cache unless it is there; or a URL
+    (`s3://`, `gs://`, `hf://`, `https://`), whose file is copied into `data.cache_dir` once. Required, or `sources`."""
+    split: str = "train"
+    """Of a dataset of the hub: which of its splits."""
+    subset: str | None = None
+    """Of a dataset of the hub: which of its subsets (configs). null: its default."""
+    revision: str | None = None
+    """Of a dataset of the hub: a branch, a tag or a commit. null: its main branch, as the cache has it."""
     format: Format = "auto"
     """What the rows are. auto looks at the first row of each file, and says what it found."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -100,7 +108,7 @@ class DataSource(Source):
     """`data.train` and `data.val`."""
 
     sources: list[WeightedSource] | None = None
-    """Several weighted sources, `[{path, format, columns, weight}]`; replaces `path`."""
+    """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Data files: which a path means, the format of each by its first row, and their rows in order, each with its line.
+"""Data files: which files a path means, the format of each by its first row, and their rows in order, with their lines.
 
 JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
 three may be gzipped (`.gz`). Nothing is read whole: rows come in chunks of bounded size. Torch is not imported.
@@ -41,14 +41,22 @@ class Chunk:
     size: int
 
 
-def resolve(paths: str | Sequence[str], key: str = "data.train.path") -> list[Path]:
-    """The files that `paths` (one or several paths or globs) mean, in the order given, a glob's files sorted.
+def resolve(
+    paths: str | Sequence[str],
+    key: str = "data.train.path",
+    source: Any = None,
+    cache_dir: str | Path | None = None,
+) -> list[Path]:
+    """The files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a glob's
+    sorted.
 
+    source: what says split, subset and revision of a dataset of the hub, which is looked for in its cache alone.
+    cache_dir: where files behind URLs are copied to.
     Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
     """
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str) else list(paths):
-        found = _matches(str(path), key)
+        found = _matches(str(path), key, source, cache_dir)
         for file in found:
             kind_of(file, key)
         files += found
@@ -57,7 +65,13 @@ def resolve(paths: str | Sequence[str], key: str = "data.train.path") -> list[Pa
     return files
 
 
-def _matches(path: str, key: str) -> list[Path]:
+def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
+    if "://" in path:
+        from dtrain.data import urls
+
+        if cache_dir is None:
+            raise UserError(f"{key}: {path} is a URL, and there is no place to copy it to; copy it yourself")
+        return urls.copies(path, key, Path(cache_dir).expanduser())
     expanded = Path(path).expanduser()
     if expanded.is_file():
         return [expanded]
@@ -68,16 +82,15 @@ def _matches(path: str, key: str) -> list[Path]:
         if not found:
             raise UserError(f"{key}: no file matches {path}")
         return found
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not set(expanded.suffixes) & {*KINDS, ".gz"}:
-        name = path.split("/")[1]
-        raise UserError(
-            f"{key}: there is no file {path}; it looks like a dataset of the Hugging Face hub, and dtrain reads "
-            f"local files only for now. Write one and name it:\n"
-            f"    pip install datasets\n"
-            f'    python -c "from datasets import load_dataset; '
-            f"load_dataset('{path}', split='train').to_json('{name}.jsonl')\"\n"
-            f"    {key}={name}.jsonl"
-        )
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        from dtrain.data import hub
+
+        if hub.is_data_id(path):
+            pick = hub.Pick.of(source)
+            files = hub.cached(path, pick, key.removesuffix(".path"))
+            if files is None:
+                raise UserError(hub.absent(path, pick, key))
+            return files
     raise UserError(f"{key}: there is no file {path}")
 
 

@@ -1,6 +1,6 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,12 +49,12 @@ def open_rows(
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
-    train = split == "train"
-    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, say)
+    train, cache_dir = split == "train", section.cache_dir or cache_dir
+    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
-        cache_dir=section.cache_dir or cache_dir,
+        cache_dir=cache_dir,
         num_workers=section.num_workers,
         progress=progress,
         label=f"{split} data",
@@ -79,28 +79,38 @@ def first_rows(
     prompts: PromptOptions | None = None,
     tokenizer: Tokenizer,
     seed: int = 0,
-) -> Iterator[Callable[[], EncodedChunk | None]]:
-    """For each file of `open_rows` what reads and encodes its first rows, up to 256 of them; None where it has none.
-    Raises UserError, as the calls that are handed out do."""
-    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, _nothing)
+    cache_dir: str | Path | None = None,
+) -> list[tuple[Path, Callable[[], EncodedChunk | None]]]:
+    """Each file of `open_rows`, and what encodes its first rows, up to 256 of them; None where it has none. Raises
+    UserError, as the calls that are handed out do."""
+    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, section.cache_dir or cache_dir, _nothing)
 
     def read(file: Path, name: str, columns: dict[str, str]) -> EncodedChunk | None:
         chunk = next(read_chunks(file), None)
         return None if chunk is None else encoder.encode_chunk(chunk, name, columns)
 
-    for source in sources:
-        for file, name in zip(source.files, source.formats, strict=True):
-            yield partial(read, file, name, source.columns)
+    return [
+        (file, partial(read, file, name, source.columns))
+        for source in sources
+        for file, name in zip(source.files, source.formats, strict=True)
+    ]
 
 
 def _opened(
-    section: Any, split: str, kind: str, prompts: PromptOptions | None, tokenizer: Tokenizer, seed: int, say: Say
+    section: Any,
+    split: str,
+    kind: str,
+    prompts: PromptOptions | None,
+    tokenizer: Tokenizer,
+    seed: int,
+    cache_dir: str | Path | None,
+    say: Say,
 ) -> tuple[list[Source], RowEncoder]:
     """The sources of a split, and what makes samples of their rows. Raises UserError."""
     train, is_part = split == "train", isinstance(section.val, float)
     whence = "train" if is_part else split
     tell = say if whence == split else _nothing
-    sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind)
+    sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
@@ -113,11 +123,11 @@ def _nothing(line: str) -> None:
     """Instead of `say`, where it was said already."""
 
 
-def _sources(split: Any, key: str, say: Say, kind: str) -> list[Source]:
+def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
     """The sources of data.train or data.val, their formats detected and said. Raises UserError."""
     sources = []
     for source, where in _given(split, key):
-        files = tuple(resolve(source.path, f"{where}.path"))
+        files = tuple(resolve(source.path, f"{where}.path", source, cache_dir))
         weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
             raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")

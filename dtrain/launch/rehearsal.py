@@ -24,9 +24,7 @@ from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config import Recipe
-from dtrain.config.schema import DataSource, Source
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
-from dtrain.data.files import resolve
 from dtrain.data.sources import first_rows
 from dtrain.errors import UserError, in_words
 from dtrain.json_files import loads
@@ -36,11 +34,12 @@ from dtrain.methods import METHODS, Method
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
-from dtrain.optim import NAMES, SCHEDULES, build_optimizer, build_scheduler
+from dtrain.optim import NAMES, SCHEDULES, build_optimizer, build_scheduler, is_torchs
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
+from dtrain.preflight import cache_of, has_urls, to_copy
 from dtrain.sizing import refuse_idle, settled
 
 SMALL_DATA = 4 << 20
@@ -82,15 +81,16 @@ def rehearse(
     if recipe.checkpoint.export != "none" and run.path.is_dir():
         found.ask(refuse_unwritable, run.export)
     tokenizer = _quietly(Tokenizer.from_directory, recipe.model.directory) if recipe.model.path else None
-    if tokenizer is None or any(problem.startswith("data.") for problem in known):
+    if tokenizer is None or any(problem.startswith("data.") for problem in known) or to_copy(recipe):
         return found
     before = len(found.problems)
-    columns = _first_rows(recipe, tokenizer, found)
+    cache_dir = cache_of(recipe) if has_urls(recipe) else None  # of copies; rows are kept nowhere
+    columns, size = _first_rows(recipe, tokenizer, cache_dir, found)
     if known:
         return found
     rows = {}
-    if len(found.problems) == before and _size(recipe) <= SMALL_DATA:
-        rows = found.ask(_rows, recipe, tokenizer) or {}
+    if len(found.problems) == before and size <= SMALL_DATA:
+        rows = found.ask(_rows, recipe, tokenizer, cache_dir) or {}
     model = found.ask(_model, recipe, device_type)
     for _, other in facts_of(recipe).other_models(recipe):
         found.ask(
@@ -141,31 +141,28 @@ def _given(recipe: Recipe) -> dict[str, Any]:
     return {"kind": facts.kind, "prompts": facts.prompts(recipe), "seed": recipe.run.seed}
 
 
-def _first_rows(recipe: Recipe, tokenizer: Tokenizer, found: Rehearsal) -> dict[str, list[str]]:
-    """Of each split the columns that its first rows have. Each file's first mistake is one of the problems."""
+def _first_rows(
+    recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None, found: Rehearsal
+) -> tuple[dict[str, list[str]], int]:
+    """Of each split the columns that its first rows have, and the bytes of all files, those that are packed counted
+    tenfold. Each file's first mistake is one of the problems."""
     columns: dict[str, list[str]] = {}
+    size, given = 0, {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir}
     for split in _splits(recipe):
-        act = partial(first_rows, recipe.data, split=split, tokenizer=tokenizer, **_given(recipe))
-        reads = found.ask(lambda act: list(act()), act)
-        chunks = [found.ask(read) for read in reads or ()]
+        reads = found.ask(partial(first_rows, recipe.data, split=split, **given)) or []
+        size += sum(file.stat().st_size * (10 if file.suffix in (".gz", ".parquet") else 1) for file, _ in reads)
+        chunks = [found.ask(read) for _, read in reads]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         columns[split] = list(dict.fromkeys(name for row in rows for name in row))
-    return columns
+    return columns, size
 
 
-def _size(recipe: Recipe) -> int:
-    """Bytes of all data files, those that are packed counted tenfold."""
-    total = 0
-    for split in (recipe.data.train, recipe.data.val):
-        sources: list[Source] = list(split.sources or [split]) if isinstance(split, DataSource) else []
-        files = [file for one in sources for file in resolve(one.path or [])]
-        total += sum(file.stat().st_size * (10 if file.suffix in (".gz", ".parquet") else 1) for file in files)
-    return total
-
-
-def _rows(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Rows]:
-    given = {**_given(recipe), "epochs": recipe.train.epochs, "say": lambda line: None, "progress": False}
-    return {split: open_rows(recipe.data, split=split, tokenizer=tokenizer, **given) for split in _splits(recipe)}
+def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[str, Rows]:
+    given = {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir, "epochs": recipe.train.epochs}
+    return {
+        split: open_rows(recipe.data, split=split, say=lambda line: None, progress=False, **given)
+        for split in _splits(recipe)
+    }
 
 
 def _model(recipe: Recipe, device_type: str) -> CausalLM:
@@ -188,18 +185,14 @@ def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:
 
 
 def _updates(recipe: Recipe, model: CausalLM, steps: int, found: Rehearsal) -> None:
-    """The optimizer and its schedule, where they are dtrain's or torch's own."""
+    """The optimizer and its schedule, where no stranger's code is needed for them."""
     optimizer: torch.optim.Optimizer | None = None
-    if _is_known(recipe.optimizer.name, NAMES):
+    if recipe.optimizer.name in NAMES or is_torchs(recipe.optimizer.name):
         optimizer = found.ask(build_optimizer, recipe.optimizer, model.named_parameters(), recipe.run.seed)
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
-    if all(_is_known(stage.name, SCHEDULES) for stage in stages):
+    if all(stage.name in SCHEDULES for stage in stages):
         optimizer = optimizer or torch.optim.SGD([torch.zeros(())], lr=recipe.optimizer.lr)
         found.ask(build_scheduler, recipe.scheduler, optimizer, steps)
-
-
-def _is_known(name: str, names: Any) -> bool:
-    return name in names or name.startswith("torch.")
 
 
 def _start(

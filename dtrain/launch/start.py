@@ -19,7 +19,7 @@ from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import Train, run_in_place, told_to_all
-from dtrain.preflight import named_code, not_here, preflight, with_local_model
+from dtrain.preflight import named_code, not_here, preflight, to_copy, with_local_model
 from dtrain.rollout.worker import search_path
 
 
@@ -59,7 +59,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
         raise RecipeError(found)
     steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
     told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
-    lines = [told, str(sizes(heard.settled or loaded, size)), *notes(loaded)]
+    lines = [told, str(sizes(heard.settled or loaded, size)), *notes(loaded), *to_copy(loaded)]
     return [hidden(line, loaded) for line in lines]
 
 

@@ -109,7 +109,7 @@ def test_paths_globs_and_lists(tmp_path):
 
 
 @pytest.mark.parametrize("path, words", [
-    ("HuggingFaceH4/ultrachat", ["load_dataset('HuggingFaceH4/ultrachat'", "local files only", "ultrachat.jsonl"]),
+    ("HuggingFaceH4/ultrachat", ["`dtrain download --data HuggingFaceH4/ultrachat` fetches it"]),
     ("data/none.jsonl", ["there is no file data/none.jsonl"]),
     ("none*.jsonl", ["no file matches none*.jsonl"]),
     ("{dir}", ["is a directory", "*.jsonl"]),

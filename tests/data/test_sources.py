@@ -72,7 +72,7 @@ def test_validation_is_one_unshuffled_epoch(tmp_path, model):
 
 @pytest.mark.parametrize("train, words", [
     (split(), ["data.train.path is not set"]),
-    (split("a/b"), ["data.train.path", "load_dataset('a/b'"]),
+    (split("a/b"), ["data.train.path", "`dtrain download --data a/b`"]),
     (split("{text}", "preference"), ["preferences", "set method=dpo"]),
     (split("{text}", "chatml"), ["data.train.format is 'chatml'", "sharegpt"]),
     (split("{odd}"), ["odd.jsonl:1", "question", "prompt, completion"]),
