@@ -77,7 +77,7 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen."""
-    problems = shapes(recipe, world_size) + _files(recipe)
+    problems = _of_other_methods(recipe) + shapes(recipe, world_size) + _files(recipe)
     problems += _data(recipe, recipe.data.train, "data.train")
     if isinstance(recipe.data.val, DataSource):
         problems += _data(recipe, recipe.data.val, "data.val")
@@ -112,6 +112,16 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
             found = [str(error)]
         problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
     return [hidden(problem, recipe) for problem in problems]
+
+
+def _of_other_methods(recipe: Recipe) -> list[str]:
+    """Keys that the recipe gives to another method."""
+    named = [(key, key.split(".")[0]) for key in getattr(recipe, "unread", ())]
+    return [
+        f"{key} is read by method={method} alone, and this recipe has method={recipe.method}: leave it out, or set "
+        f"method={method}"
+        for key, method in named
+    ]
 
 
 def _is_an_adapter(directory: Path) -> str:

@@ -63,7 +63,6 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
-    problems += _of_other_methods(values, given, overrides)
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -71,6 +70,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
+    loaded.unread += _of_other_methods(values, given, overrides)
     for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
             problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
@@ -218,8 +218,8 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
 
 
 def _of_other_methods(values: Mapping, given: Mapping, overrides: Sequence[str]) -> list[str]:
-    """Keys of sections that another method alone reads. A saved recipe holds the sections of all methods: of these the
-    keys that are not at their defaults."""
+    """The given keys of sections that another method alone reads. A saved recipe holds the sections of all methods: of
+    these, the keys that are not at their defaults."""
     hints, method = get_type_hints(Recipe), values.get("method")
     methods = get_args(hints["method"])
     others = {name: hints[name] for name in methods if name in hints and name != method}
@@ -233,14 +233,11 @@ def _of_other_methods(values: Mapping, given: Mapping, overrides: Sequence[str])
         named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
         keys += [key for key in named if not is_whole or own.get(key) != defaults.get(key)]
     keys += [key for key, equals, _ in (one.partition("=") for one in overrides) if equals and _head(key) in others]
-    return [
-        f"{key} is read by method={_head(key)} alone, and this recipe has method={method}: leave it out, or set "
-        f"method={_head(key)}"
-        for key in dict.fromkeys(keys)
-    ]
+    return list(dict.fromkeys(keys))
 
 
 def _head(key: str) -> str:
+    """The section that a dotted key lies in."""
     return re.split(r"[.\[]", key)[0]
 
 

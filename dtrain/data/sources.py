@@ -1,6 +1,6 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,7 @@ def first_rows(
     UserError, as the calls that are handed out do."""
     sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, section.cache_dir or cache_dir, _nothing)
 
-    def read(file: Path, name: str, columns: dict[str, str]) -> EncodedChunk | None:
+    def read(file: Path, name: str, columns: Mapping[str, str]) -> EncodedChunk | None:
         chunk = next(read_chunks(file), None)
         return None if chunk is None else encoder.encode_chunk(chunk, name, columns)
 

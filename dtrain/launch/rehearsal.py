@@ -93,22 +93,18 @@ def rehearse(
         rows = found.ask(_rows, recipe, tokenizer, cache_dir) or {}
     model = found.ask(_model, recipe, device_type)
     for _, other in facts_of(recipe).other_models(recipe):
-        found.ask(
-            lambda path: check_fit(models.build(read_config(path), device="meta"), WeightFiles(path)), Path(other)
-        )
-    asked, recipe = recipe, found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
-    if recipe is None:
-        return found
-    method = found.ask(METHODS[recipe.method], recipe)
-    if method is None:
+        found.ask(_other_model, Path(other))
+    sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
+    method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
+    if sized is None or method is None:
         return found
     if rows:
         columns = {split: one.samples.column_names() for split, one in rows.items()}
-        found.settled, found.steps = recipe, found.ask(_steps, recipe, method, rows["train"])
+        found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     found.ask(method.examine, columns)
     if model is not None:
-        _updates(recipe, model, found.steps or recipe.train.steps or 1000, found)
-        found.ask(_start, asked, run, tokenizer, method, model, rows)
+        _updates(sized, model, found.steps or sized.train.steps or 1000, found)
+        found.ask(_start, recipe, run, tokenizer, method, model, rows)
     return found
 
 
@@ -176,6 +172,10 @@ def _model(recipe: Recipe, device_type: str) -> CausalLM:
     if recipe.model.init == "pretrained":
         check_fit(model, WeightFiles(recipe.model.directory))
     return model
+
+
+def _other_model(path: Path) -> None:
+    check_fit(models.build(read_config(path), device="meta"), WeightFiles(path))
 
 
 def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:

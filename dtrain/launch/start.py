@@ -48,8 +48,8 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
-    loaded, found = read(recipe, overrides)
-    loaded, here = with_local_model(loaded), world_size is None
+    given, found = read(recipe, overrides)
+    loaded, here = with_local_model(given), world_size is None
     size = loaded.launch.nproc if world_size is None else world_size
     found = list(dict.fromkeys([*found, *preflight(loaded, size)]))
     rehearsal = import_module("dtrain.launch.rehearsal").rehearse  # with torch
