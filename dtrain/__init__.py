@@ -8,6 +8,7 @@ imports run downwards, and config, errors and json_files stand beside:
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check, lora_section      what must hold between a recipe's keys, and in its section `lora`
     trainer, resume          the loop; where it starts
+    summary                  what the terminal is told of a run, first and last
     sizing                   what the data make of the batch; runs that would train nothing
     methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards
@@ -28,6 +29,7 @@ The rooms beside the core, which loads them by name where a command or a recipe 
     remote                   completions from servers, and new weights to them
     environments             completions in several turns
     serve, evaluation        `dtrain serve`; `dtrain eval`
+    push                     `dtrain push`: an export to the hub, with a card
     faces                    functions for callers from outside: of logits by layout, packed batches
     versions                 `dtrain env`: versions for a bug report
 """

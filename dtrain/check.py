@@ -4,19 +4,19 @@ No torch and no file is read here: `dtrain.preflight` adds what the model's dire
 method asks of its section is its own: `dtrain.methods.facts`; of `lora`, `dtrain.lora_section`.
 """
 
-import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtrain import lora_section
-from dtrain.config import saved
+from dtrain.config import saved, words
 from dtrain.config.load import keys
 from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.data import columns
 from dtrain.methods.facts import FACTS, facts_of
-from dtrain.ranges import Range, is_finite, shown
+from dtrain.ranges import Range, is_finite, nearest, shown
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
@@ -29,6 +29,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
     ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
     ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
+    ("data.packing", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("data.num_workers", lambda v: v >= 0, "at least 0"),
     ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
     ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
@@ -61,7 +62,9 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def notes(recipe: Recipe) -> list[str]:
     """What the user of `recipe` is told before a run, and is no mistake."""
-    return [*saved.notes(recipe), *lora_section.notes(recipe)]
+    share = recipe.data.val if recipe.train.validate_every is None else None
+    unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
+    return [*saved.notes(recipe), *lora_section.notes(recipe), *([unused] if isinstance(share, float) else [])]
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
@@ -282,8 +285,8 @@ def _names(recipe: Recipe) -> list[str]:
     for key, name, known in named:
         if name in known or "." in name:
             continue
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ", nor an import path such as package.module.Class"
+        near = words.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+        hint = f"; did you mean {near}?" if near else ", nor an import path such as package.module.Class"
         problems.append(f"{key}={name} is none of {', '.join(known)}{hint}")
     return problems
 
@@ -321,8 +324,8 @@ def _allowed_changes(recipe: Recipe) -> list[str]:
     problems = []
     for name in recipe.checkpoint.allow_changes:
         if name not in names and not name.startswith(mappings):
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, names)
+            hint = f"; did you mean {near}?" if near else ""
             problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
     return problems
 

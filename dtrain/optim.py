@@ -67,7 +67,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed: of the
     random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
-    parameters, of type cuda, if its state is to lie in host memory.
+    gradients (`optimizers.adam`), if its state is to lie in host memory.
 
     `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
     over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in

@@ -3,8 +3,7 @@
 The tables of options that stand beside the losses and the rewards are made of these, and so is the recipe's check.
 """
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 Range = tuple[Callable[[Any], bool], str]
@@ -37,12 +36,40 @@ def one_of(choices: Sequence[str]) -> Range:
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `word` is a slip of; None where there is none."""
-    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+def nearest(word: str, known: Collection[str]) -> str | None:
+    """The one of `known` that `word` is a slip of: the same but for case, - and _; or nearer than all others, and wrong
+    in one letter of four at most (of three letters one may be missing or too much); or the only one that begins so or
+    has it as a part. None where there is none: a wrong hint is worse than no hint."""
+    wanted = _plain(word[:64])
+    slips = {name: _slips(wanted, _plain(name)) for name in known if abs(len(name) - len(wanted)) <= 4}
+    least = min(slips.values(), default=len(word))
+    near = [name for name, count in slips.items() if count == least]
+    is_slip = least <= min(len(wanted) // 4, 3) or (least == 1 and len(wanted) == 3 != len(_plain(near[0])))
+    if is_slip and (least == 0 or len(near) == 1):
+        return near[0]
+    parts = {name: _plain(name).startswith(wanted) or wanted in name.lower().split("_") for name in known}
+    begun = [name for name, has in parts.items() if has and len(wanted) >= 4]
+    return begun[0] if len(begun) == 1 else None
 
 
-def hint(word: str, known: Iterable[str], prefix: str = "") -> str:
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def _slips(one: str, other: str) -> int:
+    """Letters to insert, drop, change, or swap with the next, to make one word the other."""
+    rows = [list(range(len(other) + 1))]
+    for i, a in enumerate(one, start=1):
+        row = [i]
+        for j, b in enumerate(other, start=1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
+            if i > 1 and j > 1 and (a, one[i - 2]) == (other[j - 2], b):
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def hint(word: str, known: Collection[str], prefix: str = "") -> str:
     """What to add to a refusal of `word`: the near miss, or all that is known."""
     near = nearest(word, known)
     return f"; did you mean {prefix}{near}?" if near else f"; there are {', '.join(known)}"

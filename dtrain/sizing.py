@@ -12,12 +12,16 @@ FEWEST_STEPS = 5
 
 
 def settled(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
-    """`recipe` with a number for `train.global_batch=auto`, by the rows of the first pass over its data.
+    """`recipe` with what its data say in place of `auto`: `data.packing` as its rows are, and a number for
+    `train.global_batch`, by the rows of the first pass over them.
 
     The number is a function of the data and the recipe alone, so every mesh has the same; a micro-batch that does not
     divide a rank's part of it becomes the next smaller one that does. Raises UserError where the data-parallel ranks do
     not divide it.
     """
+    if recipe.data.packing == "auto":
+        is_packed = rows.packing or facts_of(recipe).kind == "prompts"  # there completions are packed
+        recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     if recipe.train.global_batch != "auto":
         return recipe
     per_pass = rows.rows_in_epoch(0)

@@ -15,6 +15,7 @@ import json
 import secrets
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.methods import METHODS, RunContext
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import read_config
-from dtrain.models.layers import weights_in
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
+from dtrain.policy.build import build_model
 from dtrain.resume import Start
-from dtrain.sizing import refuse_idle, settled, warmup_of
+from dtrain.sizing import refuse_idle, settled
+from dtrain.summary import closing, opening
 
 NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
 PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
@@ -89,13 +91,13 @@ class Trainer:
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.directory)
         self.rows = self._open_rows("train")
+        self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
         self.val_rows = None if recipe.data.val is None else self._open_rows("val")
         self.ranks.same(self.rows.fingerprint, "data.train is not the same on every host")
         if self.val_rows:
             self.ranks.same(self.val_rows.fingerprint, "data.val is not the same on every host")
             self.identities["data.val.fingerprint"] = self.val_rows.samples.identity
         self.identities["data.fingerprint"] = self.rows.samples.identity
-        self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
         self.method = METHODS[recipe.method](recipe)
         refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
         splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
@@ -103,7 +105,8 @@ class Trainer:
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
-        self.policy = Policy(recipe, model_config, mesh, runtime)
+        build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
+        self.policy = Policy(recipe, model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
         # micro-batch and each drawn token.
         self.policy.model.model.register_forward_pre_hook(runtime.stop.tick)
@@ -137,7 +140,9 @@ class Trainer:
         own = self.start.store is self.store and self._held["save"]
         self._mark = run_of(own) if own else secrets.token_hex(8)  # of this run, part of each save's own mark
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
-        self._report_choices()
+        if runtime.is_main:
+            for line in opening(self, self._asked):
+                self.metrics.say(line)
 
     def _hold(self) -> None:
         self.run.hold(tell=print)
@@ -173,6 +178,7 @@ class Trainer:
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
+            self.run.write_data({split: rows.samples.summary for split, rows in splits.items()})
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start
@@ -215,6 +221,9 @@ class Trainer:
         if recipe.checkpoint.export == "final":
             self._held["step"] = step  # which may not be saved
             self.export()
+        if self.runtime.is_main:
+            for line in closing(recipe, self.run.path, recipe.checkpoint.export != "none"):
+                self.metrics.say(line)
 
     def _before_step(self, step: int, saved: int | None) -> None:
         """Whatever the method needs for the next step. Where that fails, or is given up for a signal, the steps so far
@@ -368,37 +377,3 @@ class Trainer:
             return f"stopped after step {step}, which is saved in {where}; {how} goes on there"
         rest = "nothing was saved" if saved is None else f"the steps after {saved} are lost"
         return f"stopped after step {step}; checkpoint.every=null saves no checkpoint, so {rest}"
-
-    def _report_choices(self) -> None:
-        say, sizes, policy = self.metrics.say, self.sizes, self.policy
-        parameters = list(policy.model.parameters())
-        count = sum(map(weights_in, parameters))
-        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
-        of_it = "" if trained == count else f" ({part} of them trained)"
-        say(f"model: {self.recipe.model.path}, {size} parameters{of_it}, init {self.recipe.model.init}")
-        train, passes = self.recipe.train, f" (auto, {self.rows.rows_in_epoch(0)} rows a pass)"
-        say(
-            f"global batch {train.batch}{passes * (self._asked.train.global_batch == 'auto')} = micro batch "
-            f"{train.micro_batch} × accumulation {sizes.accumulation} × dp {sizes.dp}; {self.total_steps} "
-            f"step{'s' * (self.total_steps != 1)}"
-        )
-        for line in self.method.choices:
-            say(line)
-        say(f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})")
-        if policy.device.type == "cuda":
-            kernel = policy.model.model.kernel
-            say(f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else ""))
-        schedule, longest = self.recipe.scheduler, policy.model.config.max_position_embeddings
-        if (warmup := warmup_of(schedule, self.total_steps)) >= self.total_steps:
-            say(
-                f"note: scheduler.warmup_steps={warmup} and the run has {self.total_steps} steps: the learning rate "
-                "never reaches optimizer.lr; fewer warm-up steps would let it"
-            )
-        if self.recipe.data.max_length > longest:
-            say(
-                f"note: data.max_length={self.recipe.data.max_length} is more than the {longest} positions that the "
-                "model was made for (max_position_embeddings of its config.json)"
-            )
-        for line in self.metrics.choices:
-            say(line)

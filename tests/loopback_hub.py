@@ -118,9 +118,11 @@ class Handler(BaseHTTPRequestHandler):
             name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
             self.hub.made.append({**asked, "id": name})
             if name in self.hub.models:
-                return self.refuse(409, "", "You already created this model repo")
+                return self.json({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, 409)
             self.hub.models[name] = {"main": {}}
             return self.json({"url": f"{self.hub.url}/{name}", "name": name})
+        if parts == ["api", "validate-yaml"]:
+            return self.json({"errors": [], "warnings": []})
         name = "/".join(parts[2:4])
         if parts[4] == "branch":
             self.hub.models[name].setdefault(parts[5], {})

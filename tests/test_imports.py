@@ -19,7 +19,7 @@ PACKAGE = Path(dtrain.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("serve", "evaluation", "versions"),
+    ("serve", "evaluation", "versions", "push"),
     ("hosts",),
     ("launch",),
     ("plan", "faces"),
@@ -28,6 +28,7 @@ FLOORS = (
     ("check",),
     ("lora_section",),
     ("trainer",),
+    ("summary",),
     ("resume", "sizing"),
     ("methods",),
     ("policy",),
@@ -37,7 +38,7 @@ FLOORS = (
     ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments", "ranges"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions"}
+ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions", "push"}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
 # a cache of data knows its files by checkpoint's digests.
@@ -60,6 +61,7 @@ KNOW_THE_RECIPE = {
     "trainer",
     "resume",
     "sizing",
+    "summary",
     "methods",
     "policy",
 } | ROOMS
@@ -173,7 +175,7 @@ def test_the_environment_is_read_in_one_place():
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
     ]
-    assert set(reading) <= {"launch/start.py"}
+    assert set(reading) <= {"launch/start.py", "plan/children.py"}  # the latter writes, for a process of its own
 
 
 def test_what_needs_no_torch_loads_none():

@@ -13,7 +13,7 @@ EPOCHS = ("train.steps=null", "data.packing=false", "scheduler.warmup_steps=null
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch"), [(1, 1), (63, 1), (64, 2), (127, 2), (128, 4), (1000, 16), (2047, 32), (2048, 64), (10**7, 64)]
+    ("rows", "batch"), [(1, 1), (63, 1), (64, 2), (127, 2), (128, 4), (511, 8), (512, 16), (1000, 16), (10**7, 16)]
 )
 def test_auto_takes_rows_for_a_sensible_number_of_steps(rows, batch):
     assert automatic_batch(rows) == batch
@@ -85,6 +85,21 @@ def test_a_run_of_few_steps_is_refused_with_what_would_make_more(tmp_path):
     small = run(tiny_recipe(tmp_path, *packed, "train.global_batch=auto", name="small"))
     rates = [row["lr"] for row in metrics(small) if "loss" in row]
     assert len(rates) >= 5 and min(rates) > 0
+
+
+def test_packing_auto_packs_what_makes_enough_rows(tmp_path, capfd):
+    write_rows(tmp_path / "rows.jsonl", count=60, longest=6)
+    shape = ("train.steps=2", "train.global_batch=auto", "data.packing=auto", "data.val=0.2", "train.validate_every=2")
+    shape += ("scheduler.warmup_steps=0", "train.micro_batch=1")
+    few = run(tiny_recipe(tmp_path, *shape, "data.max_length=128", name="few"))
+    assert "data.packing=auto: false, since packed the data has 2 rows a pass" in _told(capfd)
+    assert_same(
+        few, run(tiny_recipe(tmp_path, *shape, "data.max_length=128", "data.packing=false", name="false")), 1e-12
+    )
+    _told(capfd)
+    many = run(tiny_recipe(tmp_path, *shape, "data.max_length=8", name="many"))
+    assert "packed to 8 tokens" in _told(capfd)
+    assert_same(many, run(tiny_recipe(tmp_path, *shape, "data.max_length=8", "data.packing=true", name="true")), 1e-12)
 
 
 def test_a_learning_rate_that_never_rises_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The tools: the quickstart's data, exact match, the benchmark, and set-up's decisions."""
 
+import itertools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import safetensors.torch
@@ -181,3 +183,18 @@ def test_losses_are_timed_beside_the_plain_way_and_the_floor():
         assert ("forward_backward" in row) == (row["op"] != "topk")
         timed = row["forward"]
         assert timed["of_floor"] == pytest.approx(timed["floor"] / timed["dtrain"])
+
+
+def test_the_curves_of_a_run_are_drawn_from_its_metrics(tmp_path):
+    rows = [{"step": step, "loss": 10.0**-step, "lr": 0.1} for step in range(1, 5)]
+    rows += [{"step": 2, "val_loss": 0.02}, {"step": 4, "val_loss": 0.0}, {"step": 3, "lr": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_tool("draw_curves.py", tmp_path, tmp_path / "out.svg")
+    tree = ElementTree.parse(tmp_path / "out.svg").getroot()
+    (line,) = tree.iter("{http://www.w3.org/2000/svg}polyline")
+    points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+    steps = [right - left for (left, _), (right, _) in itertools.pairwise(points)]
+    falls = [low - high for (_, high), (_, low) in itertools.pairwise(points)]
+    assert len(points) == 4 and steps == pytest.approx([steps[0]] * 3, abs=0.3)
+    assert falls == pytest.approx([falls[0]] * 3, abs=0.3) and falls[0] > 0  # a decade is as high as the next
+    assert len(list(tree.iter("{http://www.w3.org/2000/svg}circle"))) == 1  # a loss of 0 has no place

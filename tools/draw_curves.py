@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The loss of a run as an SVG, from its metrics.jsonl. Needs no package; readable on light and dark pages.
 
-    .venv/bin/python tools/draw_curves.py runs/quickstart docs/quickstart.svg
+.venv/bin/python tools/draw_curves.py runs/quickstart docs/quickstart.svg
 """
 
 import json

@@ -55,11 +55,11 @@ def _sections(hint: Any, ending: str = "") -> dict[Any, str]:
 
 
 def _section(section: type, places: dict[type, str]) -> str:
-    place, hints, texts = places[section], get_type_hints(section), _texts(section)
+    place, hints, texts = places[section], get_type_hints(section), _texts(section, places)
     prefix = f"{place}." if place and " " not in place else ""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in fields(section):
-        if field.name not in texts:  # of the class that this one derives from
+        if field.name not in texts:  # of a section that this one derives from
             continue
         inner = [*_sections(hints[field.name])]
         links = {one: f"[section](#{re.sub(r'[^a-z_-]', '', places[one].replace(' ', '-'))})" for one in inner}
@@ -76,14 +76,19 @@ def _told(section: type, places: dict[type, str]) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _texts(section: type) -> dict[str, str]:
-    """Field -> the text under it, for the fields that the class itself defines."""
+def _texts(section: type, places: dict[type, str]) -> dict[str, str]:
+    """Field -> the text under it, of the class and of those above it that are no sections of their own."""
     found: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(section)).body[0].body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = ""
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and found:
-            found[list(found)[-1]] = " ".join(str(node.value.value).split())
+    for one in reversed(section.__mro__):
+        if not is_dataclass(one) or one in places and one is not section:
+            continue
+        name = ""
+        for node in ast.parse(inspect.getsource(one)).body[0].body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                name = node.target.id
+                found[name] = ""
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+                found[name] = " ".join(str(node.value.value).split())
     return found
 
 

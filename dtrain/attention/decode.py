@@ -8,6 +8,9 @@ a sliding window keep no more than a later token can see.
 A forward reads whole prompts (`Prefill`), or one more token of every running row (`Decode`). The model hands `attend`
 each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which the rows of a group
 multiply together, and what it has added itself; the parts are joined by their partition sums.
+
+A step can be captured and replayed (`rollout.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
+and all that a step reads and writes lies where it lay in the step before.
 Letters: R rows, G prompts of a shelf, n rows of the largest group, kv key heads, rep query heads of each, L keys.
 """
 
@@ -26,7 +29,17 @@ SMALLEST_SLOT = 32
 
 def slot_size(length: int) -> int:
     """The capacity of the smallest slot for `length` positions: a power of two."""
-    return max(SMALLEST_SLOT, 1 << (length - 1).bit_length())
+    return max(SMALLEST_SLOT, _power_of_two(length))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def rounded(count: int) -> int:
+    """`count` rounded up to one of four sizes between two powers of two: at most a quarter is too much."""
+    unit = 1 << max(0, (count - 1).bit_length() - 3)
+    return -(-count // unit) * unit
 
 
 @dataclass(eq=False)
@@ -49,6 +62,7 @@ class Shelf:
     def __init__(self, capacity: int, kept: Sequence[int | None]):
         self.capacity = capacity
         self.places: list[Place] = []  # by slot
+        self.least = 0  # slots that there is room for, used or not
         self._sizes = [capacity if most is None else min(capacity, most) for most in kept]
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * len(kept)
 
@@ -64,7 +78,7 @@ class Shelf:
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, with room for every slot in use; like: [..., kv, hd] of what is to be written."""
         held = self._layers[index]
-        used = len(self.places)
+        used = max(len(self.places), self.least)
         if held is None or held[0].shape[0] < used:
             # Zeros, not whatever the memory holds: a NaN that is hidden would still be one after the product.
             slots = used if held is None else max(used, held[0].shape[0] * 3 // 2)
@@ -75,6 +89,10 @@ class Shelf:
                     new[: old.shape[0]] = old
             held = self._layers[index] = fresh
         return held
+
+    def addresses(self) -> list[int]:
+        """Where its memory lies."""
+        return [tensor.data_ptr() for held in self._layers if held is not None for tensor in held]
 
     def release(self, gone: Sequence[Place]) -> None:
         """Empty the slots of `gone`; the last ones in use move into the holes. Free slots are zeros, as new ones."""
@@ -131,8 +149,8 @@ class KeyValues:
         place.length = length
         return place
 
-    def new_row(self, owner: Any = None) -> Place:
-        place = _shelf(self.rows, SMALLEST_SLOT, self.windows).take()
+    def new_row(self, owner: Any = None, capacity: int = SMALLEST_SLOT) -> Place:
+        place = _shelf(self.rows, capacity, self.windows).take()
         place.owner = owner
         return place
 
@@ -170,11 +188,14 @@ class Cached(Protocol):
     """What a model's forward reads and writes in place of its own kernel and masks.
 
     positions: [B or 1, S], where the tokens stand in their sequences. last: [B], which of the S is each row's last one
-    that counts; None where S is 1.
+    that counts; None where S is 1. turns: the rotary frequencies on the device, by what they are made from; the model
+    fills it. bare: whether layers are called without their hooks, which no graph can hold.
     """
 
     positions: Tensor
     last: Tensor | None
+    turns: dict[Any, Tensor]
+    bare: bool
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
@@ -188,6 +209,8 @@ class Prefill:
     right of every token, and what it writes is hidden by the prompt's length.
     """
 
+    bare = False
+
     def __init__(self, store: KeyValues, places: Sequence[Place], device: torch.device):
         self._windows = store.windows
         self._shelf = places[0].shelf
@@ -196,6 +219,7 @@ class Prefill:
         self._lengths = torch.tensor([place.length for place in places], device=device)
         self._kernel = KERNELS["sdpa"]
         self._masks: dict[int | None, object] = {}
+        self.turns: dict[Any, Tensor] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
         self.last: Tensor | None = self._lengths - 1
 
@@ -219,55 +243,124 @@ class Prefill:
 class Decode:
     """One token of every row in the cache, step after step until rows come, go or change shelves.
 
-    prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens.
+    prompts: the prompt of each row of `store.rows_in_order()`. Between `begin` and `end` one forward of [R, 1] tokens;
+    `lengthen` tells the host's side of it, before the next step.
+    fixed: R is more than the rows; each stands at its place in `live`, and what the others compute is not to be read.
+    A Decode of equal `shape` then takes the same steps, once it has `load`ed another's rows; until it `is_full`.
     """
 
     last: Tensor | None = None
 
-    def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device):
+    def __init__(self, store: KeyValues, prompts: Sequence[Place], device: torch.device, *, fixed: bool = False):
+        self.bare = fixed
+        self.turns: dict[Any, Tensor] = {}
         self._windows = store.windows
         self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
-        self._rows = store.rows_in_order()
+        self._places = store.rows_in_order()
         self._device = device
-        self._own, self._shared = [], []
+        self._heads: Tensor | None = None  # [kv, 1], from the first step on
+        self._own: list[_Own] = []
+        live: list[int] = []
         start = 0
         for _, shelf in sorted(store.rows.items()):
-            if shelf.places:
-                stop = start + len(shelf.places)
-                self._own.append(_Own(shelf, slice(start, stop), torch.arange(stop - start, device=device)))
-                start = stop
+            if used := len(shelf.places):
+                count = rounded(used) if fixed else used
+                shelf.least = max(shelf.least, count if fixed else 0)
+                reach = slot_size(max(place.length for place in shelf.places) + 1) if fixed else None
+                slots = torch.arange(count, device=device)
+                self._own.append(_Own(shelf, slice(start, start + count), slots, reach))
+                live += range(start, start + used)
+                start += count
+        self.rows = start  # R
+        self._is_live = torch.tensor(live, device=device) if fixed else None
+        self._lay_prompts(store, prompts, live, fixed)
+        added, before = [0] * start, [0] * start
+        for row, place, prompt in zip(live, self._places, prompts, strict=True):
+            added[row], before[row] = place.length, prompt.length
+        self._added = torch.tensor(added, device=device)  # [R] own tokens in the cache
+        self._before = torch.tensor(before, device=device)
+        # A row that none stands at stays at its slot's beginning, which the next sequence there overwrites.
+        step = [0] * start
+        for row in live:
+            step[row] = 1
+        self._step = torch.tensor(step, device=device)
+
+    def _lay_prompts(self, store: KeyValues, prompts: Sequence[Place], live: list[int], fixed: bool) -> None:
+        """Which rows go on from each prompt, and where each row finds what its prompt gave."""
         members: dict[Place, list[int]] = {place: [] for shelf in store.prompts.values() for place in shelf.places}
-        for row, prompt in enumerate(prompts):
+        for row, prompt in zip(live, prompts, strict=True):
             members[prompt].append(row)
-        back, offset = [0] * len(prompts), 0
+        self._shared: list[_Shared] = []
+        groups_of, index_of, offset_of = ([0] * self.rows for _ in range(3))
+        offset = 0
         for shelf in store.prompts.values():
             groups = [members[place] for place in shelf.places]
             count = max(map(len, groups), default=0)
             if count == 0:
                 continue
+            lengths = [place.length for place in shelf.places]
+            longest = max(lengths)
+            if fixed:
+                count, longest = _power_of_two(count), shelf.capacity
+                more = _power_of_two(len(groups)) - len(groups)
+                groups, lengths = groups + [[]] * more, lengths + [1] * more
+                shelf.least = max(shelf.least, len(groups))
             for group, rows in enumerate(groups):
                 for index, row in enumerate(rows):
-                    back[row] = offset + group * count + index
+                    groups_of[row], index_of[row], offset_of[row] = group, index, offset + group * count + index
             offset += len(groups) * count
             # A short group's table goes on with row 0: computed, and never read.
-            table = torch.tensor([rows + [0] * (count - len(rows)) for rows in groups], device=device)
-            lengths = torch.tensor([place.length for place in shelf.places], device=device)
-            longest = max(place.length for place in shelf.places)
-            self._shared.append(_Shared(shelf, table, lengths, longest))
-        self._back = torch.tensor(back, device=device)
-        self._added = torch.tensor([row.length for row in self._rows], device=device)  # [R] own tokens in the cache
-        self._before = torch.tensor([prompt.length for prompt in prompts], device=device)
+            table = self._index([rows + [0] * (count - len(rows)) for rows in groups])
+            self._shared.append(_Shared(shelf, table, self._index(lengths), longest))
+        # Where each row is its own prompt's only one, in their order, nothing is to be sorted.
+        is_one = len(self._shared) == 1 and self._shared[0].table.shape == (self.rows, 1)
+        self._is_sorted = is_one and groups_of == list(range(self.rows))
+        self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
+
+    def _index(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    @property
+    def live(self) -> Tensor | None:
+        """[rows]: where each row of the cache stands among the R; None where there are no others."""
+        return self._is_live
 
     @property
     def drawn(self) -> Tensor:
         """[R]: how many tokens each row's completion has before this step's draw."""
         return self._added + 1
 
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What a step's kernels depend on beside the values of tensors."""
+        own = tuple((one.shelf.capacity, len(one.slots), one.reach) for one in self._own)
+        return own, tuple((one.shelf.capacity, *one.table.shape) for one in self._shared), self._is_sorted
+
+    @property
+    def is_full(self) -> bool:
+        """With `fixed`: whether a row has come to the last key that a step looks at."""
+        return self.bare and any(max(one.length for one in own.shelf.places) == own.reach for own in self._own)
+
+    def addresses(self) -> list[int]:
+        """Where the keys and values lie."""
+        shelves = [*(own.shelf for own in self._own), *(shared.shelf for shared in self._shared)]
+        return [address for shelf in shelves for address in shelf.addresses()]
+
+    def load(self, other: "Decode") -> None:
+        """Take over the rows of another of the same shape, into the memory that this one has."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def _tensors(self) -> list[Tensor]:
+        of_prompts = [tensor for one in self._shared for tensor in (one.table, one.lengths)]
+        return [self._added, self._before, self._step, self._back, *of_prompts]
+
     def begin(self) -> None:
         """Before the forward of a step."""
         self.positions = (self._before + self._added)[:, None]  # [R, 1]
         for own in self._own:
-            added, longest = self._added[own.rows], max(place.length for place in own.shelf.places) + 1
+            added = self._added[own.rows]
+            longest = own.reach or max(place.length for place in own.shelf.places) + 1
             for window, layer in self._kinds.items():
                 size = own.shelf.size(layer)
                 seen = min(longest, size)
@@ -287,9 +380,16 @@ class Decode:
 
     def end(self) -> None:
         """After the forward: every row has one token more in the cache."""
-        for place in self._rows:
+        self._added += self._step
+        for own in self._own:
+            own.views.clear()
+        for shared in self._shared:
+            shared.views.clear()
+
+    def lengthen(self) -> None:
+        """After a step: the places know it too."""
+        for place in self._places:
             place.length += 1
-        self._added = self._added + 1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
@@ -305,19 +405,34 @@ class Decode:
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
             parts.append(_partial(grouped[own.rows], keys[held], values[held], bias))
         added, parts = _cat(parts), []
+        if self._heads is None:
+            self._heads = torch.arange(key_heads, device=q.device)[:, None]
         for shared in self._shared:
             view = shared.views[window]
             keys, values = shared.shelf.layer(layer, k)
             groups, count = shared.table.shape
             held = slice(groups), slice(None), slice(view.keys)
-            queries = grouped[shared.table].transpose(1, 2).flatten(2, 3)  # [G, kv, n · rep, hd]
-            bias = view.bias(q.dtype)  # [G, 1 or n, L]
-            if bias.shape[1] > 1:
-                bias = bias.repeat_interleave(heads // key_heads, 1)
-            found = _partial(queries, keys[held], values[held], bias[:, None])
-            parts.append(Part(*(_by_row(one, count) for one in found)))
-        prompts = Part(*(one[self._back] for one in _cat(parts)))
-        return _join(added, prompts).to(q.dtype).flatten(1, 2)[:, None]
+            queries = grouped
+            if not self._is_sorted:
+                queries = grouped[shared.table[:, None], self._heads].flatten(2, 3)  # [G, kv, n · rep, hd]
+            bias = view.bias(q.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
+            if bias.shape[2] > 1:
+                bias = bias.expand(-1, -1, -1, heads // key_heads, -1)
+            parts.append(_partial(queries, keys[held], values[held], bias.flatten(2, 3)))
+        return _join(added, self._by_row(parts)).to(q.dtype).flatten(1, 2)[:, None]
+
+    def _by_row(self, parts: Sequence[Part]) -> Part:
+        """[G, kv, n · rep, x] of each shelf of prompts → [R, kv, rep, x]."""
+        if self._is_sorted:
+            return parts[0]
+        counts = [shared.table.shape[1] for shared in self._shared]
+        split = [Part(*(one.unflatten(2, (n, -1)) for one in part)) for part, n in zip(parts, counts, strict=True)]
+        if len(split) == 1:
+            groups, index = self._back
+            return Part(*(one[groups, :, index] for one in split[0]))
+        # [G · n, kv, rep, x] of all shelves together
+        flat = [Part(*(one.transpose(1, 2).flatten(0, 1) for one in part)) for part in split]
+        return Part(*(one[self._back] for one in _cat(flat)))
 
 
 class _View:
@@ -337,11 +452,13 @@ class _View:
 
 @dataclass
 class _Own:
-    """The rows of one shelf: consecutive ones, in its first slots."""
+    """The rows of one shelf: consecutive ones, in its first slots. reach: the keys that a step looks at, where that is
+    not as many as there are."""
 
     shelf: Shelf
     rows: slice
     slots: Tensor
+    reach: int | None
     views: dict[int | None, _View] = field(default_factory=dict)
 
 
@@ -383,11 +500,6 @@ def _join(one: Part, other: Part) -> Tensor:
     shares = (one.most - most).exp_(), (other.most - most).exp_()
     weight = one.weight * shares[0] + other.weight * shares[1]
     return (one.total * shares[0]).addcmul_(other.total, shares[1]).div_(weight)
-
-
-def _by_row(grouped: Tensor, count: int) -> Tensor:
-    """[G, kv, n · rep, x] → [G · n, kv, rep, x]."""
-    return grouped.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _cat(parts: Sequence[Part]) -> Part:

@@ -171,13 +171,12 @@ class SdpaKernel(Kernel):
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Span]:
         everything = slice(0, visibility.queries), slice(0, visibility.keys)
-        unsaid = slice(None), slice(None)  # no length to be compiled in
         size = 64 if visibility.keys < 1024 else 128
         if device.type != "cpu":
             if dtype == torch.float64:
                 return [Span(*everything, None, False, visibility)]
             if visibility.is_causal:
-                return [Span(*unsaid, None, True, groups=dtype in HALF and _has_flash(device))]
+                return [Span(*everything, None, True, groups=dtype in HALF and _has_flash(device))]
             if len(runs := visibility.runs()) > 1:
                 reach = (visibility.reach(run) for run in runs)
                 # The kernel reads the mask 16 bytes at a time, from an address of which that is a factor.
@@ -186,7 +185,7 @@ class SdpaKernel(Kernel):
             return [Span(*everything, visibility.bias(everything[0], dtype, device), False, groups=False)]
         if visibility.queries <= size:
             if visibility.is_causal:
-                return [Span(*unsaid, None, True)]
+                return [Span(*everything, None, True)]
             return [Span(*everything, visibility.bias(everything[0], dtype, device), False)]
         runs = [slice(start, min(start + size, visibility.queries)) for start in range(0, visibility.queries, size)]
         if visibility.is_plain:

@@ -33,10 +33,7 @@ class Segments(NamedTuple):
 
 class Segmented:
     """What a forward is to call, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
-    sequence parallel, which sees nothing and gets zeros.
-
-    No tuple: torch.compile would look into one that it only hands on, and compile anew for each micro-batch.
-    """
+    sequence parallel, which sees nothing and gets zeros."""
 
     def __init__(self, tokens: int, steps: list[list[Segments]]):
         self.tokens, self.steps = tokens, steps
@@ -106,7 +103,6 @@ class PackedKernel(Kernel):
 
     def __init__(self, flash: Flash, masked: Kernel):
         self.flash, self.masked = flash, masked
-        self._attend = self._attend_to_tokens
 
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         """What is to be computed, of the keys of each exchange."""
@@ -133,14 +129,6 @@ class PackedKernel(Kernel):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
         if not isinstance(prepared, Segmented):
             return self.masked(q, k, v, prepared, scale)
-        return self._attend(q, k, v, prepared, scale)
-
-    def stay_eager(self) -> None:
-        """Leave what is attended to out of compiled layers: its lengths and slices are each micro-batch's own. A graph
-        ends before it and another begins after."""
-        self._attend = torch.compiler.disable(self._attend_to_tokens)
-
-    def _attend_to_tokens(self, q: Tensor, k: Tensor, v: Tensor, prepared: Segmented, scale: float) -> Tensor:
         tokens, length = prepared.tokens, q.shape[1]
         out = self.attend(q[:, :tokens], k[:, :tokens], v[:, :tokens], prepared.steps, scale)
         return out if tokens == length else F.pad(out, (0, 0, 0, 0, 0, length - tokens))

@@ -15,6 +15,7 @@ from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import adapted_layers, remove_adapters
 from dtrain.models.layers import CausalLM, Linear
+from dtrain.parallel.placement import on_its_device
 
 _CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
 
@@ -91,13 +92,15 @@ def merge_in_place(model: CausalLM) -> bool:
 
 def gathered(tensor: Tensor) -> Tensor:
     """`tensor`, [any shape], whole. One all-gather where it is sharded."""
-    tensor = tensor.detach()
+    tensor = on_its_device(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        return gathered(tensor.detach().to(dtype))  # cast before the gather: half the bytes travel in half precision
+        return gathered(
+            on_its_device(tensor).to(dtype)
+        )  # cast before the gather: half the bytes travel in half precision
 
     return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
 

@@ -1,8 +1,9 @@
 """The directory of a run: who holds it, its config.yaml, and what a resume may change.
 
     runs/<name>/
-      lock             held by the run that writes here; gone with its process
+      lock             locked while a run writes here; the file stays, its lock ends with the process
       config.yaml      the resolved recipe, without its secrets
+      data.json        of each split, how many rows, samples and tokens it has, and its identity
       began.json       the checkpoints that the run began from, if it did (see `origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    one JSON object a line
@@ -19,7 +20,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.model_files import CHAT_TEMPLATE, copy_companions
 from dtrain.errors import UserError
 
+DATA = "data.json"
 WAIT_SECONDS = 30.0
 # Where a host has died, a file server keeps its locks until their lease ends (90 s is usual with NFSv4).
 AWAY_SECONDS = 120.0
@@ -119,6 +121,10 @@ class RunDirectory:
     def write_config(self, text: str) -> None:
         """Put the resolved recipe in config.yaml, in one step."""
         replace_text(self.config, text)
+
+    def write_data(self, splits: Mapping[str, Any]) -> None:
+        """Put what is known of the data in data.json, in one step."""
+        replace_text(self.path / DATA, json.dumps(splits, indent=1))
 
     def read_config(self) -> str | None:
         """config.yaml as the run last wrote it, or None."""

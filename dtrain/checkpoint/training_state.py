@@ -148,7 +148,7 @@ def allocate_state(optimizer: Optimizer) -> None:
         raise ValueError("allocate_state is for an optimizer between steps: there are gradients")
     rates = [group.get("lr") for group in optimizer.param_groups]
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        parameter.grad = torch.zeros_like(parameter, device=parameter.device) if parameter.requires_grad else None
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0

@@ -4,7 +4,6 @@ Order: the schema's defaults, then the recipe, then the overrides; then interpol
 looked at, and all that is wrong is said at once.
 """
 
-import difflib
 import io
 import math
 import re
@@ -25,11 +24,13 @@ from dtrain.config.saved import PARTS, UNSET, Loaded, flat, hidden, merge, texts
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError, UserError
 from dtrain.json_files import check_shape, read_text
+from dtrain.ranges import nearest
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
+FOREIGN = 5  # keys of another tool that make a recipe one of its own
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
@@ -59,10 +60,12 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         given = _tree(OmegaConf.create(tree))
     problems: list[str] = []
     config = OmegaConf.create(merge(asdict(Recipe()), given))
+    foreign = _in_our_keys(given)
     for override in overrides:
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
+    problems += [foreign] * (foreign is not None)
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -105,8 +108,8 @@ def find(recipe: str | Path) -> Path:
     if path.name == str(recipe) and (file == str(recipe) or file not in CLUSTERS) and packaged.is_file():
         return packaged
     names = [name for name, _ in shipped()]
-    near = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
+    near = nearest(path.stem, names)
+    hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
     raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")
 
 
@@ -149,7 +152,12 @@ def _tree(config: DictConfig) -> dict[str, Any]:
 def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
-        problems.append(f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5")
+        word = key.lstrip("-").partition(":")[0]
+        said = words.answer(word) if word not in keys() else None
+        problems.append(
+            f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
+            + (f"; {word}: {said}" if said else "")
+        )
         return
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
@@ -258,7 +266,10 @@ def _not_a_section(
     wanted += " or " if section and entry else ""
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
-    return f"{dotted}={_shown(value)}: {dotted} is {wanted}"
+    hints = get_type_hints(section) if section else {}
+    leaf = next((key for key in ("path", "name", "train.path") if key.partition(".")[0] in hints), None)
+    meant = f"; write {dotted}.{leaf}={value}" if isinstance(value, str) and leaf else ""
+    return f"{dotted}={_shown(value)}: {dotted} is {wanted}{meant}"
 
 
 def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
@@ -273,9 +284,9 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             setattr(section, key, getattr(OmegaConf.to_object(node), key))
     except (OmegaConfBaseException, FutureWarning):
         if choices:
-            near = difflib.get_close_matches(words.VALUES.get(str(value), str(value).lower()), choices, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{meant}"]
+            near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
+            hint = f"; did you mean {near}?" if near else ""
+            return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
         return [f"{dotted}={_shown(value)} must be {_needed(kinds)}"]
     return []
 
@@ -331,32 +342,73 @@ def _needed(kinds: list) -> str:
 
 
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
-    """One problem for an unknown key; for an unknown section also one per word of another tool in it."""
-    word = dotted.rsplit(".", 1)[-1]
+    """One problem for an unknown key, and one per word of another tool in an unknown section."""
+    word = dotted.removeprefix(prefix)
     known = words.answer(dotted)
-    if known:
-        return [f"{dotted}: {known}"]
     inner = [
         f"{key}: {known}"
         for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
         if (known := words.answer(key))
     ]
+    if value is None and re.fullmatch(r"\w+:\S+", word):
+        key, _, text = word.partition(":")
+        return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
+    if known:
+        return [f"{dotted}: {known}", *inner]
     return [f"{dotted} is no key of a recipe{_near(word, prefix, siblings)}", *inner]
 
 
 def _near(word: str, prefix: str, siblings: list[str]) -> str:
     everywhere = keys()
-    same = [key for key in everywhere if key.rsplit(".", 1)[-1] == word]
-    near = difflib.get_close_matches(word, siblings, n=1)
-    if near:
-        return f"; did you mean {prefix}{near[0]}?"
-    if same:
-        return f"; did you mean {' or '.join(same)}?"
-    leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(everywhere)}
-    near = difflib.get_close_matches(word, leaves, n=1, cutoff=0.75)
-    if near:
-        return f"; did you mean {leaves[near[0]]}?"
+    near = nearest(word, siblings)
+    same = [key for key in everywhere if key.rpartition(".")[2] == word]
+    leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    if near is None and not same and (leaf := nearest(word, leaves)):
+        same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
+    if near or same:
+        return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
+
+
+def _in_our_keys(given: Mapping) -> str | None:
+    """A recipe of another tool as one of ours, to copy: what has a key here, and fits it. None where it is ours."""
+    known = keys()
+    hints = get_type_hints(Recipe)
+    theirs = {key: value for key, value in flat(given).items() if key.partition(".")[0] not in hints}
+    found: dict[str, Any] = {}
+    for theirs_key, value in theirs.items():
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) and "path" in one for one in value):
+            value = [one["path"] for one in value]
+        leaf = theirs_key.rpartition(".")[2]
+        same = [key for key in known if key.rpartition(".")[2] == leaf]
+        key, value = words.moved(theirs_key, value) or (same[0] if len(same) == 1 else "", value)
+        if not key or value in (None, -1) or key in found:
+            continue
+        if isinstance(value, str) and "," in value and key in ("data.train.path", "lora.target"):
+            value = [part.strip() for part in value.split(",")]
+        _section(Recipe, _nested({key: value}), "", problems := [])
+        if not problems:
+            found[key] = value
+    if len(found) < FOREIGN:
+        return None
+    micro, times = found.get("train.micro_batch"), given.get("gradient_accumulation_steps")
+    if isinstance(micro, int) and isinstance(times, int):
+        found["train.global_batch"] = micro * times
+    text = yaml.safe_dump(_nested(found), sort_keys=False, default_flow_style=None, width=1000, allow_unicode=True)
+    head = "it is written for another tool; what has a key here, to copy (train.global_batch is that of one GPU):"
+    return "\n      ".join([head, *text.splitlines()])
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`flat`, backwards."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, leaf = key.split(".")
+        inner = made
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[leaf] = value
+    return made
 
 
 def _kinds(hint: Any) -> list:

@@ -91,8 +91,8 @@ class Source:
     format: Format = "auto"
     """What the rows are. auto looks at the first row of each file, and says what it found."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Our names of columns, each with the file's own: `{messages: conversations, tools: functions}`. Every row has a
-    column that the format needs; one that it can do without stands in the first row of each file at least."""
+    """dtrain's name of a column, and the file's own: `{messages: conversations, tools: functions}`. A column that the
+    format needs must be in every row; another must be at least in the first row of each file."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class WeightedSource(Source):
 
 @dataclass
 class DataSource(Source):
-    """`data.train` and `data.val`."""
+    """`data.train` and `data.val`: files, and what their rows look like."""
 
     sources: list[WeightedSource] | None = None
     """Several weighted sources, `[{path, format, weight}]`, each with the keys above; replaces `path`."""
@@ -118,14 +118,15 @@ class Data:
     train: DataSource = field(default_factory=DataSource)
     """The training set."""
     val: DataSource | float | None = None
-    """The validation set; null: none. Or a share of the training rows, such as 0.05, which are then not trained on:
-    about so many of them, each by a hash of its content and `run.seed`. Equal rows stay together, and a row stays where
-    it is when others join it."""
+    """The validation set; null: none. Or a share of the training rows, such as 0.05, which then do not train. A hash of
+    its content and `run.seed` decides for each row, so that the share is about this large. Equal rows stay together,
+    and a row stays where it is when others join it."""
     max_length: int = 4096
     """Tokens of the longest sequence, prompt and completion together. A packed row has this many tokens, under dpo
     twice as many."""
-    packing: bool = True
-    """Several samples share a row and do not see one another. false: one sample a row, padded."""
+    packing: bool | str = True
+    """auto | true | false. true: several samples share a row and do not see one another. false: one sample a row,
+    padded. auto: true, where that leaves 16 rows or more of a pass over the data; the terminal says which."""
     loss_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Trained tokens: the assistant's turns, what follows the prompt, the last turn alone, or every token."""
     shuffle: bool = True
@@ -165,9 +166,9 @@ class Parallel:
     cpu_offload: bool = False
     """Parameters and optimizer state live in host memory and visit the device. On a CPU this changes nothing."""
     optimizer_offload: bool = False
-    """The moments of adamw and adam live in pinned host memory; parts of them visit the device at the step, copied
-    while others are computed. Weights and gradients stay on the device, and so do the numbers. On a CPU the moments are
-    there already."""
+    """The moments of adamw and adam and the float32 weights live in pinned host memory. The device holds copies of the
+    weights in `train.dtype`. Parts of both visit the device at the step, copied while others are computed. Gradients
+    stay on the device; the numbers are the same. On a CPU this changes nothing."""
     reduce_each: bool = False
     """For accumulation above 1. true: gradients are reduced after every micro-batch. Between two micro-batches a rank
     then keeps the gradients of its own shards only, which saves up to 4 bytes for each parameter that tp leaves it, for
@@ -187,7 +188,7 @@ class Train:
     """Passes over the training set; the last batch may be short. Stands in for `steps`."""
     global_batch: int | str = 64
     """Rows per optimizer step over all ranks: micro_batch × accumulation × dp. Accumulation is derived. auto: the
-    largest power of two up to 64 that makes 32 steps or more of a pass over the data (1 where none does), and under
+    largest power of two up to 16 that makes 32 steps or more of a pass over the data (1 where none does), and under
     grpo all completions of a rollout; the terminal says which."""
     micro_batch: int = 4
     """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
@@ -204,7 +205,7 @@ class Train:
     activation_checkpointing: Literal["none", "full", "mlp", "selective"] = "none"
     """Which activations are not kept but computed again in the backward pass: less memory, more time."""
     compile: bool = False
-    """torch.compile for each layer."""
+    """torch.compile for each layer, without its attention."""
     train_only: list[str] = field(default_factory=list)
     """Patterns of the parameters to train, such as `model.layers.31.*`. All others are frozen. []: all are trained.
     `*` stands for any text, dots too; `?` for one character; `[01]` for one of these."""
@@ -526,6 +527,9 @@ class Grpo:
     unshard: bool | str = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""
+    cuda_graphs: bool = False
+    """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
+    Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
     """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dtrain.config.schema import Recipe
 
-LARGEST_AUTO = 64
+LARGEST_AUTO = 16
 STEPS_OF_A_PASS = 32
 
 
@@ -41,7 +41,7 @@ class Sizes:
 
 def sizes(recipe: Recipe, world_size: int) -> Sizes:
     """The derived sizes of a recipe in which `check` found no problem. Where the batch is `auto` they are those of its
-    largest number, 64, or of one micro-batch on each rank where that is more."""
+    largest number, 16, or of one micro-batch on each rank where that is more."""
     problems, shape = mesh_problems(recipe, world_size)
     if problems or not shape:
         raise ValueError("; ".join(problems))

@@ -113,6 +113,12 @@ class Samples:
         return digest(self.fingerprint, self.meta["per_source"])[:16]
 
     @property
+    def summary(self) -> dict[str, Any]:
+        """How much there is, and its identity."""
+        counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens")}
+        return {**counts, "identity": self.identity}
+
+    @property
     def noun(self) -> str:
         """What a sample is, in the plural."""
         return "prompts" if self._columns else "pairs" if self.documents_per_sample == 2 else "samples"

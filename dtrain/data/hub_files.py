@@ -48,7 +48,7 @@ def choose(name: str, listing: Sequence[str], readme: str, split: str, subset: s
             f"{key}.path={name} holds no file that dtrain reads ({', '.join(KINDS)}; it has {kinds}); "
             f"{key}.revision=refs/convert/parquet is the hub's own copy in parquet, where it has made one"
         )
-    subsets = _subsets(_front(readme, name), files)
+    subsets = _subsets(front_of(readme, name), files)
     wanted = _wanted(name, subsets, subset, key)
     splits = _splits(subsets[wanted], files)
     found = splits.get(split) or splits.get(SPLIT_OF.get(split, split))
@@ -68,7 +68,7 @@ def _is_rows(path: str) -> bool:
     return endings[-1:] != [] and endings[-1] in KINDS and not hidden and name.name not in _NOT_ROWS
 
 
-def _front(readme: str, name: str) -> dict[str, Any]:
+def front_of(readme: str, name: str) -> dict[str, Any]:
     """The YAML in front of a README.md."""
     found = _FRONT.match(readme)
     try:

@@ -24,6 +24,8 @@ from dtrain.errors import UserError
 
 Say = Callable[[str], None]
 
+FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
+
 
 def open_rows(
     section: Any,
@@ -61,14 +63,18 @@ def open_rows(
     )
     for line in report(samples, f"{split} data", section.too_long):
         say(line)
-    return Rows(
+    rows = Rows(
         samples,
         max_length=section.max_length,
-        packing=section.packing and kind != "prompts",  # what is packed are the completions, once there are some
+        packing=bool(section.packing) and kind != "prompts",  # what is packed are the completions, once there are some
         shuffle=section.shuffle and train,
         seed=seed,
         epochs=epochs if train else 1,
     )
+    if section.packing == "auto" and rows.packing and (packed := rows.rows_in_epoch(0)) < FEWEST_PACKED:
+        rows = replace(rows, packing=False)
+        say(f"data.packing=auto: false, since packed the data has {packed} row{'s' * (packed != 1)} a pass")
+    return rows
 
 
 def first_rows(

@@ -241,8 +241,8 @@ class Coordinator(threading.Thread):
                     self._settle()
                 elif word == "done" and rank == 0 and not (self._gone or self._failed):
                     self._end("done")
-        except (OSError, ValueError):  # it ended, or a stranger writes what is no line
-            pass
+        except (OSError, ValueError, asyncio.CancelledError):
+            pass  # it ended, a stranger writes what is no line, or the loop ends: of that Python 3.11 would tell
         finally:
             writer.close()
             if rank is not None and not peer.is_done and not self._over.is_set():

@@ -7,8 +7,7 @@ import json
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,19 +85,6 @@ def _hidden(environ: Mapping[str, str]) -> str | None:
     if VISIBLE in environ:
         return f"{VISIBLE}={environ[VISIBLE]} hides all GPUs: unset it, or name some that `nvidia-smi -L` lists"
     return None
-
-
-@contextmanager
-def devices_hidden(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """A process forked inside sees no CUDA device. torch asks for one where it needs none (an optimizer's step does),
-    and CUDA does not survive a fork. This process must not begin to use CUDA inside."""
-    given = environ.get(VISIBLE)
-    environ[VISIBLE] = ""
-    try:
-        yield
-    finally:
-        del environ[VISIBLE]
-        environ.update({} if given is None else {VISIBLE: given})
 
 
 def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
-from dtrain.launch.devices import DeviceFacts, agree, choose_device, devices_hidden, notes, problems, start_device
+from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
 from dtrain.methods.facts import facts_of
@@ -75,8 +75,7 @@ def run_rank(
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         if place.rank == 0 and wants_plan:
             beside = importlib.import_module("dtrain.plan.beside")
-            with devices_hidden(place.environ):
-                planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
+            planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
         hosts = met = None
         if place.watches:
             hosts = importlib.import_module("dtrain.hosts.watch")

@@ -23,6 +23,10 @@ from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
 SECONDS_BETWEEN_TABLES = 20.0
+ALIKE = (
+    "warning: in every group of the rollout before step {} all rewards are equal, so nothing is learned from it: "
+    "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
+)
 WIDTH = 72
 
 
@@ -310,9 +314,14 @@ class SampleTable:
     def __init__(self, metrics: Recorder, rows: int):
         self.metrics, self.rows = metrics, rows
         self._last = float("-inf")
+        self._alike = 0  # rollouts that taught nothing
 
     def show(self, step: int, rollout: Rollout) -> None:
         """`step`: the first that trains on it. Ranks without rows say nothing."""
+        if rollout.rows and rollout.measured["frac_zero_std"] == 1:
+            self._alike += 1
+            if self._alike in (1, 10, 100, 1000):
+                self.metrics.say(ALIKE.format(step))
         if not rollout.rows or not self.rows or time.monotonic() - self._last < SECONDS_BETWEEN_TABLES:
             return
         self._last = time.monotonic()

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from dtrain.config import words
 from dtrain.config.schema import Recipe
 from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT
-from dtrain.ranges import NUMBER, hint, is_number, nearest, shown, sizes_for
+from dtrain.ranges import NUMBER, is_number, nearest, shown, sizes_for
 
 # As `dtrain.check.RANGES`.
 SECTION_RANGES = (
@@ -75,7 +76,8 @@ def loss_problems(
     if not names:
         return ["dpo.loss: no loss is named"]
     known = (*LOSSES, SFT)
-    found = [f"dpo.loss={name} is no preference loss{hint(name, known)}" for name in names if name not in known]
+    unknown = [name for name in names if name not in known]
+    found = [f"dpo.loss={name} is no preference loss{words.hint('dpo.loss', name, known)}" for name in unknown]
     if loss_weights is not None:
         if len(loss_weights) != len(names):
             found.append(f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each")
@@ -86,9 +88,9 @@ def loss_problems(
     for key, value in given.items():
         within = "kwargs." if key in options else ""
         is_off = key in OFF and value == OFF[key]
-        good, words = RANGES.get(key, NUMBER)
+        good, sentence = RANGES.get(key, NUMBER)
         if (key in RANGES or key in read) and not good(value):
-            found.append(f"dpo.{within}{key}={value} must be {words}{sizes_for(value)}")
+            found.append(f"dpo.{within}{key}={value} must be {sentence}{sizes_for(value)}")
         elif key not in read and not is_off and losses:
             near = nearest(key, read)
             slip = f"; did you mean dpo.{'kwargs.' if near in KWARGS else ''}{near}?" if near else ""

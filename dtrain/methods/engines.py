@@ -5,12 +5,15 @@ completions, in their order, or Interrupted where a rank's `ask_stop` says yes m
 come next, for an engine that can draw ahead of time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
+from dtrain.errors import UserError
 from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
@@ -18,6 +21,9 @@ from dtrain.policy import Policy
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.rewards import Rewards
+
+if TYPE_CHECKING:
+    from dtrain.rollout.graphs import GraphMaker
 
 
 class RolloutEngine(Protocol):
@@ -52,6 +58,7 @@ class OnTheMesh:
             policy.device,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
             unshard=recipe.grpo.unshard,
+            graphs=_graphs(policy.device) if recipe.grpo.cuda_graphs else None,
         )
 
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
@@ -65,6 +72,13 @@ class OnTheMesh:
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         """Nothing: the weights are at work."""
+
+
+def _graphs(device: torch.device) -> "Callable[[torch.device], GraphMaker]":
+    """What captures decoding steps. Raises UserError."""
+    if device.type != "cuda":
+        raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
+    return import_module("dtrain.rollout.graphs").CudaGraphs
 
 
 def open_engine(recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:

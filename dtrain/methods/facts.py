@@ -18,13 +18,15 @@ class Facts:
 
     kind: what a sample of the data is, examples, pairs or prompts. ranges: of its section's keys, as
     `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the learning rate below which
-    a fresh adapter hardly learns, and a usual one.
+    a fresh adapter hardly learns, and a usual one. curves: the fields of metrics.jsonl that tell what was learned, and
+    their names for a reader.
     """
 
     kind = "examples"
     ranges: tuple = ()
     best: tuple[str, ...] = ("val_loss", "loss")
     adapter_rates = (5e-5, "2e-4")
+    curves: Mapping[str, str] = MappingProxyType({"loss": "loss", "val_loss": "validation loss"})
 
     def missing(self, recipe: Recipe) -> list[str]:
         """What the section must say and does not, one line each."""
@@ -64,6 +66,10 @@ class Facts:
         """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
         return recipe.data.max_length * (2 if self.kind == "pairs" and recipe.data.packing else 1)
 
+    def longest_row(self, recipe: Recipe) -> int:
+        """Tokens of the longest row that a forward may be given."""
+        return self.row_length(recipe)
+
     def needs_reference(self, recipe: Recipe) -> bool:
         """Whether the loss compares with a reference."""
         return False
@@ -85,6 +91,7 @@ class DpoFacts(Facts):
     kind = "pairs"
     ranges = dpo_section.SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
+    curves = MappingProxyType({**Facts.curves, "accuracy": "accuracy"})
 
     def problems(self, recipe: Recipe) -> list[str]:
         return dpo_section.problems(recipe)
@@ -115,6 +122,7 @@ class GrpoFacts(Facts):
     kind = "prompts"
     ranges = grpo_section.SECTION_RANGES
     adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
+    curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
     best = ("loss", "val_reward_mean")
 
     def problems(self, recipe: Recipe) -> list[str]:
@@ -136,6 +144,10 @@ class GrpoFacts(Facts):
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
         return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
+
+    def longest_row(self, recipe: Recipe) -> int:
+        """Packed, a micro-batch is one row."""
+        return recipe.data.max_length * (recipe.train.micro_batch if recipe.data.packing else 1)
 
     def automatic_batch(self, recipe: Recipe, rows: int) -> int:
         return recipe.grpo.prompts_per_step * recipe.grpo.group_size

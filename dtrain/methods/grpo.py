@@ -84,7 +84,7 @@ class GrpoMethod(MethodWithReference):
         size = self.recipe.train.micro_batch
         tokens = size * self.recipe.data.max_length
         if self.recipe.data.packing:
-            return Packed(tokens)
+            return Packed(self.facts.longest_row(self.recipe))
         return DynamicShapes(tokens) if self.recipe.grpo.dynamic_batch else size
 
     @property

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtrain.config import words
 from dtrain.config.schema import Recipe
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
@@ -116,6 +117,8 @@ def _engine(recipe: Recipe) -> list[str]:
             found.append(f"grpo.server.urls: {url} must begin with http:// or https://")
     if section.engine == "native" and section.server.urls:
         found.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
+    if section.cuda_graphs:
+        found += _graphs(recipe)
     if section.engine == "native" and section.max_off_policy_steps:
         found.append(
             f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, which "
@@ -133,6 +136,21 @@ def _engine(recipe: Recipe) -> list[str]:
             "to 0"
         )
     return found
+
+
+def _graphs(recipe: Recipe) -> list[str]:
+    """Graphs hold no collective, and read weights where they lie at their capture."""
+    unfit = {
+        "grpo.engine=http": (recipe.grpo.engine == "http", "does not decode here"),
+        "launch.device=cpu": (recipe.launch.device == "cpu", "has none"),
+        f"parallel.tp={recipe.parallel.tp}": (recipe.parallel.tp > 1, "sends within every layer"),
+        "grpo.unshard=false": (recipe.grpo.unshard is False, "gathers weights within every forward"),
+    }
+    return [
+        f"grpo.cuda_graphs=true captures whole steps of decoding, and {key} {why}: leave grpo.cuda_graphs out, or that"
+        for key, (is_so, why) in unfit.items()
+        if is_so
+    ]
 
 
 def _adapter_alone(recipe: Recipe) -> list[str]:
@@ -153,11 +171,11 @@ def _adapter_alone(recipe: Recipe) -> list[str]:
 def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:
     """What is wrong with a `grpo` section's loss, one line each, keys as the recipe has them; options: its kwargs."""
     if loss not in LOSSES:
-        return [f"grpo.loss={loss} is no policy loss{hint(loss, LOSSES)}"]
+        return [f"grpo.loss={loss} is no policy loss{words.hint('grpo.loss', loss, LOSSES)}"]
     found = []
     if not is_clip(clip):
         found.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
-                     + next((words for one in clip if (words := sizes_for(one))), ""))  # fmt: skip
+                     + next((sizes for one in clip if (sizes := sizes_for(one))), ""))  # fmt: skip
     elif loss == "cispo" and clip[1] < 1:
         found.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every token's "
                      "weight; its papers take 5")  # fmt: skip
@@ -199,8 +217,9 @@ def reward_problems(listed: Sequence[Any]) -> list[str]:
         elif name in rewards.REWARDS:
             found += _of_options(f"{key}.kwargs", name, reward.kwargs)
         elif not rewards.is_path(name):
-            paths = "" if nearest(name, rewards.REWARDS) else ", and import paths"
-            found.append(f"{key}.fn={name} is no reward{hint(name, rewards.REWARDS)}{paths}")
+            meant = words.hint("grpo.rewards.fn", name, rewards.REWARDS)
+            paths = "" if "did you mean" in meant else ", and import paths"
+            found.append(f"{key}.fn={name} is no reward{meant}{paths}")
     return found
 
 

@@ -1,12 +1,29 @@
-"""The terminal: a progress bar where there is one, plain lines every so often where output is piped."""
+"""The terminal: lines that stay, and a bar below them where there is a terminal.
 
+A terminal has colours, a bar that fits into 80 columns, and the numbers of every so manyth step. Where output is piped
+there are the same lines without control characters, one every few seconds.
+"""
+
+import re
 import time
 from collections.abc import Mapping
 from typing import TextIO
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 5.0  # where output is piped
+LINES_OF_A_RUN = 20  # that stay on a terminal, or one each `LONGEST_SILENCE` seconds
+LONGEST_SILENCE = 60.0
+STEPS_TO_GUESS_BY = 3  # the first of which is slower than the others
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+
+_BOLD, _DIM, _YELLOW, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """`text` whose control characters are written out, `\\x1b` say: a model's words must not steer a terminal."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class Progress:
@@ -14,33 +31,50 @@ class Progress:
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        self._is_terminal = stream.isatty()
         self._bar: tqdm | None = None
         self._first = self._total = 0
         self._started = self._last_line = 0.0
+        self._is_guessed = False
 
     def start(self, step: int, total_steps: int) -> None:
         """`step` steps of `total_steps` are done."""
         self._first, self._total = step, total_steps
         self._started = time.monotonic()
         self._last_line = float("-inf")
-        if self._stream.isatty():
-            self._bar = tqdm(total=total_steps, initial=step, unit="step", file=self._stream, dynamic_ncols=True)
+        self._is_guessed = False
+        if self._is_terminal:
+            self._bar = tqdm(total=total_steps, initial=step, file=self._stream, dynamic_ncols=True, bar_format=BAR)
 
     def update(self, row: Mapping[str, int | float]) -> None:
         """Step row["step"] is done."""
-        step = row["step"]
-        if self._bar is not None:
-            self._bar.set_postfix_str(_summary(row), refresh=False)
-            self._bar.update(step - self._bar.n)
-            return
-        now = time.monotonic()
-        if now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._total:
+        step, now = int(row["step"]), time.monotonic()
+        done, ends = step - self._first, step == self._total
+        left = (now - self._started) / max(1, done) * (self._total - step)
+        if not self._is_guessed and done >= STEPS_TO_GUESS_BY and not ends:
+            self._is_guessed = True
+            if left >= LONGEST_SILENCE:
+                self.say(
+                    f"{'time':<10}about {tqdm.format_interval(left)} for the {self._total - step} steps that are left"
+                )
+        if self._is_due(step, done, now) or ends:
             self._last_line = now
-            left = (now - self._started) / max(1, step - self._first) * (self._total - step)
-            self.say(f"step {step}/{self._total}  {_summary(row)}  {tqdm.format_interval(left)} left")
+            self.say(f"step {step}/{self._total}  {_summary(row)}{_left(left, self._bar)}")
+        if self._bar is not None:
+            self._bar.set_postfix_str(_short(row), refresh=False)
+            self._bar.update(step - self._bar.n)
+
+    def _is_due(self, step: int, done: int, now: float) -> bool:
+        since = now - self._last_line
+        if self._bar is None:
+            return since >= SECONDS_BETWEEN_LINES
+        return done == 1 or step % _stride(self._total) == 0 or since >= LONGEST_SILENCE
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
+        text = printable(text)
+        if self._is_terminal:
+            text = "\n".join(map(_coloured, text.split("\n")))
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -52,14 +86,49 @@ class Progress:
             self._bar = None
 
 
+def _stride(total: int) -> int:
+    """The least of 1, 2, 5, 10, 20, ... of which a run of `total` steps has `LINES_OF_A_RUN` or fewer."""
+    least, power = -(-total // LINES_OF_A_RUN), 1
+    while True:
+        for part in (1, 2, 5):
+            if part * power >= least:
+                return part * power
+        power *= 10
+
+
+def _coloured(line: str) -> str:
+    """A line for a terminal: labels and losses stand out, notes and warnings have colours of their own."""
+    if line.startswith("warning:"):
+        return f"{_RED}{line}{_END}"
+    if line.startswith("note:"):
+        return f"{_YELLOW}{line}{_END}"
+    if found := re.match(r"step +\d+/\d+", line):
+        rest = re.sub(r"((?:loss|reward) \S+)", rf"{_BOLD}\1{_END}", line[found.end() :], count=1)
+        return f"{_DIM}{found[0]}{_END}{rest}"
+    return re.sub(r"^([a-z]+)( {2,}|: )", rf"{_BOLD}\1{_END}\2", line)
+
+
+def _left(seconds: float, bar: tqdm | None) -> str:
+    """The bar says it itself."""
+    return "" if bar is not None else f"  {tqdm.format_interval(seconds)} left"
+
+
+_SHOWN = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "reward_mean": lambda value: f"reward {value:.3f}",
+    "grad_norm": lambda value: f"grad norm {value:.3g}",
+    "lr": lambda value: f"lr {value:.2e}",
+    "tokens_per_sec": lambda value: f"{tqdm.format_sizeof(value)} tokens/s",
+    "mfu": lambda value: f"mfu {100 * value:.1f}%",
+    "mem_gib": lambda value: f"{value:.1f} GiB",
+}
+
+
 def _summary(row: Mapping[str, int | float]) -> str:
-    shown = {
-        "loss": lambda value: f"loss {value:.4f}",
-        "reward_mean": lambda value: f"reward {value:.3f}",
-        "grad_norm": lambda value: f"grad norm {value:.3g}",
-        "lr": lambda value: f"lr {value:.2e}",
-        "tokens_per_sec": lambda value: f"{tqdm.format_sizeof(value)} tokens/s",
-        "mfu": lambda value: f"mfu {100 * value:.1f}%",
-        "mem_gib": lambda value: f"{value:.1f} GiB",
-    }
-    return "  ".join(show(row[name]) for name, show in shown.items() if name in row)
+    return "  ".join(show(row[name]) for name, show in _SHOWN.items() if name in row)
+
+
+def _short(row: Mapping[str, int | float]) -> str:
+    """What fits beside a bar in 80 columns."""
+    names = ("reward_mean" if "reward_mean" in row else "loss", "tokens_per_sec")
+    return " ".join(_SHOWN[name](row[name]) for name in names if name in row).replace(" tokens/s", " tok/s")

@@ -135,13 +135,17 @@ def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:
     return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def tables(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def tables(
+    rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Rope, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sign·sin, each [B or 1, S, 1, head_dim] in `dtype`, for positions [B or 1, S]; `rotate` wants both.
 
-    Computed in max(float32, dtype).
+    Computed in max(float32, dtype). held: where the frequencies on the device stay for the next call, of like sizes.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    turn = frequencies(rope, head_dim, wide).to(positions.device, non_blocking=True)
+    wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
+    if rope not in held:
+        held[rope] = frequencies(rope, head_dim, wide).to(positions.device, non_blocking=True)
+    turn = held[rope]
     angles = positions[..., None].to(wide) * turn  # [B, S, head_dim / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
     return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)

@@ -4,15 +4,12 @@ Five sliding layers to each full one, with a rotary base for either kind; norms 
 over each head of q and k, all multiplying by 1 + weight; embeddings scaled by sqrt(D).
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dtrain.attention.decode import Cached
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import rms_norm
-from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, RMSNorm, Rotary
+from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm
 
 
 class Gemma3RMSNorm(RMSNorm):
@@ -24,7 +21,7 @@ class Gemma3RMSNorm(RMSNorm):
         return rms_norm(x.to(wide), 1.0 + self.local("weight").to(wide), self.eps).to(x.dtype)
 
 
-class Gemma3Layer(nn.Module):
+class Gemma3Layer(Layer):
     """Each residual branch between two norms."""
 
     def __init__(self, config: ModelConfig, index: int):
@@ -37,10 +34,14 @@ class Gemma3Layer(nn.Module):
         self.pre_feedforward_layernorm = Gemma3RMSNorm(size, eps)
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]"""
-        attended = self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
-        hidden = hidden + self.post_attention_layernorm(attended)
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Layer.before`: hidden [B, S, D], cos and sin [B or 1, S, 1, hd] -> q, k, v."""
+        return self.self_attn.project(self.input_layernorm(hidden), (cos, sin))
+
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        del attended  # the MLP needs its memory
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
 
 

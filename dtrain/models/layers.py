@@ -1,7 +1,9 @@
 """The decoder that all families share, and the parts they choose from. Module names are Hugging Face's.
 
 A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
-`layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. Letters: B rows, S
+`layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
+of tensors, before attention and after it, which `models.regions` compiles; attention itself is never compiled: what it
+is handed is each micro-batch's own. Letters: B rows, S
 tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and F are counted from
 the projections' outputs, which may be one rank's share.
 """
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
@@ -33,6 +34,7 @@ from dtrain.parallel.tensor import (
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
     from dtrain.models.adapters import Adapter, AdapterState
+    from dtrain.models.regions import Region
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -145,18 +147,21 @@ class Attention(Block):
         self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]; mask: the kernel's form of it."""
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
         hidden, heads = self.enter(hidden), (-1, self.head_dim)
         q = self.q_proj(hidden).unflatten(-1, heads)  # [B, S, H, hd]
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        return rotate(q, *rotary), rotate(k, *rotary), v
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
+        """What `project` gives -> [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
         if cache is not None:
-            return self.o_proj(cache.attend(self.index, q, k, v, self.scale).flatten(2))
-        return self.o_proj(self.kernel(q, k, v, mask, self.scale).flatten(2))
+            return cache.attend(self.index, q, k, v, self.scale).flatten(2)
+        return self.kernel(q, k, v, mask, self.scale).flatten(2)
 
 
 class GatedMLP(Block):
@@ -176,7 +181,28 @@ class GatedMLP(Block):
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
-class PreNormLayer(nn.Module):
+class Layer(nn.Module):
+    """Attention and MLP. A family says what comes `before` attention and `after` it, by tensors alone. regions: the two
+    compiled, where they are (`models.regions`); decoding, whose shapes change with every token, goes without."""
+
+    self_attn: Attention
+    regions: "tuple[Region, Region] | None" = None
+
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
+        raise NotImplementedError
+
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]"""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]"""
+        before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
+        return after(hidden, self.self_attn(*before(hidden, *rotary), mask, cache))
+
+
+class PreNormLayer(Layer):
     """A norm before attention and one before the MLP, each in its residual branch."""
 
     def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
@@ -186,9 +212,14 @@ class PreNormLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]"""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Layer.before`: hidden [B, S, D], cos and sin [B or 1, S, 1, hd] -> q, k, v."""
+        return self.self_attn.project(self.input_layernorm(hidden), (cos, sin))
+
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        hidden = hidden + self.self_attn.o_proj(attended)
+        del attended  # the MLP needs its memory
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -228,12 +259,15 @@ class Decoder(Stack):
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         by_position = seq_ids is not None or kernel.abilities.context_parallel
         keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
+        turns, turned = None if cache is None else cache.turns, positions
+        if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
+            turned = positions.expand(len(input_ids), -1)
         rotary: dict[Rope, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
             if rope not in rotary:
-                rotary[rope] = tables(rope, config.head_dim, positions, hidden.dtype)
+                rotary[rope] = tables(rope, config.head_dim, turned, hidden.dtype, turns)
             masks[kind] = None
             if cache is None:
                 window = config.sliding_window if kind == SLIDING else None
@@ -244,12 +278,9 @@ class Decoder(Stack):
                         length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
                     )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
-        if self.layers[0]._compiled_call_impl is not None and cache is None:
-            for tensor in tree_leaves((hidden, rotary, masks)):
-                if isinstance(tensor, Tensor):  # else a length that equals another size is taken for it
-                    torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim)))
         for layer, kind in zip(self.layers, config.layer_types, strict=True):
-            hidden = layer(hidden, rotary[config.ropes[kind]], masks[kind], cache)
+            run = layer.forward if cache is not None and cache.bare else layer
+            hidden = run(hidden, rotary[config.ropes[kind]], masks[kind], cache)
         return self.norm(hidden)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
@@ -272,6 +303,7 @@ class CausalLM(ParallelModel):
     model: Decoder
     adapters: "AdapterState | None" = None  # what those of the layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    uncompiled: str | None = None  # why layers that were to be compiled are not
 
     def __init__(self, config: ModelConfig, decoder: Decoder):
         super().__init__()

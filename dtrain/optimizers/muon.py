@@ -103,7 +103,7 @@ class Muon(LowBitAdam):
             (owner, shared), whole, held[index] = owned[index], held[index], None
             if whole is None:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
-                whole = torch.empty(parameter.shape, dtype=dtype, device=local_tensor(parameter.detach()).device)
+                whole = torch.empty(parameter.shape, dtype=dtype, device=local_tensor(parameter).detach().device)
             if shared is not None:
                 whole = whole.contiguous()
                 dist.broadcast(whole, group=shared, group_src=owner)
@@ -113,7 +113,7 @@ class Muon(LowBitAdam):
         """What is orthogonalised: this rank's part [held_rows, held_columns]. Moves the momentum."""
         place, state = self._stepped[parameter].place, self.state[parameter]
         if not state:
-            local = local_tensor(parameter.detach())
+            local = local_tensor(parameter).detach()
             dtype = torch.promote_types(local.dtype, torch.float32)
             state["momentum_buffer"] = torch.zeros_like(local, dtype=dtype)
             state["step"] = torch.zeros(())

@@ -4,7 +4,7 @@ Copies run on two streams of their own, in and out, beside the arithmetic of oth
 a ring of buffers: one that is computed with, the next on its way in, the last on its way out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +36,11 @@ class Visits:
     def through(self, parts: Sequence[State]) -> Iterator[State]:
         """Each of `parts`, tensors [..] on the host, as tensors on the device for the time of one iteration; what they
         hold at its end is what the host's will hold. At the end the host has waited for all of it."""
-        main = torch.cuda.current_stream(self.device)
+        main, size = torch.cuda.current_stream(self.device), largest(parts)
+        for buffer in self._ring:
+            if buffer.memory is None or buffer.memory.numel() < size:
+                with torch.cuda.stream(self._in):
+                    buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         brought = [self._bring(index, part) for index, part in enumerate(parts[: RING - 1])]
         for index, part in enumerate(parts):
             buffer, there = self._ring[index % RING], brought.pop(0)
@@ -53,11 +57,9 @@ class Visits:
 
     def _bring(self, index: int, part: State) -> State:
         buffer, there, end = self._ring[index % RING], {}, 0
-        size = bytes_of(part)
+        assert buffer.memory is not None
         with torch.cuda.stream(self._in):
             self._in.wait_event(buffer.left)
-            if buffer.memory is None or buffer.memory.numel() < size:
-                buffer.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             for key, tensor in part.items():
                 room = buffer.memory[end : end + tensor.nbytes]
                 there[key] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
@@ -66,9 +68,9 @@ class Visits:
         return there
 
 
-def bytes_of(part: State) -> int:
-    """Of a buffer that holds the tensors [..] of `part`."""
-    return sum(map(_room, part.values()))
+def largest(parts: Iterable[State]) -> int:
+    """Bytes of a buffer that holds the tensors [..] of any of `parts`; the device has `RING` of them."""
+    return max((sum(map(_room, part.values())) for part in parts), default=0)
 
 
 def _room(tensor: Tensor) -> int:

@@ -54,7 +54,7 @@ class Place:
     def of_local(self, tensor: Tensor) -> Tensor:
         """What this rank holds of `tensor` [..], a parameter or its like, as [held_rows, held_columns]: a view, where
         it is contiguous."""
-        return local_tensor(tensor.detach()).reshape(self.held_rows, self.held_columns)
+        return local_tensor(tensor).detach().reshape(self.held_rows, self.held_columns)
 
     def bits(self, rows: slice, name: int, device: torch.device) -> Tensor:
         """64 random bits for each element of some of the held rows: int64 [rows, held_columns]. name: of the sequence

@@ -7,6 +7,7 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     fits                     which tp sizes a model allows
     tensor, apply            tensor parallel: styles, a plan of them applied
     fsdp, placement, grads   FSDP2; which slice a rank holds and computes with; the gradient's norm
+    masters                  trained parameters in host memory, their rounded copies on the device
     layout, collectives      head-tail pieces of a sequence; collectives with derivatives
     context                  a batch cut over context parallel, and put together again
     checkpointing            activations computed again

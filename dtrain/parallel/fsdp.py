@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.tensor import ParallelModel
 
 
@@ -104,6 +105,15 @@ def give_weights_back(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def weights_changed(model: nn.Module) -> None:
+    """To be called after `model`'s parameters were written: where they lie on the host (`masters.Master`), the device's
+    copies of them are made anew. No collective."""
+    for parameter in model.parameters():
+        refresh = getattr(local_tensor(parameter), "refresh", None)
+        if refresh is not None:
+            refresh()
 
 
 def sync_gradients(model: nn.Module, is_last: bool, reduce_each: bool = False) -> None:

@@ -26,6 +26,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def on_its_device(tensor: Tensor) -> Tensor:
+    """`tensor` [..] without its gradient: itself, or a copy of a master that lies on the host (`masters`), which is a
+    parameter of the device all the same. No collective."""
+    if isinstance(tensor, DTensor) and tensor._local_tensor.device != tensor.device:
+        local, mesh = tensor._local_tensor.to(tensor.device), tensor.device_mesh
+        size, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=size, stride=stride)
+    return tensor.detach()
+
+
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """The global slice, one per dimension of [..], that `local_tensor(tensor)` is; all of it for a plain tensor.
 

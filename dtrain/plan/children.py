@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 
 class Child(Generic[Result]):
-    """`call` in a forked process, which ends with this one; a context that ends it earlier. What `call` returns must
-    be picklable. niceness: how far the process steps back behind others."""
+    """`call` in a forked process, which sees no CUDA device and ends with this one; a context that ends it earlier.
+    What `call` returns must be picklable. niceness: how far the process steps back behind others."""
 
     def __init__(self, call: Callable[[], Result], niceness: int = 0):
         context = multiprocessing.get_context("fork")
@@ -69,6 +69,7 @@ def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> None:
     end_with(parent)
     os.nice(niceness)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for a device where it needs none, and CUDA survives no fork
     gc.freeze()  # a collection here must not touch what the parent's threads hold
     torch.set_num_threads(1)  # the parent's threads did not come along, and a product would wait for them
     try:

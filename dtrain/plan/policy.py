@@ -18,9 +18,9 @@ from dtrain.methods.method import MethodWithReference
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
-from dtrain.optimizers.adam import AT_ONCE
-from dtrain.optimizers.offload import RING
+from dtrain.optimizers.adam import LowBitAdam
 from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.parallel.masters import Master, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -29,13 +29,11 @@ from dtrain.plan.memory import LEFT_OUT, Phase
 from dtrain.plan.planned_device import MetaKernels
 from dtrain.plan.tracer import Tracer
 from dtrain.policy import Policy
-from dtrain.policy.build import lay_out
+from dtrain.policy.build import lay_out, place_masters
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher
-
-VISITING = RING * 2 * 4 * AT_ONCE  # bytes: of two moments in float32 that visit the device
 
 
 class PlannedPolicy(Policy):
@@ -48,12 +46,13 @@ class PlannedPolicy(Policy):
         super().__init__(recipe, config, mesh, runtime, build=partial(_build, self.kernel))
         self.scorer = _TracedScorer(self)
         self.gradient_bytes = self.state_bytes = 0
-        self.see_all(self.model.parameters(), "parameters")
+        self.see_all(map(on_device, self.model.parameters()), "parameters")
+        self.see_all(masters_of(self.model), LEFT_OUT)
 
     def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
         """This rank's shards of `tensors`, each [...], are of `part` in the timeline."""
         for tensor in tensors:
-            self.tracer.memory.see(local_tensor(tensor.detach()), part)
+            self.tracer.memory.see(local_tensor(tensor).detach(), part)
 
     def _read_adapter(self, path: str) -> None:
         """A plan reads no weights."""
@@ -74,20 +73,22 @@ class PlannedPolicy(Policy):
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to
         the estimate. torch's own step plain tensors here: DTensors would take minutes."""
-        is_offloaded, self.optimizer_offloaded = self.optimizer_offloaded, False  # no machine that plans has streams
+        self.visited = torch.device("meta") if self.optimizer_offloaded else None
         super().init_optimizer(total_steps)
         parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
         optimizer = self._updating.optimizer
         if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
-            shards = {name: nn.Parameter(local_tensor(one.detach())) for name, one in parameters.items()}
+            shards = {name: nn.Parameter(local_tensor(one).detach()) for name, one in parameters.items()}
             optimizer = self._updating.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
             optimizer.step()
+        self.state_bytes = state_bytes(optimizer)
+        if self.optimizer_offloaded and isinstance(optimizer, LowBitAdam):
+            self.state_bytes = optimizer.visiting()
         optimizer.zero_grad()
-        self.state_bytes = min(state_bytes(optimizer), VISITING) if is_offloaded else state_bytes(optimizer)
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
         def before(*_: object) -> None:
@@ -122,6 +123,12 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
+def on_device(parameter: Tensor) -> Tensor:
+    """`parameter` [..], or what the device holds of it where its master lies on the host."""
+    local = local_tensor(parameter)
+    return local.rounded if isinstance(local, Master) else parameter
+
+
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Of what this rank holds of `tensors`, each [...]."""
     held = [local_tensor(tensor) for tensor in tensors if tensor is not None]
@@ -137,6 +144,7 @@ def _build(
     recipe = replace(recipe, train=replace(recipe.train, activation_checkpointing="none"))
     model = lay_out(recipe, config, mesh, precision, device, kernel)
     checkpoint_activations(model, kind, determinism_check="none")
+    place_masters(model, recipe, precision, device)
     return model
 
 

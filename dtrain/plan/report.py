@@ -71,6 +71,8 @@ def _head(plan: Plan) -> str:
         f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
         f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
+        + "\nlayers planned as written; compiled, they keep less for the backward"
+        * recipe.train.compile
     )
 
 
@@ -103,8 +105,9 @@ def _memory(plan: Plan) -> str:
         less = gib(step.parameters - step.lightest)
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
     held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
+    kept = "" if plan.recipe.parallel.optimizer_offload else "master "
     words = {
-        "parameters": "this rank's share of the master weights" if step.trained == step.parameters else held,
+        "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
         "optimizer": plan.recipe.optimizer.name + " on the host, what visits" * plan.recipe.parallel.optimizer_offload,
         "gradients": "of whole layers until the last micro-batch is done"
         if plan.sizes.accumulation > 1 and not plan.recipe.parallel.reduce_each

@@ -153,7 +153,10 @@ class _ClosedForms:
         optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
         sample.grad = torch.ones_like(sample)
         optimizer.step()
-        self.held = self.trained * (2 * sample.element_size() + state_bytes(optimizer) / sample.numel())
+        of_each = sample.element_size() + state_bytes(optimizer) / sample.numel()
+        if recipe.parallel.optimizer_offload:
+            of_each = self.precision.compute.itemsize
+        self.held = self.trained * (sample.element_size() + of_each)
         self.held += self.frozen_bytes
 
     def shards(self, world: Sizes) -> float:

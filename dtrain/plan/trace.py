@@ -29,7 +29,7 @@ from dtrain.parallel.placement import chunk_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.memory import Phase
 from dtrain.plan.planned_device import PlannedDevice
-from dtrain.plan.policy import PlannedPolicy, bytes_of, mark_layers
+from dtrain.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
 from dtrain.plan.tracer import Tracer
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
@@ -82,8 +82,8 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
     held = {
-        "parameters": bytes_of(parameter.detach() for parameter in parameters),
-        "trained": bytes_of(parameter.detach() for parameter in parameters if parameter.requires_grad),
+        "parameters": bytes_of(map(on_device, parameters)),
+        "trained": bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
         "lightest": _min_shard_bytes(parameters),
@@ -122,7 +122,7 @@ def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
     last in some of them; rank 0 holds most."""
     ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
     corners = product((False, True), repeat=ndim)
-    return min(sum(_elements(one, corner) * one.element_size() for one in parameters) for corner in corners)
+    return min(sum(_elements(one, corner) * on_device(one).element_size() for one in parameters) for corner in corners)
 
 
 def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:

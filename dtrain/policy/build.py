@@ -4,7 +4,7 @@
 2. tensor parallel, which replaces parameters by their shards;
 3. context parallel, which only sets the attention kernel;
 4. activation checkpointing, around what the layer computes, its collectives included;
-5. compile, per layer, so that it sees the checkpointing and not FSDP's hooks;
+5. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
 6. FSDP, which cuts whatever parameters it finds;
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
@@ -16,7 +16,7 @@ from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.proof import prove
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
-from dtrain.attention.varlen import PackedKernel, VarlenKernel
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.config.schema import Recipe
 from dtrain.errors import UserError
@@ -35,17 +35,23 @@ LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × ke
 
 
 def build_model(
-    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device
+    recipe: Recipe,
+    config: ModelConfig,
+    mesh: Mesh,
+    precision: Precision,
+    device: torch.device,
+    longest_row: int | None = None,
 ) -> CausalLM:
     """The recipe's model, sharded over `mesh`, its trained parameters in `precision.master`, frozen ones in
     `precision.compute`, on `device`.
 
+    longest_row: tokens of the longest row that it will be given; None: data.max_length.
     Collective: every rank of the mesh calls it.
     """
     if device.type == "cuda":
         # cuDNN builds a graph for each new shape, and the rows of a micro-batch are as long as its longest.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = lay_out(recipe, config, mesh, precision, device)
+    model = lay_out(recipe, config, mesh, precision, device, longest_row=longest_row)
     model.to_empty(device="cpu" if _offloads(recipe, device) else device)
     model.tie_weights()  # memory is given parameter by parameter where FSDP does not hold them
     if recipe.model.init == "scratch":
@@ -54,7 +60,17 @@ def build_model(
         read_weights(model, recipe.model.directory)
     if recipe.lora is not None:
         init_adapters(model, recipe.run.seed)
+    place_masters(model, recipe, precision, device)
     return model
+
+
+def place_masters(model: CausalLM, recipe: Recipe, precision: Precision, device: torch.device) -> None:
+    """With `parallel.optimizer_offload` on CUDA the masters of `model` go to the host, where they are not what the
+    layers compute in. No collective."""
+    if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
+        from dtrain.parallel.masters import keep_on_host
+
+        keep_on_host(model, precision.compute)
 
 
 def lay_out(
@@ -64,6 +80,7 @@ def lay_out(
     precision: Precision,
     device: torch.device,
     kernel: Kernel | None = None,
+    longest_row: int | None = None,
 ) -> CausalLM:
     """The model as `build_model` lays it out, all but the last step: its parameters, sharded over `mesh`, are on meta.
 
@@ -78,16 +95,13 @@ def lay_out(
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
     if kernel is None:
-        kernel = _choose(recipe, config, mesh, precision, device)
+        kernel = _choose(recipe, config, mesh, precision, device, longest_row or recipe.data.max_length)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
-    if recipe.train.compile and isinstance(kernel, PackedKernel):
-        kernel.stay_eager()
     model.use_kernel(kernel)
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
-        for layer in model.model.layers:
-            layer.compile()
+        _compile(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or _offloads(recipe, device):
         shard_model(
             model,
@@ -107,7 +121,9 @@ def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool
     return recipe.model.attention == "varlen"
 
 
-def _choose(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device) -> Kernel:
+def _choose(
+    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device, longest: int
+) -> Kernel:
     """`VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. UserError where it is not sound and
     `model.attention` insists, or rows are so long that a mask is out of the question."""
     if not wants_varlen(recipe, precision, device.type):
@@ -133,14 +149,28 @@ def _choose(recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precisio
         return kernel
     if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
-    length = recipe.data.max_length
-    if length > LONGEST_UNDER_MASK and (exchanges or recipe.data.packing or window is not None):
+    if longest > LONGEST_UNDER_MASK and (exchanges or recipe.data.packing or window is not None):
+        length = recipe.data.max_length
+        packed = f", packed into rows of {longest}" if longest > length else ""
         raise UserError(
-            f"data.max_length={length}: {problem}. Without it such rows need a mask of {length} × {length}: set "
-            f"data.max_length={LONGEST_UNDER_MASK} or less, or use a torch and a GPU that have the kernel "
-            "(model.attention=sdpa takes the mask all the same, in parts, and is slow)"
+            f"data.max_length={length}{packed}: {problem}. Without it such rows need a mask of {longest} × {longest}: "
+            f"set data.max_length={LONGEST_UNDER_MASK * length // longest} or less, or use a torch and a GPU that have "
+            "the kernel (model.attention=sdpa takes the mask all the same, in parts, and is slow)"
         )
     return SdpaKernel(note=problem)
+
+
+def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:
+    from dtrain.models import regions  # loads torch's compiler
+
+    if recipe.train.activation_checkpointing == "mlp":
+        model.uncompiled = (
+            "train.activation_checkpointing=mlp computes half of what is compiled again; set none or full"
+        )
+    else:
+        model.uncompiled = regions.obstacle(model, device)
+    if model.uncompiled is None:
+        regions.compile_layers(model)
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:

@@ -61,9 +61,11 @@ class Memory:
                     state[key] = value.to(device)
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
-        """`model`, its parameters and buffers on `device`; gathered weights are given back before."""
+        """`model`, its parameters and buffers on `device`; gathered weights are given back before. A model whose
+        masters lie on the host stays where it is, but for its buffers."""
         give_weights_back(model)
-        return self.move_buffer_to_device(model.to(device), device)
+        holds_masters = any(hasattr(local_tensor(one), "rounded") for one in model.parameters())
+        return self.move_buffer_to_device(model if holds_masters else model.to(device), device)
 
     def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """`model` with its buffers on `device`: FSDP does not move them."""
@@ -128,7 +130,7 @@ def get_cpu_state_dict(tensors: Iterable[tuple[str, Tensor]], pin_memory: bool =
     """This rank's part of each (name, tensor), copied to the host; scalars as they are. No collective."""
     copied = {}
     for name, tensor in tensors:
-        local = local_tensor(tensor.detach())
+        local = local_tensor(tensor).detach()
         copied[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin_memory).copy_(local)
     return copied
 

@@ -55,6 +55,7 @@ class Policy(Saved, Memory, WeightsOut):
         self.device = runtime.device
         self.offloaded = recipe.parallel.cpu_offload and runtime.device.type != "cpu"
         self.optimizer_offloaded = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"
+        self.visited = self.device if self.optimizer_offloaded else None  # by the optimizer's state
         self.precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
         self.model = build(recipe, config, mesh, self.precision, runtime.device)
         self.scorer = Scorer(self.model, mesh, self.device)
@@ -75,9 +76,8 @@ class Policy(Saved, Memory, WeightsOut):
             from dtrain.optimizers.sums import GradientSums
 
             self._sums = GradientSums(self.model.named_parameters(), self.recipe.run.seed)
-        offload = self.device if self.optimizer_offloaded else None
         named = self.model.named_parameters()
-        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, offload)
+        self.optimizer = build_optimizer(self.recipe.optimizer, named, self.recipe.run.seed, self.visited)
         self._updater = Updater(
             self.model,
             self.optimizer,

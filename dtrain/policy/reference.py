@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dtrain.checkpoint.training_state import frozen_names, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import adapters_off
-from dtrain.parallel.fsdp import give_weights_back
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.fsdp import give_weights_back, weights_changed
+from dtrain.parallel.placement import local_tensor, on_its_device
 
 
 class Reference:
@@ -26,7 +26,7 @@ class Reference:
         give_weights_back(model)
         left_out = set() if whole else frozen_names(model)
         self.tensors: dict[str, Tensor] = {
-            name: tensor.detach().clone()
+            name: on_its_device(tensor).clone()
             for name, tensor in model_tensors(model).items()
             if name not in left_out and (adapters or not is_adapter(name))
         }
@@ -61,8 +61,9 @@ class Reference:
             kept = tensor.clone()
             tensor.copy_(own)
             own.copy_(kept)
+        weights_changed(self._model)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The reference's tensors and the model's, as this rank holds them."""
         tensors = model_tensors(self._model)
-        return [(local_tensor(own), local_tensor(tensors[name].detach())) for name, own in self.tensors.items()]
+        return [(local_tensor(own), local_tensor(tensors[name]).detach()) for name, own in self.tensors.items()]

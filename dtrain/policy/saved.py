@@ -29,7 +29,8 @@ from dtrain.errors import UserError
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.layers import CausalLM
 from dtrain.optim import LossScale, Updater
-from dtrain.parallel.fsdp import give_weights_back
+from dtrain.parallel.fsdp import give_weights_back, weights_changed
+from dtrain.parallel.placement import on_its_device
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -83,6 +84,7 @@ class Saved:
         restore_optimizer(self.model, self._updating.optimizer, state["optimizer"], keep=keep)
         self.find_base(store, step)
         store.load(step, self.tensors() | dict(beside), verified=verified)
+        weights_changed(self.model)
         self._load_scalars(state)
 
     def find_base(self, store: CheckpointStore, step: int) -> None:
@@ -123,6 +125,7 @@ class Saved:
 
         def load() -> None:
             store.load(step, wanted, only=True, cast=frozen & wanted.keys() | _in_bfloat16(wanted, stored))
+            weights_changed(self.model)
 
         self._load_adapter(load) if adapters else load()
         self._saves_frozen |= bool(frozen) and is_whole
@@ -135,6 +138,7 @@ class Saved:
 
     def _read_adapter(self, path: str) -> None:
         read_adapter(self.model, path)
+        weights_changed(self.model)
 
     def _holds_frozen(self, store: CheckpointStore, step: int) -> bool:
         stored = store.tensors(step)
@@ -175,7 +179,7 @@ class Saved:
     def return_state_dict(self) -> dict[str, Any]:
         """The model's state dict, DTensors where it is sharded. No collective."""
         give_weights_back(self.model)
-        return self.model.state_dict()
+        return {name: on_its_device(one) for name, one in self.model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """The model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone, in

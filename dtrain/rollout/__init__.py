@@ -2,6 +2,7 @@
 
 request                            what an engine is asked for and gives back
 engine, native                     continuous batching on one rank; on a mesh
+graphs                             a decoding step as a CUDA graph
 sampling, stopping                 the next token; when a completion ends
 budget                             how much one engine takes on: rows, memory, its share of the requests
 rewards                            what completions earn

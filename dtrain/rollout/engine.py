@@ -8,7 +8,8 @@ leave. What a completion is does not depend on what else is in the batch, but fo
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from dtrain.rollout.budget import choose_budget
 from dtrain.rollout.request import Completion, Request, check_request
 from dtrain.rollout.sampling import Sampler, random_key
 from dtrain.rollout.stopping import StopTexts
+
+if TYPE_CHECKING:
+    from dtrain.rollout.graphs import GraphMaker, Step
 
 Ticket = int
 
@@ -61,6 +65,8 @@ class Engine:
     decode: token ids → text; needed for stop texts only. max_rows: sequences decoded together. max_tokens: positions
     of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
+    graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
+    weights are gathered; rows then have room for all their tokens from the beginning.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Engine:
         max_tokens: int | None = None,
         device: torch.device | None = None,
         peers: Peers | None = None,
+        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
     ):
         config = model.config
         self.model = model
@@ -80,6 +87,7 @@ class Engine:
         self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or chosen.tokens)
         self._decode_text = decode
         self._peers = peers or Peers()
+        self._graphs = graphs
         self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
@@ -97,7 +105,10 @@ class Engine:
         self._rows: list[_Sequence] = []  # decoding, in the cache's order
         self._fresh: list[tuple[list[_Sequence], Tensor, Tensor]] = []  # drawn since the last look
         self._tokens = self._index([])  # the last ones drawn, [R]
-        self._decoding: tuple[Decode, Sampler] | None = None  # None: rows came, went or grew
+        self._decoding: _Decoding | None = None  # None: rows came, went or grew
+        self._steps = None
+        if self._graphs is not None:
+            self._steps = import_module("dtrain.rollout.graphs").Steps(self.model, self._graphs(self.device))
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
@@ -163,7 +174,7 @@ class Engine:
                 self._make_room()
                 decoding = self._lay_out(*self._read_prompts(self._admit()))
                 if decoding is not None:
-                    self._decode(*decoding)
+                    self._decode(decoding)
                 if self._fresh and (len(self._fresh) >= self._look_every or all(row.has_all for row in self._rows)):
                     self._look()
         finally:
@@ -260,30 +271,51 @@ class Engine:
         for ids, place, row in zip(prompts, places, logits, strict=True):
             self._prompts[ids] = _Prompt(place, row)
 
-    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor) -> tuple[Decode, Sampler] | None:
+    def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor) -> "_Decoding | None":
         """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without
         rows."""
         old = {id(row): index for index, row in enumerate([*self._rows, *entering])}
         for row in entering:
-            self._store.new_row(row)
-        if self._store.grow() or entering:
+            if self._steps is None:
+                self._store.new_row(row)
+            else:
+                self._store.new_row(row, row.room)
+        if self._store.grow() or entering or (self._decoding is not None and self._decoding.decode.is_full):
             self._decoding = None
         if self._decoding is None:
             self._rows = [place.owner for place in self._store.rows_in_order()]
             order = self._index([old[id(row)] for row in self._rows])
             self._tokens = torch.cat([self._tokens, first_tokens])[order]
             if self._rows:
-                prompts = [self._prompts[row.prompt].place for row in self._rows]
-                self._decoding = Decode(self._store, prompts, self.device), self._sampler(self._rows)
+                self._decoding = self._decoding_of(self._rows)
         return self._decoding
 
-    def _decode(self, decode: Decode, sampler: Sampler) -> None:
+    def _decoding_of(self, rows: list["_Sequence"]) -> "_Decoding":
+        prompts = [self._prompts[row.prompt].place for row in rows]
+        decode = Decode(self._store, prompts, self.device, fixed=self._steps is not None)
+        if self._steps is None or decode.live is None:
+            return _Decoding(decode, self._sampler(rows))
+        every = [rows[0]] * decode.rows  # what is drawn for the others is not read
+        for place, row in zip(decode.live.tolist(), rows, strict=True):
+            every[place] = row
+        tokens = self._tokens.new_zeros(decode.rows)
+        tokens[decode.live] = self._tokens
+        sampler = self._sampler(every)
+        return _Decoding(decode, sampler, self._steps.open(decode, sampler, tokens))
+
+    def _decode(self, decoding: "_Decoding") -> None:
         """One token of every row."""
         self._peers.before_forward()
-        decode.begin()
-        logits = self.model.next_logits(self._tokens[:, None], decode)  # [R, V]
-        self._tokens = self._draw(self._rows, logits, sampler, decode.drawn)
-        decode.end()
+        decode, step = decoding.decode, decoding.step
+        if step is None:
+            decode.begin()
+            logits = self.model.next_logits(self._tokens[:, None], decode)  # [R, V]
+            self._tokens = self._draw(self._rows, logits, decoding.sampler, decode.drawn)
+            decode.end()
+        else:
+            step()
+            self._tokens = self._keep(self._rows, step.tokens[decode.live], step.logprobs[decode.live])
+        decode.lengthen()
 
     def _sampler(self, rows: list["_Sequence"]) -> Sampler:
         return Sampler([row.request.sampling for row in rows], [row.key for row in rows], self.device)
@@ -292,7 +324,9 @@ class Engine:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def _draw(self, rows: list["_Sequence"], logits: Tensor, sampler: Sampler, drawn: Tensor) -> Tensor:
-        tokens, logprobs = self._peers.agree(*sampler.draw(logits, drawn))
+        return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)))
+
+    def _keep(self, rows: list["_Sequence"], tokens: Tensor, logprobs: Tensor) -> Tensor:
         self._fresh.append((rows, tokens, logprobs))
         for row in rows:
             row.drawn += 1
@@ -390,6 +424,15 @@ class _Sequence:
         if token in self._stop_ids or (self._texts is not None and self._texts.complete(self.ids)):
             return "stop"
         return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
+
+
+@dataclass
+class _Decoding:
+    """Rows that are being decoded. step: where steps are captured."""
+
+    decode: Decode
+    sampler: Sampler
+    step: "Step | None" = None
 
 
 @dataclass

@@ -6,9 +6,10 @@ forward, in which all ranks must then take part until the last one is done. Cont
 attends by itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.attention.decode import KeyValues, Prefill
-from dtrain.errors import Interrupted
+from dtrain.errors import Interrupted, UserError
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back, weights_gathered
 from dtrain.parallel.mesh import Mesh
@@ -26,13 +27,17 @@ from dtrain.rollout.budget import Budget, choose_budget, free_memory, share_out
 from dtrain.rollout.engine import Engine, Peers
 from dtrain.rollout.request import AskStop, Completion, Request
 
+if TYPE_CHECKING:
+    from dtrain.rollout.graphs import GraphMaker
+
 
 class NativeEngine:
     """Completions by a model that lies on `mesh`, as it is at each call: weights may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
     rollout; "auto" where they take at most half of the memory that is free. max_rows and max_tokens: of each rank, as
-    `Engine` has them.
+    `Engine` has them. graphs: as `Engine` has it; not under tp, and where weights are not gathered once a rollout ends
+    with UserError before it begins.
     """
 
     def __init__(
@@ -45,7 +50,11 @@ class NativeEngine:
         unshard: bool | str = "auto",
         max_rows: int | None = None,
         max_tokens: int | None = None,
+        graphs: "Callable[[torch.device], GraphMaker] | None" = None,
     ):
+        if graphs is not None and mesh.tp.size() > 1:
+            raise ValueError("graphs hold no collective: none under tensor parallel")
+        self._graphs = graphs
         self.model, self.mesh, self.device = model, mesh, device
         self._decode = decode
         self._unshard = unshard
@@ -69,9 +78,13 @@ class NativeEngine:
         places = self.mesh.dp_cp.size()
         shares = share_out(requests, places)
         gathers_once = self._gathers_once()
+        if self._graphs is not None and self._is_sharded and not gathers_once:
+            raise UserError(
+                "grpo.cuda_graphs=true needs the whole weights on every rank, and they take more than half of the free "
+                "memory: leave it out, or set grpo.unshard=true"
+            )
         with ExitStack() as stack:
             stack.enter_context(whole_sequences(self.model))
-            stack.enter_context(_uncompiled(self.model))
             if gathers_once:
                 stack.enter_context(weights_gathered(self.model))
             else:
@@ -86,6 +99,7 @@ class NativeEngine:
                 max_tokens=budget.tokens,
                 device=self.device,
                 peers=peers,
+                graphs=self._graphs,
             )
             for index, request in enumerate(requests):
                 engine.check(request, f"request {index}")
@@ -171,13 +185,3 @@ class _MeshPeers(Peers):
         count = torch.tensor([mine])
         dist.all_reduce(count, group=self._places.get_group())
         return int(count)
-
-
-@contextmanager
-def _uncompiled(model: CausalLM) -> Iterator[None]:
-    """Inside, layers compiled for training run as they are written: a decoding step has other shapes every time."""
-    if not any(layer._compiled_call_impl is not None for layer in model.model.layers):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

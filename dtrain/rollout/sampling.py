@@ -5,8 +5,10 @@ a draw is one number looked up in the row's distribution function. Nothing that 
 Letters: R rows, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +37,29 @@ class Sampler:
 
     def __init__(self, settings: Sequence[SamplingParams], keys: Sequence[int], device: torch.device):
         self._settings = settings
+        self._device = device
         self._keys = torch.tensor(keys, dtype=torch.int64, device=device)
         self._chunks: list[_Chunk] = []
+
+    def prepare(self, vocabulary: int) -> None:
+        """Put the rows' settings on the device, for logits [R, vocabulary]. `draw` does it too."""
+        rows = max(1, _CHUNK.get(self._device.type, _CHUNK_ELSEWHERE) // vocabulary)
+        self._chunks = [
+            _Chunk.of(self._settings[start : start + rows], start, self._device)
+            for start in range(0, len(self._settings), rows)
+        ]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Once prepared: what the kernels of a draw depend on beside the values of tensors."""
+        return tuple(chunk.shape for chunk in self._chunks)
+
+    def load(self, other: "Sampler") -> None:
+        """Take over the rows of another of the same shape, both prepared, into the memory that this one has."""
+        self._keys.copy_(other._keys)
+        for mine, theirs in zip(self._chunks, other._chunks, strict=True):
+            for own, new in zip(mine.tensors, theirs.tensors, strict=True):
+                own.copy_(new)
 
     def draw(self, logits: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [R] int64 and their logprobs [R] in max(float32, the dtype), from logits [R, V].
@@ -45,12 +68,7 @@ class Sampler:
         first among equals, its logprob that of the plain logits; filters play no part there.
         """
         if not self._chunks:
-            most = _CHUNK.get(logits.device.type, _CHUNK_ELSEWHERE)
-            rows = max(1, most // logits.shape[1])
-            self._chunks = [
-                _Chunk.of(self._settings[start : start + rows], start, logits.device)
-                for start in range(0, len(self._settings), rows)
-            ]
+            self.prepare(logits.shape[1])
         numbers = uniform(drawn, self._keys)
         found = [_draw(logits[chunk.rows], numbers[chunk.rows], chunk) for chunk in self._chunks]
         if len(found) == 1:
@@ -71,6 +89,17 @@ class _Chunk:
     top_p: Tensor | None  # [m, 1]
     min_p: Tensor | None  # [m, 1]
     most: int  # the largest top_k
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        held = self.temperature, self.greedy, self.filtered, self.top_k, self.top_p, self.min_p
+        return [one for one in held if isinstance(one, Tensor)]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        sizes = tuple((one.shape if isinstance(one, Tensor) else one) for one in fields if not isinstance(one, slice))
+        return self.rows.start, self.rows.stop, *sizes
 
     @classmethod
     def of(cls, settings: Sequence[SamplingParams], start: int, device: torch.device) -> "_Chunk":

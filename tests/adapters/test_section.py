@@ -61,7 +61,7 @@ def test_how_it_is_written(overrides, expected):
         ("lora.rank=1.5", "lora.rank=1.5 must be a whole number"),
         ("lora.rnk=8", "lora.rnk is no key of a recipe; did you mean lora.rank?"),
         ("lora.r=8", "lora.r: dtrain's word for it is lora.rank"),
-        ("lora.quantize=nf8", "lora.quantize=nf8 is none of none, nf4; did you mean nf4?"),
+        ("lora.quantize=nf8", "lora.quantize=nf8 is none of none, nf4"),
         ("lora.rank_pattern={q_proj: 1.5}", "must be a mapping from names to whole numbers"),
         ("lora.alpha_pattern={q_proj: x}", "must be a mapping from names to numbers"),
         ("lora.modules_to_save=lm_head", "lora.modules_to_save=lm_head must be a list of texts"),

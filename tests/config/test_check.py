@@ -62,7 +62,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (
             1,
             ["optimizer.name=adamm"],
-            "optimizer.name=adamm is none of adamw, adam, sgd, adafactor, muon; did you mean",
+            "optimizer.name=admaw is none of adamw, adam, sgd, adafactor, muon; did you mean",
         ),
         (1, ["optimizer.name=AdamW"], "did you mean adamw?"),
         (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd; did you mean"),
@@ -92,6 +92,10 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=grpo", "grpo.rewards=[{fn: math_exct}]"], "did you mean math_exact?"),
         (1, ["method=grpo", "grpo.engine=http"], "grpo.engine=http needs grpo.server.urls"),
         (1, ["method=grpo", "grpo.max_off_policy_steps=1"], "needs grpo.engine=http"),
+        (2, ["method=grpo", "grpo.cuda_graphs=true", "parallel.tp=2"], "parallel.tp=2 sends within every layer"),
+        (1, ["method=grpo", "grpo.cuda_graphs=true", "grpo.unshard=false"], "and grpo.unshard=false gathers weights"),
+        (1, ["method=grpo", "grpo.cuda_graphs=true", "launch.device=cpu"], "and launch.device=cpu has none"),
+        (1, ["method=grpo", "grpo.cuda_graphs=true", "grpo.engine=http"], "and grpo.engine=http does not decode here"),
         (
             1,
             ["method=grpo", "grpo.max_off_policy_steps=1", "grpo.engine=http", "grpo.server.urls=[http://a:1]"],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.registry import known_implementations
 
 from dtrain.cli import main
 from dtrain.config import to_yaml
@@ -96,7 +97,7 @@ def test_what_cannot_be_read_is_said_before_the_run(tmp_path, memory, path, said
 
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(fsspec.registry.known_implementations, "gone", {"class": "gone_s3.S3", "err": "Install s3fs"})
+    monkeypatch.setitem(known_implementations, "gone", {"class": "gone_s3.S3", "err": "Install s3fs"})
     with pytest.raises(
         UserError, match=r"gone:// needs a package that is not installed: pip install 'dtrain\[remote-files"
     ):

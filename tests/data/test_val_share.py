@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dtrain import config
-from dtrain.check import check
+from dtrain.check import check, notes
 from dtrain.config import schema
 from dtrain.data import cache
 from dtrain.data.sources import open_rows
@@ -161,7 +161,9 @@ def test_a_file_is_no_share(value):
 
 def test_the_recipe_keeps_it(tmp_path):
     recipe = tiny_recipe(tmp_path, "data.val=0.25", "train.validate_every=2")
-    assert recipe.data.val == 0.25 and check(recipe, 1) == []
+    assert recipe.data.val == 0.25 and check(recipe, 1) == [] and notes(recipe) == []
+    [note] = notes(config.load(recipe, ["train.validate_every=null"]))
+    assert "data.val=0.25 keeps rows out of training" in note
     again = tmp_path / "again.yaml"
     again.write_text(config.to_yaml(recipe))
     assert config.load(again) == recipe

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from dtrain import config
 from dtrain.data.pool import Pool
 from dtrain.launch import launch
-from dtrain.launch.devices import devices_hidden, start_device
+from dtrain.launch.devices import start_device
 from dtrain.launch.place import RankPlace
 from dtrain.parallel import mesh
 from dtrain.parallel.mesh import build_mesh, init_process_group, new_host_group
 from dtrain.parallel.runtime import Runtime
-from dtrain.plan.beside import PlannedPeak
 from dtrain.plan.children import Child
 from dtrain.rollout.rewards import Rewards
 from tests.test_trainer import metrics, on_rank
@@ -86,13 +85,9 @@ def test_what_runs_beside_a_run_sees_no_device(tmp_path, monkeypatch):
         assert rewards.score(["1", "2"], ["1", "2"], [[1], [2]], {}).total == [1.0, 1.0]
     with Pool(Encoder(), 1) as pool:
         assert list(pool.encode([("chunk", "job")])) == [""]
-    with devices_hidden(os.environ), Child(visible) as child:
+    with Child(visible) as child:  # a plan, beside a run or not
         assert child.result() == ""
     assert visible() == "3,4"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with devices_hidden(os.environ), Child(visible) as child:
-        assert child.result() == ""
-    assert visible() is None
 
 
 class Encoder:
@@ -100,14 +95,6 @@ class Encoder:
 
     def encode_chunk(self, *_):
         return visible()
-
-
-def test_the_plan_beside_a_run_is_forked_without_devices(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(PlannedPeak, "__init__", lambda self, *_: seen.append(visible()))
-    monkeypatch.setattr(PlannedPeak, "__exit__", lambda *_: None)
-    launch(tiny_recipe(tmp_path, "metrics.plan=true"), lambda recipe, runtime: seen.append(visible()))
-    assert seen == ["", None]
 
 
 def losses(recipe):

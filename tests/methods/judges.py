@@ -11,6 +11,11 @@ def wanted(completion_ids, wanted):
     return [float(token in ids) for ids, token in zip(completion_ids, wanted, strict=True)]
 
 
+def nothing(completions):
+    """The same for all: no group teaches anything."""
+    return [0.0] * len(completions)
+
+
 def silent(completions):
     """No opinion on anything."""
     return [None] * len(completions)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import types
 
@@ -211,10 +212,40 @@ def test_a_terminal_gets_a_bar_with_everything():
         bar.update({"step": step, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-5, "tokens_per_sec": 999.0, "mem_gib": 0.25})
         bar.say(f"saved {step}")
     bar.close()
-    last = stream.getvalue().split("\r")[-1]
-    for shown in ("3/3", "loss 1.2500", "grad norm 0.5", "lr 1.00e-05", "999 tokens/s", "0.2 GiB"):
-        assert shown in last
-    assert "saved 2\n" in stream.getvalue()
+    plain = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
+    last = plain.split("\r")[-1]
+    assert "3/3" in last and "loss 1.2500 999 tok/s" in last
+    assert "step 2/3  loss 1.2500  grad norm 0.5  lr 1.00e-05  999 tokens/s  0.2 GiB\n" in plain
+    assert "saved 2\n" in plain and plain != stream.getvalue()
+
+
+@pytest.mark.parametrize("total", [7, 1234, 100_000])
+def test_a_bar_is_whole_at_80_columns_and_its_lines_are_few(total, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    bar = Progress(stream)
+    bar.start(0, total)
+    row = {"loss": 12.3456, "reward_mean": 0.123, "grad_norm": 0.5, "lr": 1e-5, "tokens_per_sec": 123456.0}
+    for step in range(1, total + 1):
+        bar.update(row | {"step": step})
+    bar.close()
+    plain = re.sub(r"\x1b\[\d*[mA]", "", stream.getvalue())
+    drawn = [line for line in re.split(r"[\r\n]", plain) if "|" in line and not line.endswith("<?")]
+    assert drawn and all(len(line) <= 80 and line.rstrip().endswith("reward 0.123 123k tok/s") for line in drawn)
+    assert 1 <= plain.count("step ") <= 22
+
+
+def test_what_a_model_says_does_not_steer_the_terminal():
+    for stream in (Terminal(), io.StringIO()):
+        Progress(stream).say("a\x1b[2Jb\rc\x9bd\te")
+        assert "a\\x1b[2Jb\\rc\\x9bd\te\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("line", "marked"), [("warning: x", "31m"), ("note: x", "33m"), ("model     x", "1m")])
+def test_a_terminal_has_colours_and_a_file_has_none(line, marked):
+    for stream in (Terminal(), io.StringIO()):
+        Progress(stream).say(line)
+        assert (marked in stream.getvalue()) is stream.isatty()
 
 
 def test_nonfinite_numbers_are_readable_again(tmp_path):

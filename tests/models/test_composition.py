@@ -124,12 +124,16 @@ def test_local_heads_are_counted_from_the_projections():
     hidden = torch.randn(2, 10, 48, dtype=torch.float64)
     rotary = tables(whole.config.ropes["full_attention"], 16, torch.arange(10)[None], torch.float64)
     mask = attention.kernel.prepare(Visibility(10, 10), torch.float64, hidden.device)
-    expected = attention(hidden, rotary, mask)
+
+    def attend(attention):
+        return attention.o_proj(attention(*attention.project(hidden, rotary), mask))
+
+    expected = attend(attention)
     total = torch.zeros_like(expected)
     for rank in range(2):
         part = build("qwen3").model.layers[0].self_attn
         for projection in (part.q_proj, part.k_proj, part.v_proj):
             projection.weight = torch.nn.Parameter(projection.weight.chunk(2, 0)[rank])
         part.o_proj.weight = torch.nn.Parameter(part.o_proj.weight.chunk(2, 1)[rank])
-        total += part(hidden, rotary, mask)
+        total += attend(part)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)

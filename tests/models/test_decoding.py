@@ -56,6 +56,7 @@ def test_cached_decoding_is_a_whole_forward(variant):
         decode.begin()
         logits = model.next_logits(added[rows, step][:, None], decode)
         decode.end()
+        decode.lengthen()
         for row, found in zip(rows, logits, strict=True):
             expected = whole[row][len(prompts[samples[row]]) + step]
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
@@ -78,6 +79,7 @@ def test_bfloat16_is_float32_but_for_rounding(variant):
             decode.begin()
             logits = model.next_logits(token[None, None], decode)
             decode.end()
+            decode.lengthen()
         found[model] = logits.float()
     whole = narrow(torch.cat([prompt, added])[None])[0, -1:].float()
     error = (found[narrow] - found[wide]).norm() / found[wide].norm()

@@ -59,7 +59,7 @@ def give_gradients(policy: Policy, step: int) -> None:
         index = torch.arange(parameter.numel()).view(parameter.shape)[local_slices(parameter)]
         drawn = uniform(index, key("gradient", step, name)) - 0.5
         drawn *= 10.0 ** (-6 * uniform(index, key("size", name))) * (index % 7 != step % 7) * LENGTH
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, device=parameter.device)
         local_tensor(parameter.grad).copy_(drawn.to(parameter.dtype))
 
 

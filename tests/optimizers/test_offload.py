@@ -1,8 +1,14 @@
-"""Moments in host memory, on the pretend card: the numbers of moments on the card, saved and resumed."""
+"""Moments and masters in host memory, on the pretend card: the numbers of those on the card, saved and resumed."""
+
+from pathlib import Path
 
 import pytest
+import torch
 
 from dtrain import check
+from dtrain.checkpoint.store import CheckpointStore
+from dtrain.methods import METHODS
+from dtrain.parallel.placement import local_tensor
 from tests.optimizers.stepping import recipe_of
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import assert_close, on_card
@@ -10,7 +16,15 @@ from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe
 
 OFFLOAD = "parallel.optimizer_offload=true"
-MESHES = {"one": (1, ()), "fsdp": (2, ()), "tp": (2, ("parallel.tp=2",))}
+MESHES = {
+    "one": (1, ()),
+    "fsdp": (2, ()),
+    "tp": (2, ("parallel.tp=2",)),
+    "hsdp": (2, ("parallel.dp_replicate=2",)),
+    "uneven": (3, ("train.global_batch=6", "train.micro_batch=1")),  # shards that FSDP fills up, and empty ones
+}
+# Both runs step by dtrain's own code, whose bits do not depend on where masters and moments lie.
+ROUNDED = ("train.steps=4", "train.dtype=bfloat16", "optimizer.state=bfloat16")
 
 
 @pytest.mark.parametrize(("mesh", "state"), [("one", "float32"), ("fsdp", "float32"), ("tp", "int8")])
@@ -24,6 +38,77 @@ def test_the_numbers_are_those_of_moments_on_the_card(tmp_path, mesh, state):
     assert felt.count("copy", within="optimizers/offload.py") and not felt.count("pageable", within="optimizers/")
     assert felt.count("sync", within="optimizers/") == 4  # one a step
     assert felt.peak < held.peak
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("each", [False, True], ids=["reduced at the end", "reduced each"])
+def test_masters_on_the_host_have_the_bits_of_those_on_the_card(tmp_path, mesh, each):
+    size, keys = MESHES[mesh]
+    shape = [*ROUNDED, *keys, f"parallel.reduce_each={str(each).lower()}"]
+    expected, held = on_card(recipe_of(tmp_path, *shape, "run.name=card"), size)
+    rows, felt = on_card(recipe_of(tmp_path, *shape, OFFLOAD, "run.name=host"), size)
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == [(row["loss"], row["grad_norm"]) for row in expected]
+    assert felt.count("sync", within="optimizers/") == 4  # one a step
+    assert not felt.count("pageable", within="optimizers/")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype):
+    shape = [*ROUNDED, f"train.dtype={dtype}", "checkpoint.every=2"]
+    expected, _ = on_card(recipe_of(tmp_path, *shape, "run.name=whole"), 2)
+    recipe = recipe_of(tmp_path, *shape, "train.steps=2", OFFLOAD)
+    on_card(recipe, 2)
+    store = CheckpointStore(Path(recipe.run.dir) / recipe.run.name / "checkpoints")
+    assert {dtype for name, (_, dtype) in store.tensors(2).items() if name.startswith("model.")} == {torch.float32}
+    on_card(recipe_of(tmp_path, *shape, "train.steps=3", OFFLOAD), 2)
+    rows, _ = on_card(recipe_of(tmp_path, *shape, "parallel.tp=2"), 2)
+    assert [row["loss"] for row in rows][:3] == [row["loss"] for row in expected][:3]
+    assert abs(rows[3]["loss"] / expected[3]["loss"] - 1) < 2e-3  # other kernels of bfloat16
+
+
+def given(recipe, rank, size):
+    """What a policy gives out before and after a step, with another's weights in place, and after it left the card."""
+    from dtrain.batch import collate
+    from dtrain.plan.trace import full_rows
+    from tests.optimizers.stepping import give_gradients, policy_on
+
+    policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
+    rows = full_rows(recipe, METHODS["sft"](recipe), 1)
+    batch, given = collate(rows, list(rows[0])), {}
+    given["begun"] = policy.get_logprobs(batch)["logprobs"]
+    policy.init_reference_model()
+    give_gradients(policy, 0)
+    policy.optimizer.step()
+    policy.optimizer.zero_grad()
+    given["stepped"] = policy.get_logprobs(batch)["logprobs"]
+    given["referred"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    given["again"] = policy.get_logprobs(batch)["logprobs"]
+    policy.offload_after_refit()
+    policy.prepare_for_training()
+    given["moved"] = policy.get_logprobs(batch)["logprobs"]
+    for dtype in (None, torch.float32):
+        given |= {f"{name} in {dtype}": one.cpu() for name, one in policy.full_tensors(dtype)}
+    return given | {name: local_tensor(one).cpu() for name, one in policy.return_state_dict().items()}
+
+
+def differing(rank, recipe, on_host, size):
+    from dtrain.parallel.mesh import init_one_process_group
+
+    if size == 1:
+        init_one_process_group("cuda")
+    one, other = given(recipe, rank, size), given(on_host, rank, size)
+    same = [("begun", "referred"), ("stepped", "again"), ("stepped", "moved")]
+    wrong = [name for name in one if not torch.equal(one[name], other[name])]
+    wrong += [f"{a}, {b}" for a, b in same if not torch.equal(other[a], other[b])]
+    return wrong + ["no step"] * torch.equal(other["begun"], other["stepped"])
+
+
+@pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
+def test_who_reads_or_trades_weights_sees_the_masters(tmp_path, mesh):
+    size, keys = MESHES[mesh]
+    shape = [*ROUNDED, "data.max_length=16", *keys]
+    recipes = recipe_of(tmp_path, *shape), recipe_of(tmp_path, *shape, OFFLOAD)
+    assert run_pretend(differing, size, *recipes, size) == [[]] * size
 
 
 def placed(rank, recipe):

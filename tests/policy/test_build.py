@@ -13,13 +13,13 @@ from tests.tiny import tiny_recipe
 from tests.world import run_world
 
 
-def kernel_of(recipe, device):
+def kernel_of(recipe, device, **more):
     """The kernel of a model laid out for `device`, which no tensor touches: everything is on meta."""
     from dtrain.parallel.mesh import build_mesh
 
     mesh: Mesh = build_mesh(Runtime(), dp_replicate=1, dp_shard=1, cp=1, tp=1)
     precision = choose_precision(recipe.train.dtype, device.type)
-    model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, device)
+    model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, device, **more)
     (kernel,) = {id(layer.self_attn.kernel): layer.self_attn.kernel for layer in model.model.layers}.values()
     return kernel
 
@@ -56,6 +56,10 @@ def choices(rank, root):
         long = "data.max_length=16385"
         with pytest.raises(UserError, match="data.max_length=16385: varlen does not run here: too old. Without it"):
             kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long), cuda)
+        packed = tiny_recipe(root, "train.dtype=bfloat16", "data.max_length=8192")
+        with pytest.raises(UserError, match="rows of 16386: .* 16386 × 16386: set data.max_length=8191 or less"):
+            kernel_of(packed, cuda, longest_row=16386)
+        assert kernel_of(packed, cuda, longest_row=16384).name == "sdpa"
         for able in ("data.max_length=16384", "model.attention=sdpa"):
             assert kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long, able), cuda).name == "sdpa"
         build.prove = own

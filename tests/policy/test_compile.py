@@ -1,38 +1,62 @@
-"""Compiled layers: few graphs for rows of all lengths, without a break, and eager's numbers. By aot_eager, which traces
-as inductor does and compiles nothing."""
+"""Compiled layers: two graphs for rows of all lengths, on every mesh and under every kernel, and eager's numbers.
+
+By aot_eager, which traces as inductor does and compiles nothing; one test takes inductor itself.
+"""
+
+import shutil
+import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import metrics as generated
 
 from dtrain import models
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
+from dtrain.models import regions
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.trainer import train
 from tests.pretend.worlds import run_pretend
 from tests.test_trainer import metrics
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
 from tests.world import run_world
 
-pytestmark = pytest.mark.turns(4)
+pytestmark = pytest.mark.turns(7)
 
 ROWS = [(48, 48), (48, 48), (48, 16), (31, 9), (20, 7), (64, 13), (40, 40)]  # lengths of rows and of their documents
-COMPILE = torch.nn.Module.compile
+COMPILE = torch.compile
 
 
-def by_aot_eager(module, **options):
-    COMPILE(module, backend="aot_eager", **options)
+def by_aot_eager():
+    torch.compile = partial(COMPILE, backend="aot_eager")
+    regions.has_triton = lambda: True  # a pretend card has none
 
 
 def graphs():
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return counters["stats"]["unique_graphs"]
 
 
-def lengths_on(rank, path, device, is_packed):
-    """Hidden states and gradients of compiled layers and of eager ones, and the graphs after each row. The first length
-    is the hidden size too."""
-    made = []
+def kept_for_backward(model):
+    """Told of every tensor that a forward keeps, and the bytes of the storages of those that are no parameters."""
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    held = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), held
+
+
+def lengths_on(rank, path, device, is_packed, inductor=False):
+    """The graphs after each row, how far hidden states and gradients of compiled layers are from those of eager ones,
+    and what eager and compiled layers keep for the backward. The first length is the hidden size too."""
+    made, kept = [], []
     for is_compiled in (False, True):
         model = models.build(models.read_config(path))
         models.init_weights(model, 0)
@@ -40,37 +64,57 @@ def lengths_on(rank, path, device, is_packed):
         if is_packed:
             model.use_kernel(VarlenKernel())
         if is_compiled:
-            for layer in model.model.layers:
-                by_aot_eager(layer)
+            if not inductor:
+                by_aot_eager()
+            regions.compile_layers(model)
         found, counts = [], []
         for length, document in ROWS:
             at = torch.arange(length)[None].expand(2, -1)
             ids = (7 * at % 60).to(device)
             rows = (at % document, at // document)
             packed = [*(one.to(device) for one in rows), None, Packing.of(*rows)] if is_packed else []
-            hidden = model.model(ids, *packed)
-            hidden.float().square().sum().backward()
+            hooks, held = kept_for_backward(model)
+            with hooks:
+                hidden = model.model(ids, *packed)
+            weights = torch.linspace(-1, 1, hidden.numel(), device=device).view_as(hidden)
+            (hidden.float() * weights).sum().backward()
             found += [hidden.detach().float().cpu(), model.model.layers[0].mlp.up_proj.weight.grad.float().cpu()]
             counts.append(graphs())
         made.append(found)
-    return counts, max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*made, strict=True))
+        kept.append(sum(held.values()))
+    return counts, max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*made, strict=True)), kept
 
 
 def model_at(root):
     return write_model(root / "model", "llama", hidden_size=48, intermediate_size=56, head_dim=8)
 
 
-def test_rows_of_all_lengths_take_one_graph(tmp_path):
-    [(counts, off)] = run_world(lengths_on, 1, model_at(tmp_path), "cpu", False)
-    assert counts == [(1, 0)] * len(ROWS)
+def test_rows_of_all_lengths_take_two_graphs(tmp_path):
+    """What lies before attention, and what after it."""
+    [(counts, off, _)] = run_world(lengths_on, 1, model_at(tmp_path), "cpu", False, timeout=180.0)
+    assert counts == [2] * len(ROWS)
     assert off < 1e-5
 
 
-def test_packed_rows_on_a_card_take_a_graph_more_for_each_number_that_varies(tmp_path):
-    """The longest document and the row's length are numbers, which become variables where they first differ."""
-    [(counts, off)] = run_pretend(lengths_on, 1, model_at(tmp_path), "cuda", True)
-    assert counts == [(1, 0)] * 2 + [(2, 0)] + [(3, 0)] * (len(ROWS) - 3)
+def test_packed_rows_on_a_card_take_two_graphs(tmp_path):
+    [(counts, off, _)] = run_pretend(lengths_on, 1, model_at(tmp_path), "cuda", True, timeout=180.0)
+    assert counts == [2] * len(ROWS)
     assert off < 2**-6  # of bfloat16
+
+
+def by_inductor(rank, path):
+    return *lengths_on(rank, path, "cpu", False, inductor=True), generated.generated_kernel_count
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ for a CPU")
+@pytest.mark.turns(28)
+def test_inductor_gives_eagers_numbers(tmp_path):
+    """And fewer kernels, and less kept for the backward, as `dtrain plan` says."""
+    [(counts, off, (eager, compiled), kernels)] = run_world(by_inductor, 1, model_at(tmp_path), timeout=600.0)
+    assert counts == [2] * len(ROWS)
+    assert off < 1e-5
+    assert 0 < kernels <= 28
+    assert compiled < eager
 
 
 class Counting(StopFlag):
@@ -85,20 +129,125 @@ class Counting(StopFlag):
         self.seen.append(graphs())
 
 
-def on_rank(rank, recipe, size):
-    torch.nn.Module.compile, stop = by_aot_eager, Counting()
-    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, stop=stop))
+def on_rank(rank, recipe, size, device="cpu"):
+    by_aot_eager()
+    counters.clear()
+    stop = Counting()
+    place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=place, stop=stop))
     return stop.seen
 
 
-def test_a_run_compiles_nothing_after_its_third_step(tmp_path):
-    """Under FSDP, with activation checkpointing around what is compiled."""
-    keys = ("parallel.dp_shard=2", "train.activation_checkpointing=full", "data.packing=false", "train.steps=5")
+def sft(root, *keys, name, family="llama"):
+    rows = root / "rows.jsonl"
+    if not rows.exists():
+        write_rows(rows, longest=140)  # over 64 tokens a CPU's mask comes in blocks
+    return tiny_recipe(root, "data.max_length=150", *keys, name=name, family=family)
+
+
+def qlora(root, *keys, name):
+    if not (model := root / "llama-tied").exists():
+        write_model(model, "llama", hidden_size=64, intermediate_size=64, head_dim=16)  # blocks of 64 weights
+    return sft(root, "lora.rank=4", "lora.quantize=nf4", *keys, name=name)
+
+
+def validated(root, *keys, name):
+    return sft(root, f"data.val.path={root / 'rows.jsonl'}", "train.validate_every=1", *keys, name=name)
+
+
+def dpo(root, *keys, name):
+    pairs = root / "pairs.jsonl"
+    if not pairs.exists():
+        write_pairs(pairs)
+    return tiny_recipe(root, "method=dpo", f"data.train.path={pairs}", "train.global_batch=4", *keys, name=name)
+
+
+PAD, FULL = "data.packing=false", "train.activation_checkpointing=full"
+SELECTIVE = "train.activation_checkpointing=selective"
+TP, CP = "parallel.tp=2", "parallel.cp=2"
+
+# What is run, ranks, keys, and the most graphs that it may take.
+CPU = {
+    "masks": (sft, 1, (PAD,), 2),
+    "packed": (sft, 1, (), 2),
+    "window": (partial(sft, family="gemma3"), 1, (), 2),
+    "validated": (validated, 1, (PAD,), 5),
+    "full": (sft, 2, (PAD, FULL), 2),
+    "selective": (sft, 2, (SELECTIVE,), 2),
+    "tp": (sft, 2, (TP, PAD), 2),
+    "cp": (sft, 2, (CP,), 2),
+    "ring": (sft, 2, (CP, "parallel.cp_rotate=ring"), 2),
+}
+
+
+@pytest.mark.parametrize("name", CPU)
+def test_a_run_compiles_nothing_after_its_third_step(tmp_path, name):
+    make, size, keys, most = CPU[name]
     rows = []
     for is_compiled in ("false", "true"):
-        name = f"compiled-{is_compiled}"
-        recipe = tiny_recipe(tmp_path, *keys, f"train.compile={is_compiled}", family="llama", name=name)
-        for seen in run_world(on_rank, 2, recipe, 2, timeout=180.0):
-            assert {broken for _, broken in seen} == {0} and len(set(seen[len(seen) * 3 // 5 :])) == 1, seen
+        compiled = f"train.compile={is_compiled}", "train.steps=5", "train.dtype=float32"
+        recipe = make(tmp_path, *compiled, *keys, name=f"compiled-{is_compiled}")
+        for seen in run_world(on_rank, size, recipe, size, timeout=240.0):
+            late = set(seen[len(seen) * 3 // 5 :])
+            assert len(late) == 1 and late <= set(range(2, most + 1) if is_compiled == "true" else [0]), seen
         rows.append([(row["loss"], row["grad_norm"]) for row in metrics(recipe) if "loss" in row])
     assert torch.allclose(*map(torch.tensor, rows), rtol=1e-6, atol=0)
+
+
+LORA = "lora.rank=4"
+CARD = {
+    "packed": (sft, 1, (), 2),
+    "masks": (sft, 1, ("model.attention=sdpa",), 2),
+    "window": (partial(sft, family="gemma3"), 1, (PAD,), 2),
+    "full": (sft, 2, (FULL,), 2),
+    "cp": (sft, 2, (CP,), 2),
+    "ring": (sft, 2, (CP, "parallel.cp_rotate=ring"), 2),
+    "lora": (sft, 2, (LORA, FULL), 4),  # the embedding is frozen, so nothing is owed to the first layer's input
+    "qlora": (qlora, 1, (), 4),
+    "dpo": (dpo, 1, (), 4),
+    "dpo-lora": (dpo, 1, (LORA,), 6),
+    "grpo": (tiny_grpo, 1, (), 4),
+}
+
+
+@pytest.mark.parametrize("name", CARD)
+def test_a_run_on_cards_compiles_nothing_after_its_third_step(tmp_path, name):
+    make, size, keys, most = CARD[name]
+    recipe = make(tmp_path, "train.steps=5", "train.dtype=bfloat16", "train.compile=true", *keys, name="compiled")
+    for seen in run_pretend(on_rank, size, recipe, size, "cuda", timeout=240.0):
+        late = set(seen[len(seen) * 3 // 5 :])
+        assert len(late) == 1 and late <= set(range(2, most + 1)), seen
+
+
+def of_many_words(rank):
+    """The graphs of a function of words, which are compiled in, and what was warned of."""
+    by_aot_eager()
+    said = SimpleNamespace(word="")
+    region = regions.Region(lambda x: x + len(said.word))
+    torch._dynamo.config.recompile_limit = 4
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in range(7):
+            said.word = "a" * length
+            assert region(torch.zeros(2, 3)).eq(length).all()
+    return graphs(), [str(one.message) for one in told if "train.compile" in str(one.message)]
+
+
+def test_a_part_that_is_compiled_too_often_runs_as_written_and_says_so():
+    [(count, [warned])] = run_world(of_many_words, 1)
+    assert count == 4
+    assert "train.compile=false" in warned
+
+
+@pytest.mark.parametrize(
+    "keys, why",
+    [
+        ((), "there is no compiler (g++)"),
+        (("lora.rank=4", "lora.dropout=0.1"), "lora.dropout=0.1"),
+        (("train.activation_checkpointing=mlp",), "train.activation_checkpointing=mlp"),
+    ],
+)
+def test_a_run_that_cannot_compile_says_why_and_runs(tmp_path, monkeypatch, capsys, keys, why):
+    monkeypatch.setattr(shutil, "which", lambda name: None if "g++" in why else name)
+    train(tiny_recipe(tmp_path, "train.steps=1", "train.compile=true", *keys), Runtime())
+    assert f"note: train.compile=true, and layers run uncompiled: {why}" in capsys.readouterr().err

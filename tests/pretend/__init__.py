@@ -2,8 +2,9 @@
 
 No GPU is to be had where these tests run. A tensor on the device has memory of its own on the host, which is counted.
 An operation is the CPU's, after CUDA's rules about devices. Kernels that only CUDA has are emulated with the refusals
-of the real ones, and nccl is gloo that takes CUDA tensors alone. It cannot show the numbers and the speed of real
-kernels, races between streams, or fragmentation.
+of the real ones, and nccl is gloo that takes CUDA tensors alone. A hollow card (`Card(hollow=True)`) computes nothing:
+it counts what a step of a model of any size holds, of one rank of many. The device cannot show the numbers and the
+speed of real kernels, races between streams, or fragmentation.
 
     worlds      what tests call: `run_pretend(fn, size, *args)` runs fn on ranks that have a card each
     server      the process that has the device and forks those ranks

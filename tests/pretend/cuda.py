@@ -7,13 +7,14 @@ process: only the helper processes of `server` call it. `insert` sets the card, 
 import contextlib
 import ctypes
 import importlib.util
+import os
 import sys
 import types
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.pretend import journal
+from tests.pretend import graphs, journal
 from tests.pretend.card import Card
 
 _CARDS: list[Card] = [Card(devices=1)]
@@ -33,6 +34,7 @@ def insert(new: Card) -> None:
     _CARDS.append(new)
     library().set_devices(new.devices if new.devices is not None else 1)
     library().set_capacity(new.memory)
+    library().set_hollow(new.hollow)
     library().reset_peak()
     journal.clear()
 
@@ -73,7 +75,8 @@ class Stream:
     def device_index(self) -> int:
         return self.device.index
 
-    def wait_stream(self, stream: "Stream") -> None: ...
+    def wait_stream(self, stream: "Stream") -> None:
+        graphs.no_other_stream()
 
     def wait_event(self, event: "Event") -> None: ...
 
@@ -140,7 +143,8 @@ def _properties(device: Any = None) -> Any:
     return types.SimpleNamespace(
         name=card().name, total_memory=card().memory, major=major, minor=minor, multi_processor_count=132, warp_size=32,
         max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448,
-        L2_cache_size=50 * 2**20, uuid=f"GPU-{_index(device)}", is_integrated=False,
+        L2_cache_size=50 * 2**20, uuid=card().uuid or f"GPU-{_index(device)}",
+        is_integrated=False,
     )  # fmt: skip
 
 
@@ -149,14 +153,24 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
     cuda, accelerator = torch.cuda, torch.accelerator
 
     def is_available() -> bool:
-        return card().devices != 0
+        return device_count() > 0
 
     def device_count() -> int:
-        return card().devices if card().devices is not None else 1
+        return (
+            0
+            if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+            else 1
+            if card().devices is None
+            else card().devices
+        )
+
+    def init() -> None:
+        if card().refusal is not None:
+            raise RuntimeError(card().refusal)
 
     answers = {
         "is_available": is_available, "device_count": device_count, "is_initialized": lambda: True,
-        "_lazy_init": lambda: None, "init": lambda: None, "_is_compiled": lambda: True,
+        "_lazy_init": lambda: None, "init": init, "_is_compiled": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "current_device": device.get_device, "set_device": lambda of: device.set_device(_index(of)), "device": Device,
         "synchronize": lambda of=None: journal.note("sync", "device"),
@@ -170,7 +184,7 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
         "memory_stats": lambda of=None: {"allocated_bytes.all.peak": device.peak()},
         "get_device_properties": _properties, "get_device_name": lambda of=None: card().name,
         "get_device_capability": lambda of=None: card().capability,
-        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+        "get_arch_list": lambda: list(card().kernels),
         "is_bf16_supported": lambda *_: card().capability >= (8, 0),
         # The random numbers are the host's own: they are drawn by its kernels.
         "get_rng_state": lambda of=None: torch.get_rng_state(),
@@ -179,6 +193,8 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(cuda, name, answer)
+    cuda.CUDAGraph = graphs.Graph
+    torch._C._host_emptyCache = lambda: None
     cuda.nccl.version = lambda: (2, 28, 0)
     cuda.profiler.start = cuda.profiler.stop = lambda: None
     torch.backends.cudnn.version = lambda: 91900

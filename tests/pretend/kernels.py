@@ -168,7 +168,7 @@ class Kernels:
             _require(ends.dtype == torch.int32, "cu_seqlens must have dtype int32")
             _require(ends.device == q.device, "cu_seqlens must be on the same device as q")
             _require(ends.is_contiguous() and ends.dim() == 1, "cu_seqlens must be contiguous")
-            values = self._host(ends).tolist()
+            values = self._library.values(ends).tolist()
             lengths = [b - a for a, b in zip(values[:-1], values[1:], strict=True)]
             _require(values[0] >= 0 and values[-1] <= len(of), f"cu_seqlens end at {values[-1]} of {len(of)} tokens")
             _require(min(lengths, default=0) >= 0 and max(lengths, default=0) <= longest, f"longer than {longest}")
@@ -325,6 +325,8 @@ def _for_heads(part: Tensor, heads: int) -> Tensor:
 def _attend(q, k, v, window, bias, scale, shift=0) -> tuple[Tensor, Tensor]:
     """[H, Q, hd] and [H, Q] from q [H, Q, hd], k and v [kv, K, hd], in float32."""
     wide = _wide(q.dtype)
+    if q.is_meta:
+        return q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
     out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], _UNSEEN, dtype=wide)
     for rows, keys, hidden in _blocks(q.shape[1], k.shape[1], window, shift):
         if keys.start == keys.stop:
@@ -340,6 +342,8 @@ def _attend(q, k, v, window, bias, scale, shift=0) -> tuple[Tensor, Tensor]:
 
 def _attend_backward(grad, q, k, v, out, lse, window, bias, scale, shift=0) -> tuple[Tensor, Tensor, Tensor]:
     """[H, Q, hd] and twice [kv, K, hd]; lse [H, Q], +inf or -inf for a row that has seen no key."""
+    if q.is_meta:
+        return q, k, v
     wide = _wide(q.dtype)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     q_grad = q.new_zeros(q.shape, dtype=wide)

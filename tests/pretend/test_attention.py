@@ -3,7 +3,6 @@ that nothing grows with queries × keys."""
 
 import pytest
 import torch
-from torch._dynamo.utils import guard_failures
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.context import VarlenGatherKernel
@@ -14,9 +13,10 @@ from dtrain.attention.varlen import VarlenKernel
 from dtrain.parallel.runtime import Runtime
 from dtrain.trainer import train
 from tests.pretend import journal
+from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.worlds import run_pretend
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_grpo, tiny_recipe
 
 NEAR = 1.5e-2  # relative, of bfloat16's numbers to float32's
 RING = ("parallel.cp=2", "parallel.cp_rotate=ring")
@@ -103,27 +103,9 @@ def test_no_kernel_holds_all_scores(kind, dtype):
         assert not any("MATH" in what for what in kernels)
 
 
-def train_compiled(rank, recipe, size):
-    """Why graphs were compiled again, but for a length of the rows that had not changed before."""
-    compiled = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda module: compiled(module, backend="aot_eager")  # a card has no compiler
-    try:
-        train_on_card(rank, recipe, size)
-    finally:
-        torch.nn.Module.compile = compiled
-    reasons = [str(reason) for reasons in guard_failures.values() for reason in reasons]
-    return [reason for reason in reasons if "size mismatch at index 1" not in reason]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["packed", "gathered", "ring"])
-def test_a_packing_of_its_own_compiles_nothing_anew(tmp_path, name):
-    size, keys, family = RUNS[name]
-    rows = []
-    for compiles in ("false", "true"):
-        keys_of = ("train.steps=5", "checkpoint.every=null", "train.dtype=bfloat16", f"train.compile={compiles}", *keys)
-        recipe = tiny_recipe(tmp_path, *keys_of, family=family, name=compiles)
-        again = run_pretend(train_compiled, size, recipe, size, timeout=250)
-        assert again == [[]] * size
-        rows.append([(row["loss"], row["grad_norm"]) for row in rows_of(recipe)])
-    assert rows[0] == rows[1]
+def test_packed_rollouts_that_would_need_a_long_mask_are_refused(tmp_path):
+    """A packed row of GRPO holds a whole micro-batch."""
+    unproved = Mutant("dtrain.policy.build", "else [proof()]", 'else ["too old"]')
+    keys = "train.dtype=bfloat16", "data.max_length=8193", "train.micro_batch=2"
+    with pytest.raises(AssertionError, match="packed into rows of 16386: too old.* set data.max_length=8192 or less"):
+        run_pretend(train_on_card, 1, tiny_grpo(tmp_path, *keys), 1, mutants=[unproved])

@@ -46,11 +46,12 @@ def test_all_parts_go_well(tmp_path, world):
     text = out.read_text()
     assert status == [0], text
     assert text.count("\nok ") > 20 and "NVIDIA H100" in text and text.rstrip().endswith("== nothing wrong")
+    assert "8 rows: 8 equal to the end" in text
     assert world == 1 or "a collective without its other rank" in text
 
 
-def half_checked(rank, out):
-    some = {name: PARTS[name] for name in ("saves", "devices and versions")}
+def half_checked(rank, out, names=("saves", "devices and versions")):
+    some = {name: PARTS[name] for name in names}
     return check(Asked(1, out, compiled=False, small=True), forked, some)
 
 
@@ -60,6 +61,14 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path):
     assert run_pretend(half_checked, 1, out, mutants=[lost]) == [1]
     text = out.read_text()
     assert "WRONG" in text and "same device" in text and "NVIDIA H100" in text and "== 1 wrong" in text
+
+
+def test_graphs_that_draw_other_tokens_are_wrong(tmp_path):
+    stale = Mutant("dtrain.rollout.graphs", "self.tokens.copy_(tokens)\n        self.logprobs", "self.logprobs")
+    out = tmp_path / "check.txt"
+    part = ("graph decode against eager",)
+    assert run_pretend(half_checked, 1, out, part, mutants=[stale]) == [1]
+    assert "WRONG  0.6B, 8 rows: 0 equal" in out.read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -98,6 +98,7 @@ def nccl_takes_what_is_on_the_card(rank):
     half = dist.new_group([0, 1], backend="nccl")
     refused("No backend type associated with device type cpu", lambda: dist.all_reduce(on_host, group=half))
     refused("contiguous", lambda: dist.all_reduce(torch.ones(4, 4, device=DEVICE)[:, ::2]))
+    refused("contiguous", lambda: dist.all_reduce(torch.ones(4, 2, device=DEVICE).t()))  # dense, and NCCL takes it not
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (2, 1), mesh_dim_names=("a", "b"))
     part = torch.ones(1, device=DEVICE)
     dist.all_reduce(part, group=mesh["a"].get_group())

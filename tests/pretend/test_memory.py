@@ -58,6 +58,8 @@ CASES = {
     "cp": (2, ["parallel.cp=2", "data.max_length=1024"]),
     "ring": (2, ["parallel.cp=2", "parallel.cp_rotate=ring", "data.max_length=1024"]),
     "dpo": (1, ["method=dpo"]),
+    "masters on the host": (1, ["parallel.optimizer_offload=true", "data.max_length=32"]),
+    "masters on the host, fsdp": (2, ["parallel.optimizer_offload=true"]),
     "float32": (1, ["train.dtype=float32", "model.attention=sdpa"]),
 }
 SMALL_HEAD = ("padded, computed again", "selective")  # so that a layer's backward holds most

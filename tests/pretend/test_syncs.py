@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.pretend.test_methods import distill, dpo, lora
+from tests.pretend.test_methods import distill, dpo, grpo, lora
 from tests.pretend.test_sft import MESHES, on_card
 from tests.tiny import tiny_recipe
 
@@ -51,3 +51,12 @@ def test_a_step_of_other_methods_waits_twice(tmp_path, method):
     waits = waits_of_a_step(method, tmp_path, ("train.dtype=bfloat16",), 1)
     print(waits)
     assert_two(waits, 2 if method is dpo else 0)
+
+
+def test_a_step_of_grpo_waits_twice_and_for_its_rollout(tmp_path):
+    """And once for each micro-batch whose log-probabilities go to the host, here three for a rollout of two steps."""
+    waits = waits_of_a_step(grpo, tmp_path, ("train.dtype=bfloat16",), 1)
+    print(waits)
+    drawing = {key: waits.pop(key) for key in list(waits) if "/rollout/" in key[1] or "/attention/decode" in key[1]}
+    assert_two(waits, 1.5)
+    assert sum(drawing.values()) <= 10.5

@@ -2,6 +2,7 @@
 left as it was."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from dtrain.rollout.engine import Engine
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import Request, SamplingParams
 from tests.models.oracle import VARIANTS
+from tests.rollout.test_engine import same
+from tests.rollout.test_graphs import Makers
 from tests.world import run_world
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], list(range(17))]
@@ -112,6 +115,23 @@ def test_a_mesh_gives_the_completions_of_one_process(variant, sizes, options, un
             assert ids == one.ids and finish == one.finish
             assert logprobs == pytest.approx(one.logprobs, rel=0, abs=1e-12)
         assert found == results[0][0]  # the same bits on every rank
+
+
+def by_graphs(rank, variant, sizes):
+    model, mesh = on_mesh(rank, variant, sizes)
+    before, makers = state_of(model), Makers()
+    # No top-p, whose search reads the host on a CPU.
+    asked = [replace(one, sampling=replace(one.sampling, top_p=1.0)) for one in REQUESTS]
+    found = NativeEngine(model, mesh, torch.device("cpu"), decode=spelled, unshard=True, graphs=makers).generate(asked)
+    assert state_of(model) == before and makers.total("replayed") > 0
+    same(found, Engine(build(variant), decode=spelled).generate(asked))
+    with pytest.raises(UserError, match="whole weights on every rank"):
+        NativeEngine(model, mesh, torch.device("cpu"), unshard=False, graphs=makers).generate(asked)
+
+
+@pytest.mark.parametrize(("variant", "sizes"), [("qwen3", {"dp_shard": 2}), ("gemma3", {"cp": 2})])
+def test_graphs_on_a_mesh(variant, sizes):
+    run_world(by_graphs, 2, variant, sizes)
 
 
 def in_bfloat16(rank):

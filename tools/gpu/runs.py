@@ -89,6 +89,33 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
     return torch.cuda.max_memory_allocated(), kernel.name + (f" ({kernel.note})" if kernel.note else "")
 
 
+def decode_rank(
+    rank: int, size: int, recipe: Recipe, rows: int, tokens: int, with_graphs: bool
+) -> tuple[list[list[int]], float]:
+    """What `rows` samples of eight prompts come to, `tokens` long, and the tokens a second of the second time."""
+    import time
+
+    import torch
+
+    from dtrain import models
+    from dtrain.rollout.engine import Engine
+    from dtrain.rollout.graphs import CudaGraphs
+    from dtrain.rollout.request import Request, SamplingParams
+
+    device = torch.device("cuda", rank)
+    model = models.build(models.read_config(recipe.model.directory), torch.bfloat16)
+    models.init_weights(model, 0)
+    engine = Engine(model.to(device), graphs=CudaGraphs if with_graphs else None)
+    prompts = [[1 + (7 * at + prompt) % 50 for at in range(20 + prompt)] for prompt in range(8)]
+    sampling = SamplingParams(tokens, 1.0, top_p=0.9)
+    asked = [Request(prompts[row % 8], sampling, 0, row % 8, row) for row in range(rows)]
+    for _ in range(2):
+        began = time.monotonic()
+        found = engine.generate(asked)  # waits for the device: it looks at the tokens
+        rate = rows * tokens / (time.monotonic() - began)
+    return [one.ids for one in found], rate
+
+
 def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window: int | None) -> str | None:
     """Why variable-length attention is not to be used here; None where it proves itself."""
     import torch

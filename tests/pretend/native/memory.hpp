@@ -1,5 +1,6 @@
 // What a device is to torch: a guard that knows which one is current, an allocator, and the hooks that say it is there.
-// A device's memory is the host's. It is counted, limited, and filled with 0xFF, so that what nobody wrote is NaN or -1.
+// A device's memory is the host's. It is counted, limited, and filled with 0xFF, so that what nobody wrote is NaN or -1;
+// a hollow device's is only named, never touched.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -7,6 +8,8 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -19,6 +22,7 @@ namespace pretend {
 struct Machine {
   c10::DeviceIndex devices = 1;
   int64_t capacity = int64_t{80} << 30;  // bytes of this process's device
+  bool hollow = false;  // it hands out memory and computes nothing: what it holds can be counted at any size
   std::atomic<int64_t> held{0}, peak{0};
   pybind11::handle observer;  // observer(kind, what): whatever a GPU would feel; set once, by Python
 };
@@ -76,12 +80,17 @@ struct DeviceMemory final : c10::Allocator {
   struct Block {
     void* bytes;
     int64_t size;
+    bool hollow;
   };
 
   static void release(void* context) {
     auto block = static_cast<Block*>(context);
     machine().held -= block->size;
-    free(block->bytes);
+    if (block->hollow && block->size) {
+      munmap(block->bytes, block->size);
+    } else {
+      free(block->bytes);
+    }
     delete block;
   }
 
@@ -91,8 +100,12 @@ struct DeviceMemory final : c10::Allocator {
     TORCH_CHECK_WITH(
         OutOfMemoryError, of.held + size <= of.capacity, "CUDA out of memory. Tried to allocate ", size, " bytes of ",
         of.capacity, ", ", of.held.load(), " of them held");
-    auto block = new Block{nullptr, size};
-    if (size) {
+    auto block = new Block{nullptr, size, of.hollow};
+    if (size && of.hollow) {
+      const auto how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+      block->bytes = mmap(nullptr, size, PROT_READ | PROT_WRITE, how, -1, 0);
+      if (block->bytes == MAP_FAILED) throw std::bad_alloc();
+    } else if (size) {
       if (posix_memalign(&block->bytes, 512, size)) throw std::bad_alloc();
       memset(block->bytes, 0xFF, size);
     }

@@ -112,8 +112,8 @@ class Nccl : public Backend {
  private:
   static Tensor taken(const Tensor& tensor) {
     TORCH_CHECK(tensor.is_cuda(), "Tensors must be CUDA and dense (nccl was given a tensor on ", tensor.device(), ")");
-    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
-    return host(tensor);
+    TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
+    return bytes_of(tensor);
   }
   static Tensors taken(const Tensors& tensors) {
     Tensors out;

@@ -1,5 +1,6 @@
 // What computes: a fallback for every operation of torch on the CUDA dispatch key, which is the CPU's on aliases of the
-// operands after CUDA's rules about devices, and the few operations that a fallback cannot be.
+// operands after CUDA's rules about devices, and the few operations that a fallback cannot be. On a hollow device it is
+// that of torch's meta tensors, which gives shapes alone; what the host reads there is ones, what it writes is written.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -11,8 +12,10 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/nonzero_native.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
@@ -31,7 +34,7 @@ using at::Tensor;
 using Stack = torch::jit::Stack;
 
 // The same bytes as a CPU tensor, which keeps the memory of `tensor`.
-inline Tensor host(const Tensor& tensor) {
+inline Tensor bytes_of(const Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return tensor;
   if (tensor.numel() == 0) {
     return at::detail::empty_strided_generic(
@@ -44,14 +47,20 @@ inline Tensor host(const Tensor& tensor) {
   return at::from_blob(bytes, tensor.sizes(), tensor.strides(), [storage](void*) {}, options);
 }
 
-// A copy of a CPU tensor on a device.
+// What the host computes with in place of a device's tensor: its bytes, or of a hollow device its shape.
+inline Tensor host(const Tensor& tensor) {
+  if (!machine().hollow || !tensor.defined() || tensor.is_meta()) return bytes_of(tensor);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+// A copy of a CPU tensor on a device; of a meta tensor its memory.
 inline Tensor on_device(const Tensor& tensor, c10::Device device) {
   if (!tensor.defined()) return tensor;
   c10::DeviceGuard guard(device);
   Tensor out = at::detail::empty_strided_generic(
       tensor.sizes(), tensor.strides(), device_memory(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
       tensor.scalar_type());
-  if (tensor.numel()) host(out).copy_(tensor);
+  if (tensor.numel() && !tensor.is_meta()) bytes_of(out).copy_(tensor);
   return out;
 }
 
@@ -117,7 +126,7 @@ class Call {
       value = list;
     } else if (value.isDevice()) {
       if (value.toDevice().is_cuda()) wanted_ = value.toDevice();
-      value = c10::Device(at::kCPU);
+      value = c10::Device(machine().hollow ? at::kMeta : at::kCPU);
     }
   }
 
@@ -127,7 +136,7 @@ class Call {
     seen_ = true;
     if (!tensor.is_cuda()) {
       on_host_.push_back({tensor, in_list, first});
-      return tensor;
+      return tensor.dim() ? host(tensor) : tensor;
     }
     TORCH_CHECK(
         !device_ || *device_ == tensor.device(), "Expected all tensors to be on the same device, but found at least ",
@@ -157,7 +166,7 @@ class Call {
     auto& [alias, original] = aliases_[index];
     if (alias.sizes().vec() == sizes_[index]) return;
     at::native::resize_(original, alias.sizes(), std::nullopt);
-    if (alias.numel()) host(original).copy_(alias);
+    if (alias.numel() && !alias.is_meta()) host(original).copy_(alias);
   }
 
   void give(c10::IValue& value, c10::Device device) {
@@ -171,7 +180,7 @@ class Call {
   }
 
   Tensor original_of(const Tensor& tensor, c10::Device device) {
-    if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+    if (!tensor.defined() || tensor.is_cuda()) return tensor;
     for (auto& [alias, original] : aliases_) {
       if (alias.is_same(tensor)) return original;
     }
@@ -247,17 +256,20 @@ inline Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
       tell("copy", where);
     }
   }
-  host(self).copy_(host(source));
+  if (machine().hollow && source.is_cuda()) return self.is_cpu() ? self.fill_(1) : self;
+  bytes_of(self).copy_(bytes_of(source));
   return self;
 }
 
 inline at::Scalar item(const Tensor& self) {
   tell("sync", "item");
+  if (machine().hollow) return at::ones({}, self.options().device(at::kCPU)).item();
   return at::native::_local_scalar_dense_cpu(host(self));
 }
 
 inline Tensor nonzero(const Tensor& self) {
   tell("sync", "nonzero");
+  TORCH_CHECK(!machine().hollow, "a hollow device cannot tell which numbers are not zero");
   return on_device(at::native::nonzero_cpu(host(self)), self.device());
 }
 

@@ -36,12 +36,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("observe", [](pybind11::object observer) { machine().observer = kept(observer); });
   m.def("set_devices", [](int count) { machine().devices = static_cast<c10::DeviceIndex>(count); });
   m.def("set_capacity", [](int64_t bytes) { machine().capacity = bytes; });
+  m.def("set_hollow", [](bool hollow) { machine().hollow = hollow; });
   m.def("set_device", [](int index) { Guard().setDevice({c10::DeviceType::CUDA, (c10::DeviceIndex)index}); });
   m.def("get_device", [] { return static_cast<int>(current_device); });
   m.def("held", [] { return machine().held.load(); });
   m.def("peak", [] { return machine().peak.load(); });
   m.def("reset_peak", [] { machine().peak = machine().held.load(); });
   m.def("host", [](const Tensor& tensor) { return host(tensor); });
+  m.def("values", [](const Tensor& tensor) { return bytes_of(tensor); });
   m.def("on_device", [](const Tensor& tensor, const Tensor& like) { return on_device(tensor, like.device()); });
   m.def("resize_storage", [](const Tensor& tensor, int64_t bytes) {
     at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), bytes);

@@ -1,0 +1,122 @@
+"""What the terminal is told of a run before its first step, and when it is done."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.config.schema import DataSource, Recipe
+from dtrain.methods.facts import facts_of
+from dtrain.models.layers import weights_in
+from dtrain.sizing import warmup_of
+
+if TYPE_CHECKING:
+    from dtrain.trainer import Trainer
+
+LABEL = 10  # characters of a label with the blanks behind it
+AVERAGED = 10  # steps at either end whose mean a curve is told by
+
+
+def labelled(label: str, text: str) -> str:
+    """A line of a table without borders."""
+    return f"{label:<{LABEL}}{text}"
+
+
+def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
+    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it. asked:
+    the recipe before `train.global_batch=auto` had a number."""
+    recipe, sizes, policy, rows = trainer.recipe, trainer.sizes, trainer.policy, trainer.rows
+    parameters = list(policy.model.parameters())
+    count = sum(map(weights_in, parameters))
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
+    of_it = "" if trained == count else f" ({part} of them trained)"
+    yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
+    counted = asked.train.global_batch == "auto" or recipe.train.epochs is not None
+    per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
+    packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
+    yield labelled("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
+    shape = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
+    axes = " × ".join(f"{axis} {number}" for axis, number in shape.items() if number > 1)
+    world = f"{sizes.world_size} processes: {axes}" if sizes.world_size > 1 else "one process"
+    yield labelled("mesh", f"{world}, {policy.device.type}")
+    auto = " (auto)" * (asked.train.global_batch == "auto")
+    yield labelled(
+        "batch",
+        f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
+        f"{sizes.accumulation} × dp {sizes.dp}",
+    )
+    yield labelled("steps", _steps(trainer))
+    yield from trainer.method.choices
+    yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
+    if policy.device.type == "cuda":
+        kernel = policy.model.model.kernel
+        yield f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else "")
+    if policy.model.uncompiled is not None:
+        yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
+    yield from _notes(trainer)
+    yield from trainer.metrics.choices
+
+
+def _steps(trainer: "Trainer") -> str:
+    recipe, total = trainer.recipe, trainer.total_steps
+    schedule, epochs = recipe.scheduler, recipe.train.epochs
+    passes = "" if epochs is None else f", {epochs} pass{'es' * (epochs != 1)} over the data"
+    if isinstance(schedule, list):
+        rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
+    else:
+        warmup = warmup_of(schedule, total)
+        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}" + f", {warmup} of warm-up" * (warmup > 0)
+    return f"{total:,}{passes}; {rate}"
+
+
+def _notes(trainer: "Trainer") -> Iterator[str]:
+    recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
+    if (warmup := warmup_of(recipe.scheduler, trainer.total_steps)) >= trainer.total_steps:
+        yield (
+            f"note: scheduler.warmup_steps={warmup} and the run has {trainer.total_steps} steps: the learning rate "
+            "never reaches optimizer.lr; fewer warm-up steps would let it"
+        )
+    if recipe.data.max_length > longest:
+        yield (
+            f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "
+            "made for (max_position_embeddings of its config.json)"
+        )
+
+
+def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
+    """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
+    names = facts_of(recipe).curves
+    for name, values in _curves(directory / "metrics.jsonl", names).items():
+        ends = values[:AVERAGED], values[-AVERAGED:]
+        if len(values) < 2 * AVERAGED:
+            ends = values[: max(1, len(values) // 2)], values[-max(1, len(values) // 2) :]
+        first, last = (sum(part) / len(part) for part in ends)
+        steps = f"means of the first and last {len(ends[0])}" if len(ends[0]) > 1 else "the first and the last"
+        if len(values) > 1:
+            yield labelled("learned", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)})")
+    if not has_export:
+        return
+    yield labelled("next", f'dtrain generate {directory} --prompt "..."')
+    yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")
+    yield labelled("", f"dtrain serve {directory}")
+    if recipe.lora is not None:
+        yield labelled("", f"dtrain export {directory} OUT    # a whole model, the adapter merged into it")
+
+
+def _questions(recipe: Recipe) -> str:
+    """A file of prompts that the run knows: GRPO's own; else the user's."""
+    held = recipe.data.val if isinstance(recipe.data.val, DataSource) else recipe.data.train
+    return held.path if facts_of(recipe).kind == "prompts" and isinstance(held.path, str) else "questions.jsonl"
+
+
+def _curves(path: Path, names: Iterable[str]) -> dict[str, list[float]]:
+    """Each of the fields that the run measured, over its steps."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            row: dict[str, Any] = json.loads(line)
+            for name, values in found.items():
+                if isinstance(row.get(name), int | float):
+                    values.append(row[name])
+    return {name: values for name, values in found.items() if values}

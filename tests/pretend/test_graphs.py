@@ -1,0 +1,52 @@
+"""grpo.cuda_graphs on pretend cards: by the rules of torch.cuda.graph, with the CPU's numbers without graphs."""
+
+import pytest
+
+from tests.pretend.mutants import Mutant
+from tests.pretend.runs import rows_of, train_on_card
+from tests.pretend.test_methods import grpo
+from tests.pretend.test_sft import EXACT, assert_close, on_cpu
+from tests.pretend.worlds import run_pretend
+
+GRAPHS = "grpo.cuda_graphs=true", "grpo.sampling.max_new_tokens=12"
+
+
+def train_and_count(rank, recipe, size):
+    from tests.pretend.graphs import Graph
+
+    Graph.replays = 0
+    train_on_card(rank, recipe, size)
+    return Graph.replays
+
+
+@pytest.mark.parametrize(
+    ("size", "keys", "like"),
+    [
+        (1, (), ("grpo.sampling.top_p=0.9",)),
+        (1, ("train.dtype=bfloat16",), None),  # under FSDP, for its float32 masters
+        (2, (), ()),
+        (1, ("lora.rank=4", "lora.dropout=0.1", "train.dtype=bfloat16"), None),
+    ],
+    ids=["one", "mixed", "fsdp", "lora"],
+)
+def test_a_run_with_graphs(tmp_path, size, keys, like):
+    card = grpo(tmp_path, *GRAPHS, *keys, *(like or ()), name="card")
+    replays = run_pretend(train_and_count, size, card, size)
+    assert all(count > 10 for count in replays), replays
+    if like is not None:
+        assert_close(rows_of(card), on_cpu(grpo(tmp_path, GRAPHS[1], *like, name="cpu")), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        (Mutant("dtrain.models.functions", "if rope not in held:", "if True:"), "pageable|from the host"),
+        (Mutant("dtrain.models.layers", "layer.forward if cache is not None and cache.bare else layer", "layer"),
+         "a stream waits"),
+    ],
+    ids=["rotary", "hooks"],
+)  # fmt: skip
+def test_what_cannot_be_captured_is_refused(tmp_path, mutant, words):
+    recipe = grpo(tmp_path, *GRAPHS, "train.dtype=bfloat16", name="card")
+    with pytest.raises(AssertionError, match=words):
+        run_pretend(train_and_count, 1, recipe, 1, mutants=[mutant])

@@ -1,0 +1,103 @@
+"""Decoding by graphs: the tokens of an engine without them, over rows that come, go and grow, by replays alone."""
+
+import pytest
+import torch
+
+from dtrain.rollout import engine as engine_module
+from dtrain.rollout.engine import Engine
+from dtrain.rollout.request import Request, SamplingParams
+from tests.replay import NotCapturable, Recording, Replays
+from tests.rollout.test_engine import PROMPTS, build, same
+
+
+class Makers(list):
+    """Every maker that an engine has asked for."""
+
+    def __call__(self, device):
+        self.append(Replays(device))
+        return self[-1]
+
+    def total(self, name):
+        return sum(getattr(one, name) for one in self)
+
+
+def requests(longest=24):
+    """Several samples of each prompt, with settings of their own; no top-p, which reads the host on a CPU."""
+    kinds = [
+        SamplingParams(longest, 0.0),
+        SamplingParams(longest + 15, 1.0),
+        SamplingParams(longest - 7, 0.7, top_k=5),
+        SamplingParams(1, 1.3, min_p=0.02),
+        SamplingParams(longest, 1.0, stop_ids=(3, 4, 5, 6, 7, 8)),
+    ]
+    return [Request(p, kind, 1, i, j) for i, p in enumerate(PROMPTS) for j, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("variant", ["llama3.1", "gemma3"])
+def test_the_tokens_are_those_without_graphs(variant):
+    model, asked = build(variant), requests()
+    expected, makers = Engine(model).generate(asked), Makers()
+    same(Engine(model, graphs=makers).generate(asked), expected)
+    assert makers.total("replayed") > makers.total("captured") > 0
+    assert {one.finish for one in expected} == {"stop", "length"}
+
+
+def test_rows_come_and_go(monkeypatch):
+    """Few rows at a time, ended ones noticed late: shapes come again, and replays go on with other rows."""
+    monkeypatch.setattr(engine_module, "_LOOK_EVERY", {"cpu": 3})
+    model, asked, makers = build("qwen3"), requests(12), Makers()
+    same(Engine(model, max_rows=4, graphs=makers).generate(asked), Engine(model).generate(asked))
+    assert makers.total("replayed") > makers.total("captured")
+
+
+def test_one_sample_of_each_prompt():
+    model, makers = build("qwen3"), Makers()
+    asked = [Request(prompt, SamplingParams(20), 1, index) for index, prompt in enumerate(PROMPTS[:2] + PROMPTS[4:])]
+    same(Engine(model, graphs=makers).generate(asked), Engine(model).generate(asked))
+    # Three rows on one shelf, which begins with 32 keys: one shape.
+    assert makers.total("captured") == 1 and makers.total("replayed") == 18
+
+
+def test_weights_that_moved_are_captured_anew():
+    model, makers = build("qwen3"), Makers()
+    asked = [Request(PROMPTS[0], SamplingParams(30, 0.0))]
+    engine = Engine(model, graphs=makers)
+    engine.add(asked[0])
+    for _ in range(6):
+        engine.step()
+    captured = makers[-1].captured
+    model.lm_head.weight.data = model.lm_head.weight.data * -1.0
+    for _ in range(4):
+        engine.step()
+    ids, _ = engine.progress(1)
+    assert makers[-1].captured == captured + 1
+    model.lm_head.weight.data = model.lm_head.weight.data * -1.0
+    before = Engine(model).generate([Request(PROMPTS[0], SamplingParams(7, 0.0))])[0].ids
+    assert ids[:7] == before[:7]  # the first six steps give seven tokens
+    model.lm_head.weight.data = model.lm_head.weight.data * -1.0
+    after = Engine(model).generate([Request([*PROMPTS[0], *ids[:7]], SamplingParams(4, 0.0))])[0].ids
+    assert ids[7:11] == after
+
+
+def test_what_a_graph_cannot_hold_is_noticed():
+    x, cpu = torch.arange(4.0), torch.device("cpu")
+    for wrong, words in (
+        (lambda: x.sum().item(), "read on the host"),
+        (lambda: x[x > 1], "read on the host"),
+        (lambda: x + torch.tensor([1.0, 2.0, 3.0, 4.0]), "copies from the host"),
+    ):
+        with pytest.raises(NotCapturable, match=words), Recording(cpu):
+            wrong()
+    recording, outside, lost = Recording(cpu), torch.zeros(4), torch.ones(4)
+    with recording:
+        made = x * 2 + lost
+        outside.add_(made)
+    recording.end()
+    assert outside.tolist() == [0.0] * 4 and made.isnan().all()
+    recording.replay()
+    x.fill_(1.0)
+    recording.replay()
+    assert outside.tolist() == [4.0, 6.0, 8.0, 10.0] and made.isnan().all()
+    del lost
+    with pytest.raises(NotCapturable, match="given back"):
+        recording.replay()

@@ -1,0 +1,39 @@
+"""What the terminal is told of a run before it begins and when it is done."""
+
+import json
+
+from dtrain.summary import closing
+from tests.test_trainer import run
+from tests.tiny import tiny_grpo, tiny_recipe
+
+
+def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
+    recipe = tiny_recipe(tmp_path, "checkpoint.export=final", "scheduler.warmup_steps=null")
+    run(recipe)
+    lines = "".join(capfd.readouterr()).splitlines()
+    table = {line[:10].strip(): line[10:] for line in lines if line[:1].isalpha() and line[9:10] == " "}
+    assert table["model"].endswith("parameters, init scratch") and table["mesh"] == "one process, cpu"
+    assert table["data"] == "60 samples, packed to 32 tokens"
+    assert table["batch"] == "global batch 8 = micro batch 2 × accumulation 4 × dp 1"
+    assert table["steps"] == "10; learning rate 0.01, cosine"
+    rows = [json.loads(line)["loss"] for line in (recipe.run.directory / "metrics.jsonl").open()]
+    first, last = sum(rows[:5]) / 5, sum(rows[5:]) / 5
+    assert table["learned"] == f"loss {first:.4g} → {last:.4g} (means of the first and last 5 of 10)"
+    assert f'dtrain generate {recipe.run.directory} --prompt "..."' in table["next"]
+
+
+def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": n, "loss": 9.0, "reward_mean": n / 10}) + "\n" for n in range(3))
+    )
+    told = list(closing(tiny_grpo(tmp_path), tmp_path, True))
+    assert told[0] == "learned   reward 0 → 0.2 (the first and the last of 3)"
+    assert f"dtrain eval {tmp_path} {tmp_path / 'prompts.jsonl'}" in told[2]
+    assert list(closing(tiny_recipe(tmp_path), tmp_path, False)) == [
+        "learned   loss 9 → 9 (the first and the last of 3)"
+    ]
+
+
+def test_groups_that_are_all_alike_are_warned_of(tmp_path, capfd):
+    run(tiny_grpo(tmp_path, "grpo.rewards=[{fn: tests.methods.judges.nothing}]", "train.steps=4", "grpo.show=0"))
+    assert "".join(capfd.readouterr()).count("warning: in every group of the rollout before step 1 all rewards") == 1
