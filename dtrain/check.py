@@ -83,7 +83,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _few_bits(recipe)
     problems += _muon(recipe)
     problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
-    if not any(key.startswith("parallel.") for key, _ in wrong):
+    if world_size >= 1 and not any(key.startswith("parallel.") for key, _ in wrong):
         of_mesh, shape = mesh_problems(recipe, world_size)
         problems += of_mesh
         problems += _sequence(recipe)

@@ -31,12 +31,13 @@ ROOMS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit status."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    typed = sys.argv[1:] if argv is None else list(argv)
+    _know(parser, typed)
+    arguments, rest = parser.parse_known_args(typed)
     if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
-    if rest:
-        _refuse(parser, rest)
+    _refuse(parser, typed, rest)
     try:
         status = arguments.command(arguments)
         sys.stdout.flush()
@@ -144,10 +145,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> None:
-    dashed = next((word for word in rest if word.startswith("--") and "=" in word), None)
-    hint = f": keys of a recipe are written without dashes, {dashed.lstrip('-')}" if dashed else ""
-    parser.error(f"unknown arguments: {' '.join(rest)}{hint}")
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
+    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+
+
+def _know(parser: argparse.ArgumentParser, typed: list[str]) -> None:
+    """Ends with status 2 where no command was typed, or one that dtrain has not."""
+    if not typed:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    if typed[0].startswith("-") and typed[0] not in ("-h", "--help", "--version"):
+        parser.error(f"{typed[0]}: a command comes first, such as `dtrain run RECIPE key=value`; --help lists them")
+    if not typed[0].startswith("-") and typed[0] not in _commands(parser):
+        from dtrain.typed import no_command
+
+        parser.error(no_command(typed, list(_commands(parser))))
+
+
+def _refuse(parser: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
+    """Ends with status 2 where an option is unknown, or a command that takes options was given `key=value`."""
+    command, said = _commands(parser)[typed[0]], []
+    takes_keys = any(action.dest == "overrides" for action in command._actions)
+    if rest or (not takes_keys and any("=" in word for word in typed)):
+        from dtrain import typed as answers
+
+        said = [] if takes_keys else answers.keys_of_a_recipe(command, typed[1:])
+        said += answers.no_option(command, typed[1:], [word for word in rest if word.startswith("-")])
+        said += answers.too_many(command, [one.partition(": ")[0] for one in said], rest)
+    if said:
+        command.error("\n  ".join(said))
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -268,7 +268,8 @@ def _not_a_section(
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
     leaf = next((key for key in ("path", "name", "train.path") if key.partition(".")[0] in hints), None)
-    meant = f"; write {dotted}.{leaf}={value}" if isinstance(value, str) and leaf else ""
+    said = words.meant(f"{dotted}.{leaf}", value) or value
+    meant = f"; write {dotted}.{leaf}={said}" if isinstance(value, str) and leaf else ""
     return f"{dotted}={_shown(value)}: {dotted} is {wanted}{meant}"
 
 
@@ -346,9 +347,9 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[
     word = dotted.removeprefix(prefix)
     known = words.answer(dotted)
     inner = [
-        f"{key}: {known}"
+        f"{key}: {said}"
         for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
-        if (known := words.answer(key))
+        if (said := words.answer(key))
     ]
     if value is None and re.fullmatch(r"\w+:\S+", word):
         key, _, text = word.partition(":")
@@ -375,6 +376,7 @@ def _in_our_keys(given: Mapping) -> str | None:
     known = keys()
     hints = get_type_hints(Recipe)
     theirs = {key: value for key, value in flat(given).items() if key.partition(".")[0] not in hints}
+    theirs |= {f"{key}.name": given[key] for key in ("optimizer", "scheduler") if isinstance(given.get(key), str)}
     found: dict[str, Any] = {}
     for theirs_key, value in theirs.items():
         if isinstance(value, list) and value and all(isinstance(one, Mapping) and "path" in one for one in value):
@@ -386,9 +388,12 @@ def _in_our_keys(given: Mapping) -> str | None:
             continue
         if isinstance(value, str) and "," in value and key in ("data.train.path", "lora.target"):
             value = [part.strip() for part in value.split(",")]
-        _section(Recipe, _nested({key: value}), "", problems := [])
+        value = value[0] if isinstance(value, list) and len(value) == 1 and key == "data.train.path" else value
+        made: Any = _section(Recipe, _nested({key: value}), "", problems := [])
+        for part in key.split("."):
+            made = getattr(made, part)
         if not problems:
-            found[key] = value
+            found[key] = made
     if len(found) < FOREIGN:
         return None
     micro, times = found.get("train.micro_batch"), given.get("gradient_accumulation_steps")

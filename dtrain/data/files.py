@@ -239,6 +239,7 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
     next_character()
     position += 1
     closed = next_character() == "]"
+    position += closed
     while not closed:
         next_character()
         while True:

@@ -1,9 +1,22 @@
 """The command `dtrain eval`: its arguments, and what it does with them. No torch until it runs."""
 
 import argparse
+import re
 from pathlib import Path
 
 from dtrain.arguments import at_least
+from dtrain.errors import UserError
+
+# What the shared code calls a thing, a recipe's key, and what it is called here.
+_OPTIONS = {
+    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): \.\.\}\}\]": r"""--reward '\1={"\2": ".."}'""",
+    r"grpo\.rewards\[\d+\]\.fn": "--reward",
+    r"grpo\.reward_timeout": "--reward-timeout",
+    r"grpo\.sampling\.(\w+)": lambda found: "--" + found[1].replace("_", "-"),
+    r"data\.chat_template": "--chat-template",
+    r"data\.train\.path": "DATA",
+    r"model\.path": "DIR",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
+def in_options(text: str) -> str:
+    """A message about a recipe's keys in the words of this command."""
+    for key, option in _OPTIONS.items():
+        text = re.sub(key, option, text)
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
     from dtrain.evaluation.evaluate import evaluate
 
-    report = evaluate(arguments)
+    try:
+        report = evaluate(arguments)
+    except UserError as error:
+        raise UserError(in_options(str(error))) from error
     print(report.as_json() if arguments.json else report.as_table())
     return 0

@@ -70,11 +70,32 @@ def read_config(directory: str | Path) -> ModelConfig:
     if not directory.is_dir():
         raise UserError(_no_directory(str(directory)))
     if not path.exists():
-        raise UserError(f"{directory} has no config.json: model.path must be a model's directory")
+        raise UserError(f"{directory} has no config.json: model.path must be a model's directory{_instead(directory)}")
     return parse_config(read_json(path), str(path))
 
 
+_GGUF = "dtrain reads no GGUF, the files of llama.cpp: give the original model, config.json with *.safetensors"
+
+
+def _instead(directory: Path) -> str:
+    """What to add where `directory` holds something else."""
+    if any(directory.glob("*.gguf")):
+        return f"; {_GGUF}"
+    if (directory / "export" / "config.json").is_file():
+        return f"; this is a run's, so set model.path={directory / 'export'}"
+    if (directory / "checkpoints").is_dir():
+        return f"; this is a run's: `dtrain export {directory} OUT`, and set model.path=OUT"
+    inner = next((path.parent for path in sorted(directory.glob("*/config.json"))), None)
+    return f"; there is one in {inner}" if inner else ""
+
+
 def _no_directory(name: str) -> str:
+    if name.lower().endswith(".gguf"):
+        return f"model.path={name}: {_GGUF}"
+    if Path(name).is_file():
+        return (
+            f"model.path={name} is a file: give the directory that holds config.json, *.safetensors and the tokenizer"
+        )
     message = f"model.path: there is no directory {name!r}"
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         local = name.split("/")[1]

@@ -25,6 +25,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
+TOLD_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
 @dataclass
@@ -136,6 +137,7 @@ class HttpEngine:
         self._closed = False
         key = read_key(api_key_file)
         until = time.monotonic() + start_timeout
+        self._start_timeout = start_timeout
         self._wires = [Wire(url, key) for url in urls]
         self.servers: list[ServerClient] = self._all(
             self._wires, lambda wire, stop: self._meet(wire, kind, model, _Tries(until, stop)), ask_stop
@@ -199,6 +201,7 @@ class HttpEngine:
             self._changed.notify_all()
 
     def _meet(self, wire: Wire, kind: str, model: str | None, tries: _Tries) -> ServerClient:
+        said = 0.0
         while True:
             try:
                 dialect, models = recognise(wire, kind, tries.seconds)
@@ -207,11 +210,14 @@ class HttpEngine:
                 raise UserError(f"{wire.url}: {error}") from error
             except Unanswered as error:
                 tries.note(wire.url, error)
-                if tries.count(wire.url) == 1:
-                    self.say(f"{wire.url}: {error}; waiting for it to come up")
+                waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
+                if tries.count(wire.url) == 1 or time.monotonic() - said >= TOLD_EVERY:
+                    said = time.monotonic()
+                    self.say(f"{wire.url}: {error}; waiting for it to come up, {tries.seconds:.0f} s left {waits}")
                 if not tries.wait(wire.url):
                     raise UserError(
-                        f"{tries.told()}: the server did not come up; start it, or take it out of the servers"
+                        f"{tries.told()}: the server did not come up (the time {waits}, is over); start it, or take it "
+                        "out of grpo.server.urls"
                     ) from error
         if model is not None and model not in models:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")

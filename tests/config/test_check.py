@@ -61,7 +61,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["run.name=a/b"], "run.name=a/b must be the name of one directory"),
         (
             1,
-            ["optimizer.name=adamm"],
+            ["optimizer.name=admaw"],
             "optimizer.name=admaw is none of adamw, adam, sgd, adafactor, muon; did you mean",
         ),
         (1, ["optimizer.name=AdamW"], "did you mean adamw?"),

@@ -1,0 +1,51 @@
+"""`dtrain validate` answers each of the table's mistakes with file, key and fix, and never with a traceback."""
+
+import pytest
+
+from dtrain import config
+from dtrain.cli import main
+from tests.mistakes import Mistake
+from tests.mistakes.recipes import RECIPES, ROWS
+from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
+
+LATER = ROWS
+"""Answered by `run`, which reads the rows."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A directory with a sound recipe of each kind."""
+    root = tmp_path_factory.mktemp("mistakes")
+    pairs = write_pairs(root / "pairs.jsonl")
+    recipes = {
+        "sft": tiny_recipe(root),
+        "dpo": tiny_recipe(root, "method=dpo", f"data.train.path={pairs}"),
+        "grpo": tiny_grpo(root),
+    }
+    for name, recipe in recipes.items():
+        (root / f"{name}.yaml").write_text(config.to_yaml(recipe))
+    return root
+
+
+def answer(mistake: Mistake, command: str, root, capsys) -> tuple[int, str]:
+    """Status and stderr of `dtrain COMMAND` on a recipe with the mistake."""
+    mistake.write(root)
+    base = mistake.base if mistake.base in mistake.files else f"{mistake.base}.yaml"
+    status = main([command, str(root / base), *mistake.words(root)])
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_the_recipes_are_sound_without_a_mistake(name, root, capsys):
+    assert answer(Mistake((), (), base=name), "validate", root, capsys) == (0, "")
+
+
+@pytest.mark.parametrize("mistake", [one for one in RECIPES if one not in LATER], ids=lambda one: one.name)
+def test_validate_answers(mistake, root, capsys):
+    status, said = answer(mistake, "validate", root, capsys)
+    assert status == mistake.status and not [words for words in mistake.says if words not in said], said
+
+
+def test_the_table_is_long_and_holds_no_mistake_twice():
+    assert len(RECIPES) >= 200
+    assert len({(one.typed, one.base) for one in RECIPES}) == len(RECIPES)
