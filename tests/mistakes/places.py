@@ -25,7 +25,8 @@ def _one(typed: str, *says: str, files=None, base: str = "sft") -> Mistake:
 
 
 ROWS = (
-    _one("data.train.path={root}/odd.jsonl", "odd.jsonl:1", "no known format", files={"odd.jsonl": _rows({"query": "a"})}),
+    _one("data.train.path={root}/odd.jsonl", "odd.jsonl:1", "no known format",
+         files={"odd.jsonl": _rows({"query": "a"})}),
     _one("data.train.path={root}/chat.jsonl", "chat.jsonl:1", "no chat template", "data.chat_template",
          files={"chat.jsonl": _rows(CHAT)}),
     _one("data.train.path={root}/chats.jsonl", "chats.jsonl:1", "prompt, chosen and rejected",
@@ -40,7 +41,8 @@ ROWS = (
     _one("data.max_length=2  data.too_long=drop", "data.max_length", "rows.jsonl"),
     _one("data.train.path={root}/bare.jsonl", "bare.jsonl", "trained token",
          files={"bare.jsonl": _rows({"input_ids": [3, 4], "labels": [-100, -100]})}),
-    _one("data.val.path={root}/valid.jsonl", "valid.jsonl:1", "no known format", files={"valid.jsonl": _rows({"query": "a"})}),
+    _one("data.val.path={root}/valid.jsonl", "valid.jsonl:1", "no known format",
+         files={"valid.jsonl": _rows({"query": "a"})}),
     _one("data.val.path={root}/novalid.jsonl", "novalid.jsonl", "no row", files={"novalid.jsonl": ""}),
     _one("data.train.path=[{root}/rows.jsonl,{root}/second.jsonl]", "second.jsonl:1",
          files={"second.jsonl": "{not json\n"}),
