@@ -1,9 +1,10 @@
 """dtrain: fine-tune open-weight language models; one recipe, any mesh, the same numbers.
 
 `import dtrain` loads no torch: what needs it is loaded when it is first asked for. The core, from top to bottom;
-imports run downwards, and config, errors and json_files stand beside:
+imports run downwards, and config, errors, json_files and ranges stand beside:
 
     cli, arguments           the `dtrain` command
+    typed                    what to say to words that it does not know
     launch                   the start of a run: in place, in processes of its own, or as a rank of others
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check, lora_section      what must hold between a recipe's keys, and in its section `lora`

@@ -218,6 +218,7 @@ class Trainer:
             if last:
                 break
             clock = time.perf_counter()
+        self.metrics.end()
         if recipe.checkpoint.export == "final":
             self._held["step"] = step  # which may not be saved
             self.export()

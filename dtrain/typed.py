@@ -127,7 +127,8 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
         return "`dtrain validate RECIPE` starts nothing"
     plain = key.replace("-", "_")
     leaves = [one for one in keys() if one == plain or one.rpartition(".")[2] == plain]
-    said = None if plain in leaves else words.answer(key)
+    is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
+    said = None if is_ours else words.answer(key)
     if said is None and (meant := _option(key, options)):
         return f"write {meant}{' ' + value if value else ''}"
     if said is None and leaves:

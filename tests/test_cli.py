@@ -89,7 +89,7 @@ def test_keys_with_dashes_are_answered(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["run", "sft", "--train.steps=3"])
     assert caught.value.code == 2
-    assert "without dashes, train.steps=3" in capsys.readouterr().err
+    assert "without dashes: train.steps=3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["validate", "sft", "--world-size", "0"], ["preview", "sft", "--samples", "-1"]])

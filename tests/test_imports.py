@@ -19,6 +19,7 @@ PACKAGE = Path(dtrain.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("typed",),
     ("serve", "evaluation", "versions", "push"),
     ("hosts",),
     ("launch",),
@@ -35,7 +36,7 @@ FLOORS = (
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
     ("attention", "optimizers"),
     ("parallel",),
-    ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments", "ranges"),
+    ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
 ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions", "push"}
@@ -53,6 +54,7 @@ DOORS = {
 }
 KNOW_THE_RECIPE = {
     "cli",
+    "typed",
     "launch",
     "preflight",
     "preview",
@@ -103,7 +105,13 @@ def rooms_used() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_room_has_its_floor():
-    assert {room_of(path) for path in trees()} - FLOOR.keys() == {"__init__", "errors", "config", "json_files"}
+    assert {room_of(path) for path in trees()} - FLOOR.keys() == {
+        "__init__",
+        "errors",
+        "config",
+        "json_files",
+        "ranges",
+    }
 
 
 def test_imports_run_downwards():

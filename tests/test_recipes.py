@@ -69,23 +69,27 @@ ADAPTED = {
 }
 OTHERS |= ADAPTED
 NAMES = [name for name, _ in config.shipped()]
+PAIR = '{"prompt": "w3", "chosen": "w4", "rejected": "w5"}'
 
 
 @pytest.fixture
 def files(tmp_path):
-    """A model directory without weights and a data file, to fill a recipe's paths with."""
+    """A model directory without weights and a data file for each method, to fill a recipe's paths with."""
     directory = write_model(tmp_path / "model")
     (directory / "model.safetensors").touch()
-    (tmp_path / "rows.jsonl").write_text('{"text": "w3 w4"}\n')
-    return directory, tmp_path / "rows.jsonl"
+    rows = dict.fromkeys(("sft", "distill"), '{"text": "w3 w4"}')
+    rows |= {"dpo": PAIR, "grpo": '{"question": "w3", "answer": "w4"}'}
+    for method, row in rows.items():
+        (tmp_path / f"{method}.jsonl").write_text(row + "\n")
+    return directory, tmp_path
 
 
 def problems(name, files, world_size=None, shape=None, *overrides):
     directory, rows = files
     if shape is not None:
         (directory / "config.json").write_text(json.dumps(shape))
-    overrides = [f"model.path={directory}", f"data.train.path={rows}", *overrides]
-    recipe = config.load(name, overrides)
+    path = rows / f"{config.load(name).method}.jsonl"
+    recipe = config.load(name, [f"model.path={directory}", f"data.train.path={path}", *overrides])
     return preflight(recipe, recipe.launch.nproc if world_size is None else world_size)
 
 
@@ -119,7 +123,7 @@ def test_a_shape_that_does_not_belong_is_seen(name, files):
     smaller.get("text_config", smaller)["vocab_size"] = VOCAB - 1
     found = problems(name, files, None, smaller)
     assert any("the tokenizer's highest id" in problem for problem in found), found
-    assert any("train.global_batch" in problem for problem in problems(name, files, 3, shape))
+    assert any("train.global_batch" in one for one in problems(name, files, 3, shape, "train.global_batch=16"))
 
 
 def test_the_generic_recipe_asks_for_what_it_cannot_know(files):
@@ -145,7 +149,7 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = config.load("quickstart")
     assert preflight(recipe, recipe.launch.nproc) == []
-    (tmp_path / "build" / "arithmetic" / "pairs.jsonl").touch()
+    (tmp_path / "build" / "arithmetic" / "pairs.jsonl").write_text(PAIR)
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(parents=True)
     assert recipe.checkpoint.keep_every == 300  # which the second quickstart starts from
     for name in ("quickstart-dpo", "quickstart-grpo"):

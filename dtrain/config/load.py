@@ -65,7 +65,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
-    problems += [foreign] * (foreign is not None)
+    problems += [] if foreign is None else [foreign]
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -170,6 +170,9 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {_first_line(error)}")
+    except ValueError:  # a name where OmegaConf takes the number of an entry
+        section, _, name = key.rpartition(".")
+        problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
 
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
@@ -389,7 +392,8 @@ def _in_our_keys(given: Mapping) -> str | None:
         if isinstance(value, str) and "," in value and key in ("data.train.path", "lora.target"):
             value = [part.strip() for part in value.split(",")]
         value = value[0] if isinstance(value, list) and len(value) == 1 and key == "data.train.path" else value
-        made: Any = _section(Recipe, _nested({key: value}), "", problems := [])
+        problems: list[str] = []
+        made: Any = _section(Recipe, _nested({key: value}), "", problems)
         for part in key.split("."):
             made = getattr(made, part)
         if not problems:

@@ -29,7 +29,7 @@ OURS = by_word(
         ),
         "launch.device=cpu": "use_cpu no_cuda",
         "launch.device: auto | cpu | cuda; CUDA_VISIBLE_DEVICES chooses among GPUs": "device_map",
-        "launch.collective_timeout, in seconds": "ddp_timeout",
+        "launch.collective_timeout: in seconds": "ddp_timeout",
         "model.path, a directory or an id of the hub": (
             "model_name_or_path model_name base_model pretrained_model_name_or_path model_id model_path "
             "model.name model.model model.id model.model_name model.name_or_path"
@@ -44,13 +44,15 @@ OURS = by_word(
             "flash_attention_2 sdp_attention sdpa_attention xformers_attention flex_attention eager_attention "
             "sage_attention attention_implementation"
         ),
+        "data.train.split": "dataset_split dataset_train_split train_split",
+        "data.train.subset": "dataset_config dataset_config_name dataset_subset",
+        "data.train.revision": "dataset_revision",
+        "data.train.columns: our names of columns with the file's": (
+            "column_map column_mapping columns field_messages dataset_text_field text_column field_instruction"
+            " field_output message_property_mappings prompt_column response_column"
+        ),
         "data.train.path, files, URLs or a dataset's id on the hub": (
             "dataset dataset_name dataset_id dataset.path dataset.name data.name data.dataset data.file"
-        ),
-        "data.train.split": "dataset_split dataset_train_split train_split",
-        "data.train.subset": "dataset_config dataset_config_name",
-        "data.train.columns, our names of columns with the file's": (
-            "column_map column_mapping field_messages dataset_text_field field_instruction field_output"
         ),
         "data.train.path: the whole path; no dataset_info.json is read": "dataset_dir",
         "data.train.path": (
@@ -68,6 +70,7 @@ OURS = by_word(
         "data.val, a section with a path": "eval_dataset test_datasets val_dataset validation_dataset",
         "data.val, a share such as 0.05, or a section with a path": (
             "val_set_size val_size test_split_size validation_split eval_split_ratio test_size"
+            " validation_split_percentage"
         ),
         "data.val.path": "validation_file val_files eval_file val_file val_path",
         "data.max_length": (
@@ -212,7 +215,7 @@ OURS = by_word(
         "checkpoint.resume, auto | null | a step's directory": "resume_from_checkpoint",
         "checkpoint.resume": "resume auto_resume_from_checkpoints resume_checkpoint",
         "checkpoint.resume: null starts over, and wants another run.name": "overwrite_output_dir",
-        "checkpoint.export, final | every | none": "save_only_model save_final_model",
+        "checkpoint.export: final | every | none": "save_only_model save_final_model",
         "metrics.every": "logging_steps log_every log_every_n_steps log_interval log_freq logging_interval",
         "metrics.tensorboard and metrics.wandb": "report_to logger loggers",
         "metrics.tensorboard": "use_tensorboard",
@@ -403,7 +406,7 @@ def moved(key: str, value: Any) -> tuple[str, Any] | None:
     parts = _parts(key)
     said = OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", said)
-    if not same or (same[2] and value is not True):
+    if not same or value is None or (same[2] and value is not True):
         return None
     value = same[2].removeprefix("=") if same[2] else value
     ours = meant(same[1], value)

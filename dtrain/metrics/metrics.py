@@ -95,6 +95,11 @@ class Recorder:
         if self._progress is not None:
             self._progress.say(self.hide(text))
 
+    def end(self) -> None:
+        """The last step is done: what is said from here on stands below the bar."""
+        if self._progress is not None:
+            self._progress.close()
+
     def close(self) -> None:
         """Flush and close every sink and the bar. Twice does no harm."""
         if self._progress is not None:

@@ -191,6 +191,15 @@ def test_mistakes_are_told_at_the_start(vllm, urls, options, words):
         engine_of(*[vllm if url == "vllm" else url for url in urls], **options)
 
 
+def test_a_server_that_is_waited_for_says_for_how_long():
+    said = []
+    with pytest.raises(UserError, match=r"the time of 0\.6 s, grpo\.server\.start_timeout, is over"):
+        engine_of("http://127.0.0.1:9", start_timeout=0.6, say=said.append)
+    assert len(said) == 1 and said[0].endswith(
+        "waiting for it to come up, 1 s left of 0.6 s, grpo.server.start_timeout"
+    )
+
+
 def test_a_server_of_another_kind_is_named(vllm):
     vllm.owner = "someone"
     with pytest.raises(UserError, match="its models are someone's"):

@@ -1,0 +1,49 @@
+"""What is typed wrong after `dtrain` is answered with what to type, by status 1 or 2, and never with a traceback."""
+
+import pytest
+
+from dtrain import config
+from dtrain.cli import main
+from dtrain.evaluation.command import in_options
+from dtrain.typed import COMMANDS as THEIRS
+from tests.mistakes.commands import COMMANDS
+from tests.tiny import tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("commands")
+    (root / "sft.yaml").write_text(config.to_yaml(tiny_recipe(root)))
+    return root
+
+
+@pytest.mark.parametrize("mistake", COMMANDS, ids=lambda one: one.name)
+def test_commands_answer(mistake, root, capsys):
+    try:
+        status = main(mistake.words(root))
+    except SystemExit as error:
+        status = error.code
+    caught = capsys.readouterr()
+    assert status == mistake.status and caught.out == ""
+    said = " ".join(caught.err.split())
+    assert not [words for words in mistake.says if words not in said], caught.err
+
+
+def test_commands_of_other_tools_are_none_of_ours(capsys):
+    for word, said in THEIRS.items():
+        with pytest.raises(SystemExit):
+            main([word])
+        assert said.replace("{word}", word) in capsys.readouterr().err, word
+
+
+def test_words_with_an_equals_sign_that_are_no_keys_pass(root, capsys):
+    assert main(["generate", str(root / "gone"), "--prompt", "a=b"]) == 1
+    (root / "x=1.jsonl").write_text("")
+    assert main(["eval", str(root / "gone"), str(root / "x=1.jsonl")]) == 1
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_eval_speaks_of_its_options():
+    said = in_options("data.chat_template: there is no file x; grpo.rewards=[{fn: math_exact, kwargs: {column: ..}}]")
+    assert said == """--chat-template: there is no file x; --reward 'math_exact={"column": ".."}'"""
+    assert in_options("grpo.sampling.max_new_tokens, model.path") == "--max-new-tokens, DIR"
