@@ -76,6 +76,7 @@ WORLD = (
     _one("checkpoint.init_from={root}/runs", "no whole checkpoint"),
     _one("optimizer.kwargs={momentum: 1}", "optimizer.name=adamw", "momentum", "optimizer.kwargs"),
     _one("scheduler.kwargs={decay: 1}", "scheduler.kwargs", "decay"),
+    _one("scheduler=[{steps: 99}]  scheduler.name=cosine", "scheduler is a list", "scheduler[0].name"),
     _one("optimizer.name=torch.optim.SparseAdam", "SparseAdam", "take adamw"),
     _one("train.steps=null  train.epochs=1  train.global_batch=16", "train.epochs=1", "train.global_batch=auto"),
     _one("train.steps=1  scheduler.warmup_steps=5", "scheduler.warmup_steps=5", "nothing would be trained"),
