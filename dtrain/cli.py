@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dtrain import __version__
 from dtrain.arguments import PROCESSES, RECIPE, add_recipe, at_least
-from dtrain.errors import RecipeError, Stopped, UserError
+from dtrain.errors import Stopped, UserError
 
 ROOMS = {
     "plan": ("dtrain.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
@@ -191,17 +191,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from dtrain import config
-    from dtrain.preflight import load, preflight, to_copy
+    from dtrain.launch import validate
 
-    recipe = load(arguments.recipe, arguments.overrides)
-    world_size = recipe.launch.nproc if arguments.world_size is None else arguments.world_size
-    problems = preflight(recipe, world_size)
-    if problems:
-        raise RecipeError(problems)
-    told = f"ok: {recipe.run.name}, {recipe.method} on {world_size} process{'es' * (world_size != 1)}"
-    for line in [told, str(config.sizes(recipe, world_size)), *config.notes(recipe), *to_copy(recipe)]:
-        print(config.hidden(line, recipe))
+    for line in validate(arguments.recipe, arguments.overrides, arguments.world_size):
+        print(line)
     return 0
 
 

@@ -107,6 +107,12 @@ def build_optimizer(
         raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
 
 
+def is_torchs(name: str) -> bool:
+    """Whether `name` is the import path of one of torch's own optimizers, and no other code of torch's."""
+    cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
+    return isinstance(cls, type) and issubclass(cls, Optimizer)
+
+
 def _muon(section, named_parameters: list[tuple[str, nn.Parameter]], seed: int) -> Callable[..., Optimizer]:
     from dtrain.optimizers.muon import Muon
 

@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything starts: the recipe, and what its model, tokenizer and data files say.
 
-Imports no torch, so that `dtrain validate` answers at once. Of a data file the first row is read; `run` and `preview`
-read the others.
+Imports no torch. Of a data file the first row is read, of weights the header. `dtrain validate` adds what a rank would
+refuse before its first step (`launch.rehearsal`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from typing import Any
 from dtrain import lora_section
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id
-from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, indexed_files
-from dtrain.checkpoint.peft_config import base_of, is_adapter_directory
+from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
+from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_header
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.patterns import unmatched
 from dtrain.config.schema import DataSource, Source
@@ -77,7 +77,7 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 
 def preflight(recipe: Recipe, world_size: int) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen."""
-    problems = shapes(recipe, world_size) + _files(recipe)
+    problems = _of_other_methods(recipe) + shapes(recipe, world_size) + _files(recipe)
     problems += _data(recipe, recipe.data.train, "data.train")
     if isinstance(recipe.data.val, DataSource):
         problems += _data(recipe, recipe.data.val, "data.val")
@@ -112,6 +112,16 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
             found = [str(error)]
         problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
     return [hidden(problem, recipe) for problem in problems]
+
+
+def _of_other_methods(recipe: Recipe) -> list[str]:
+    """Keys that the recipe gives to another method."""
+    named = [(key, key.split(".")[0]) for key in getattr(recipe, "unread", ())]
+    return [
+        f"{key} is read by method={method} alone, and this recipe has method={recipe.method}: leave it out, or set "
+        f"method={method}"
+        for key, method in named
+    ]
 
 
 def _is_an_adapter(directory: Path) -> str:
@@ -238,22 +248,32 @@ def _differing_tokens(teacher: Path, student: Path) -> list[str]:
 
 
 def _weights(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file():
-        return []
-    if not index.is_file():
+    """What the headers of the files tell; `checkpoint.huggingface.check_fit` compares them with the model."""
+    index, single = directory / INDEX, directory / SINGLE
+    if not single.is_file() and not index.is_file():
         bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
         return [
             f"{directory} has neither model.safetensors nor {index.name}{bins}: "
             f"set {key} to a directory with weights{otherwise}"
         ]
     try:
-        missing = [name for name in sorted(indexed_files(directory)) if not (directory / name).is_file()]
+        wanted = {SINGLE: []} if single.is_file() else indexed_files(directory)
     except UserError as error:
         return [str(error)]
+    missing = [name for name in sorted(wanted) if not (directory / name).is_file()]
     if missing:
         return [f"{index} names files that are not there: {', '.join(missing)}; download the model again"]
-    return []
+    problems = []
+    for name, tensors in wanted.items():
+        try:
+            lacking = sorted(set(tensors) - read_header(directory / name)[0].keys())
+        except UserError as error:
+            problems.append(f"{key}: {error}")
+            continue
+        if lacking:
+            first = f"first {lacking[0]}; download the model again"
+            problems.append(f"{directory / name} lacks {len(lacking)} tensors that {INDEX} places there, {first}")
+    return problems
 
 
 def _code(recipe: Recipe) -> list[tuple[str, bool]]:
@@ -304,27 +324,31 @@ def _absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
     return found
 
 
-def _cache(recipe: Recipe) -> Path:
+def cache_of(recipe: Recipe) -> Path:
     """Where the run's data is cached."""
     return Path(recipe.data.cache_dir or Path(recipe.run.dir) / ".cache").expanduser()
 
 
 def _is_away(recipe: Recipe, path: str, key: str) -> bool:
     """Whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises UserError."""
-    found = urls.away(path, key, _cache(recipe)) if urls.is_url(path) else []
+    found = urls.away(path, key, cache_of(recipe)) if urls.is_url(path) else []
     for remote in found:
         kind_of(remote.copy, key)
     return bool(found)
 
 
+def has_urls(recipe: Recipe) -> bool:
+    return any(urls.is_url(path) for source, _ in _sources(recipe) for path in _paths(source))
+
+
 def to_copy(recipe: Recipe) -> list[str]:
     """What a run of a sound recipe copies into its cache, a line each."""
     return [
-        f"{key}.path={path}: the run copies {remote.url} into {_cache(recipe)}"
+        f"{key}.path={path}: the run copies {remote.url} into {cache_of(recipe)}"
         + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
         for source, key in _sources(recipe)
         for path in _paths(source)
-        for remote in (urls.away(path, f"{key}.path", _cache(recipe)) if urls.is_url(path) else ())
+        for remote in (urls.away(path, f"{key}.path", cache_of(recipe)) if urls.is_url(path) else ())
     ]
 
 
@@ -344,7 +368,7 @@ def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
         problems += _of_no_hub(source, at)
         try:
             named = [path for path in _paths(source) if not _is_away(recipe, path, f"{at}.path")]
-            files = resolve(named, f"{at}.path", source, _cache(recipe)) if named else []
+            files = resolve(named, f"{at}.path", source, cache_of(recipe)) if named else []
             if files and facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
                 formats_of(files, source.format, facts_of(recipe).kind, source.columns, f"{at}.columns")
         except UserError as error:

@@ -31,6 +31,7 @@ from dtrain.json_files import read_json
 from dtrain.methods import Method
 from dtrain.methods.facts import facts_of
 from dtrain.models.adapter_config import linears
+from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 
@@ -84,6 +85,8 @@ def find_start(
     needs_start: bool,
     ranks: Ranks,
     say: Callable[[str], None],
+    *,
+    deep: bool = True,
 ) -> Start:
     """What `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path; and
     what `checkpoint.init_from` means, where the run is fresh or its method `needs_start`.
@@ -93,8 +96,10 @@ def find_start(
     beyond the start are set aside as `damaged-step-N`, so that the run can save those steps again; whole ones beyond it
     (a path into this very run) are refused. Where all are damaged, the run does not start over by itself. Raises
     UserError, on every rank.
+
+    deep: without it no file is read whole, only its size is compared, and all stays where it is.
     """
-    start = _find_step(recipe, run, store, ranks, say)
+    start = _find_step(recipe, run, store, ranks, say, deep)
     path, began = recipe.checkpoint.init_from, start.began
     if path is None or (start.state is not None and not needs_start):
         return start
@@ -111,7 +116,7 @@ def find_start(
 
 
 def _find_step(
-    recipe: Recipe, run: RunDirectory, store: CheckpointStore, ranks: Ranks, say: Callable[[str], None]
+    recipe: Recipe, run: RunDirectory, store: CheckpointStore, ranks: Ranks, say: Callable[[str], None], deep: bool
 ) -> Start:
     resume = recipe.checkpoint.resume
     if resume is None:
@@ -121,7 +126,7 @@ def _find_step(
     origin = Origin.read(began[RESUME], run.began) if RESUME in began else None
     newest = None
     if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
-        newest = _newest(store, ranks, say)
+        newest = _newest(store, ranks, say, deep)
         if newest is not None:
             source, step = store, newest
         elif origin is not None:
@@ -144,7 +149,8 @@ def _find_step(
         state = _read_state(source, step)
         began = {key: one for key, one in state.get("began", {}).items() if key == INIT}
         began[RESUME] = asdict(Origin.of(source, step))
-    ranks.first(lambda: _put_damaged_aside(store, step))
+    if deep:
+        ranks.first(lambda: _put_damaged_aside(store, step))
     return Start(step, tuple(state["cursor"]), source, state, verified=newest is not None, began=began)
 
 
@@ -188,18 +194,18 @@ def start_identity(recipe: Recipe, start: Start, found: Mapping[str, str], named
     return digest(own, None if named == "base" else found.get("lora.path"), recipe.lora.quantize, named)
 
 
-def refuse_other_adapter(recipe: Recipe, policy: Policy, start: Start) -> None:
+def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
     """For weights of `checkpoint.init_from` whose run had an adapter. Raises UserError where these numbers mean another
     model here: other scales, or the base in other bits."""
-    if start.weights is None or policy.model.adapters is None:
+    if start.weights is None or model.adapters is None:
         return
     store, step = start.weights
     folder = store.path(step) / ADAPTER
     if not (folder / ADAPTER_CONFIG).is_file():
         return
-    layers = linears(policy.model.config)
+    layers = linears(model.config)
     differing = [key for key, _, _ in config.diff(store.read_state(step)["recipe"], recipe) if key == "lora.quantize"]
-    if read_adapter_config(folder).adapted(layers) != policy.model.adapters.config.adapted(layers):
+    if read_adapter_config(folder).adapted(layers) != model.adapters.config.adapted(layers):
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
     if differing:
         raise UserError(
@@ -296,11 +302,12 @@ def _named_for_method(method: Method) -> dict[str, Tensor]:
     return {f"method.{name}": tensor for name, tensor in method.tensors().items()}
 
 
-def _newest(store: CheckpointStore, ranks: Ranks, say: Callable[[str], None]) -> int | None:
-    """The newest step without damage; None where nothing was saved yet. Collective."""
+def _newest(store: CheckpointStore, ranks: Ranks, say: Callable[[str], None], deep: bool) -> int | None:
+    """The newest step without damage, by the content of every file or, without `deep`, by their sizes; None where
+    nothing was saved yet. Collective."""
     published = ranks.first(store.published)
     for step in reversed(published):
-        damage = store.damage(step)
+        damage = store.damage(step) if deep else store.faults(step)
         if not damage:
             return step
         say(f"{store.path(step)} is damaged and is left out: {damage[0]}")

@@ -100,6 +100,8 @@ class Trainer:
         self.identities["data.fingerprint"] = self.rows.samples.identity
         self.method = METHODS[recipe.method](recipe)
         refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
+        splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
+        self.method.examine({name: rows.samples.column_names() for name, rows in splits.items()})
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
@@ -157,7 +159,7 @@ class Trainer:
             changed = resume.compare(self._asked, start, self.identities, self.rows.fingerprint)
         if start.weights is not None:
             store, step = start.weights
-            resume.refuse_other_adapter(self.recipe, self.policy, start)
+            resume.refuse_other_adapter(self.recipe, self.policy.model, start)
             if not self.policy.load_weights(store, step):
                 resume.refuse_other_base(start, self.identities)
             self.metrics.say(f"weights of {store.path(step)}")

@@ -120,7 +120,7 @@ def dtrain(cwd, *arguments):
 
 
 def test_a_run_says_first_what_it_imports_and_from_where(tmp_path, harm):
-    recipe = tiny_recipe(tmp_path, *NAMED[:2], "train.steps=1", "scheduler.warmup_steps=0")
+    recipe = tiny_recipe(tmp_path, *NAMED[:2], "train.steps=1")
     done = dtrain(tmp_path, "run", recipe_file(recipe, tmp_path / "r.yaml"))
     assert done.returncode == 0 and harm.exists(), done.stderr
     named = "this run imports:\n  optimizer.name: evil.code.Optimizer, from " + str(tmp_path / "evil" / "code.py")

@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,10 +64,9 @@ class RunDirectory:
         """
         try:
             for directory in (self.path, self.checkpoints, self.model):
+                _refuse_unwritable(directory)
                 if directory == self.path or directory.is_symlink():  # to a disk where nothing is yet, perhaps
                     real(directory).mkdir(parents=True, exist_ok=True)
-                if directory.exists() and not os.access(directory, os.W_OK | os.X_OK):
-                    raise UserError(f"run.dir: {directory}, which is {real(directory)}, cannot be written")
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
@@ -80,15 +80,31 @@ class RunDirectory:
                 tell = None
             if time.monotonic() - begun >= wait:
                 os.close(lock)
-                raise UserError(
-                    f"{self.path} is held by {holder}: another run writes there. Wait for it, stop it, or choose "
-                    "another run.name"
-                )
+                raise UserError(self._taken(holder))
             time.sleep(_POLL_SECONDS)
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
         self._lock = lock
         return self
+
+    def look(self) -> None:
+        """Raise the UserError that `hold` would, and leave nothing behind. A holder is named at once. Not for a process
+        that holds the run: the system drops a lock where any look at its file ends."""
+        for directory in (self.path, self.checkpoints, self.model):
+            _refuse_unwritable(directory)
+        if (self.path / "lock").is_file():
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _try(lock):
+                    raise UserError(self._taken(_holder(lock)[0]))
+            finally:
+                os.close(lock)
+
+    def _taken(self, holder: str) -> str:
+        return (
+            f"{self.path} is held by {holder}: another run writes there. Wait for it, stop it, or choose another "
+            "run.name"
+        )
 
     def release(self) -> None:
         if self._lock is not None:
@@ -138,6 +154,20 @@ class RunDirectory:
                 f"{self.path} holds the {self.left} of an earlier run{which}, and checkpoint.resume={resume or 'null'} "
                 "starts anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
+
+
+def _refuse_unwritable(directory: Path) -> None:
+    """UserError where the directory, or the nearest one above it that is there, cannot be written."""
+    place = real(directory)
+    there = next(one for one in (place, *place.parents) if os.path.lexists(one))
+    if there == place and there.is_dir():
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"run.dir: {directory}, which is {place}, cannot be written")
+        return
+    try:  # rights do not tell all: one is made for a moment
+        Path(tempfile.mkdtemp(prefix=".look-", dir=there)).rmdir()
+    except OSError as error:
+        raise UserError(f"run.dir: {place} cannot be made: {there}: {error.strerror}; choose another") from error
 
 
 def _try(lock: int) -> bool:

@@ -73,6 +73,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
+    loaded.unread += _of_other_methods(values, given, overrides)
     for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
             problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
@@ -169,6 +170,9 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {_first_line(error)}")
+    except ValueError:  # a name where OmegaConf takes the number of an entry
+        section, _, name = key.rpartition(".")
+        problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
 
 
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
@@ -222,6 +226,30 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         elif value is not getattr(made, key):
             problems += _set(made, key, hints[key], value, dotted)
     return made
+
+
+def _of_other_methods(values: Mapping, given: Mapping, overrides: Sequence[str]) -> list[str]:
+    """The given keys of sections that another method alone reads. A saved recipe holds the sections of all methods: of
+    these, the keys that are not at their defaults."""
+    hints, method = get_type_hints(Recipe), values.get("method")
+    methods = get_args(hints["method"])
+    others = {name: hints[name] for name in methods if name in hints and name != method}
+    if method not in methods:  # which is said elsewhere
+        return []
+    is_whole = others.keys() <= given.keys()
+    keys = []
+    for name, section in others.items():
+        defaults, written = flat(asdict(section()), f"{name}."), given.get(name) or {}
+        own = flat(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
+        named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
+        keys += [key for key in named if not is_whole or own.get(key) != defaults.get(key)]
+    keys += [key for key, equals, _ in (one.partition("=") for one in overrides) if equals and _head(key) in others]
+    return list(dict.fromkeys(keys))
+
+
+def _head(key: str) -> str:
+    """The section that a dotted key lies in."""
+    return re.split(r"[.\[]", key)[0]
 
 
 def _entries(cls: type, values: list, dotted: str, problems: list[str]) -> list:

@@ -25,11 +25,13 @@ _NAMES = re.compile(r"((optimizer|scheduler(\[\d+\])?)\.name|grpo\.(environment|
 
 @dataclass(eq=False)
 class Loaded(Recipe):
-    """A recipe as it was read, with the place, the text and the value of all that the environment gave, and with the
-    values that are nobody else's affair. It equals any recipe of the same values."""
+    """A recipe as it was read, with the place, the text and the value of all that the environment gave, with the values
+    that are nobody else's affair, and with the given keys that its method does not read. It equals any recipe of the
+    same values."""
 
     references: list[tuple[secrets.Path, str, Any]] = field(default_factory=list, repr=False)
     secrets: list[str] = field(default_factory=list, repr=False)
+    unread: list[str] = field(default_factory=list, repr=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and values_of(self) == values_of(other)

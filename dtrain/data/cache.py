@@ -149,6 +149,13 @@ class Samples:
         start, end = offsets[index : index + 2].tolist()
         return json.loads(bytes(content[start:end].tolist()))
 
+    def column_names(self) -> list[str]:
+        """Of prompts: the columns of up to 256 rows, which are spread over all."""
+        if not self._columns:
+            return []
+        rows = range(0, len(self), -(-len(self) // 256))
+        return list(dict.fromkeys(name for index in rows for name in self.row(index)["columns"]))
+
     def origin(self, index: int) -> tuple[str, int]:
         """File and line of a sample."""
         file, line, _ = self._origins[index * self.documents_per_sample].tolist()

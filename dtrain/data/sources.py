@@ -1,13 +1,14 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
-from dtrain.data.encoder import LONG, Part, RowEncoder
-from dtrain.data.files import formats_of, resolve
+from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.files import formats_of, read_chunks, resolve
 from dtrain.data.formats import (
     CHAT_FORMATS,
     FORMATS,
@@ -50,16 +51,8 @@ def open_rows(
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
-    train, is_part = split == "train", isinstance(section.val, float)
-    whence = "train" if is_part else split
-    cache_dir = section.cache_dir or cache_dir
-    told = say if whence == split else _nothing
-    sources = _sources(getattr(section, whence), f"data.{whence}", told, kind, cache_dir)
-    if not train:
-        sources = [replace(source, weight=1.0) for source in sources if source.weight]
-    formats = {name for source in sources for name in source.formats}
-    encoder = _encoder(section, tokenizer, formats, told, kind, prompts)
-    encoder.part = Part(section.val, seed, not train) if is_part else None
+    train, cache_dir = split == "train", section.cache_dir or cache_dir
+    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
@@ -82,6 +75,54 @@ def open_rows(
         rows = replace(rows, packing=False)
         say(f"data.packing=auto: false, since packed the data has {packed} row{'s' * (packed != 1)} a pass")
     return rows
+
+
+def first_rows(
+    section: Any,
+    *,
+    split: str = "train",
+    kind: str = "examples",
+    prompts: PromptOptions | None = None,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+) -> list[tuple[Path, Callable[[], EncodedChunk | None]]]:
+    """Each file of `open_rows`, and what encodes its first rows, up to 256 of them; None where it has none. Raises
+    UserError, as the calls that are handed out do."""
+    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, section.cache_dir or cache_dir, _nothing)
+
+    def read(file: Path, name: str, columns: Mapping[str, str]) -> EncodedChunk | None:
+        chunk = next(read_chunks(file), None)
+        return None if chunk is None else encoder.encode_chunk(chunk, name, columns)
+
+    return [
+        (file, partial(read, file, name, source.columns))
+        for source in sources
+        for file, name in zip(source.files, source.formats, strict=True)
+    ]
+
+
+def _opened(
+    section: Any,
+    split: str,
+    kind: str,
+    prompts: PromptOptions | None,
+    tokenizer: Tokenizer,
+    seed: int,
+    cache_dir: str | Path | None,
+    say: Say,
+) -> tuple[list[Source], RowEncoder]:
+    """The sources of a split, and what makes samples of their rows. Raises UserError."""
+    train, is_part = split == "train", isinstance(section.val, float)
+    whence = "train" if is_part else split
+    tell = say if whence == split else _nothing
+    sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
+    if not train:
+        sources = [replace(source, weight=1.0) for source in sources if source.weight]
+    formats = {name for source in sources for name in source.formats}
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts)
+    encoder.part = Part(section.val, seed, not train) if is_part else None
+    return sources, encoder
 
 
 def _nothing(line: str) -> None:

@@ -5,12 +5,13 @@ agent        several ranks on this machine: the launcher, and the worker that it
 workers      those processes, watched by their heartbeats
 job          the private directory that launcher and workers share
 rank         one rank: its process group, its signals, what running out of memory means
+rehearsal    what the processes of a run would refuse before its first step, found without one
 devices      the device of a rank, and what is wrong with it or with those of all ranks together
 place        where a rank is among those of its run, by what torchrun and SLURM say
 
 Ranks that torchrun or srun started watch over one another: `dtrain.hosts`.
 """
 
-from dtrain.launch.start import launch, work
+from dtrain.launch.start import launch, validate, work
 
-__all__ = ["launch", "work"]
+__all__ = ["launch", "validate", "work"]

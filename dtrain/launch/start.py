@@ -9,16 +9,17 @@ Three ways to run, told apart by what the environment says:
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from dtrain.check import notes
-from dtrain.config import Recipe, hiding
+from dtrain.config import Recipe, hidden, hiding, read, sizes
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import Train, run_in_place, told_to_all
-from dtrain.preflight import named_code, not_here, preflight, with_local_model
+from dtrain.preflight import named_code, not_here, preflight, to_copy, with_local_model
 from dtrain.rollout.worker import search_path
 
 
@@ -39,6 +40,27 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
             raise
     with hiding(recipe):
         _start(recipe, place, train)
+
+
+def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_size: int | None = None) -> list[str]:
+    """What is told of a recipe that `launch` would run to its first step, a line each; nothing is started.
+
+    world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
+    processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
+    """
+    given, found = read(recipe, overrides)
+    loaded, here = with_local_model(given), world_size is None
+    size = loaded.launch.nproc if world_size is None else world_size
+    found = list(dict.fromkeys([*found, *preflight(loaded, size)]))
+    rehearsal = import_module("dtrain.launch.rehearsal").rehearse  # with torch
+    heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found)
+    found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
+    if found:
+        raise RecipeError(found)
+    steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
+    told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
+    lines = [told, str(sizes(heard.settled or loaded, size)), *notes(loaded), *to_copy(loaded)]
+    return [hidden(line, loaded) for line in lines]
 
 
 def _start(recipe: Recipe, place: RankPlace | None, train: Train | None) -> None:

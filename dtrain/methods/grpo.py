@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,7 @@ from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
 from dtrain.rollout.budget import deal
+from dtrain.rollout.rewards.find import lacking_columns
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
@@ -95,6 +97,16 @@ class GrpoMethod(MethodWithReference):
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
             f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
         ]
+
+    def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
+        """The columns that the rewards take, and the file of the servers' key."""
+        section = self.recipe.grpo
+        asked = [(str(one.fn), one.kwargs, names) for one in section.rewards for names in columns.values()]
+        found = [problem for one in asked if (problem := lacking_columns(*one))]
+        if found:
+            raise UserError("\n".join(dict.fromkeys(found)))
+        if section.engine == "http":
+            import_module("dtrain.remote.http").read_key(section.server.api_key_file)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""

@@ -1,6 +1,6 @@
 """What every method can do; a method's own file says how it differs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,10 @@ class Method:
     def choices(self) -> list[str]:
         """What the terminal is told of the method's sizes when a run starts."""
         return []
+
+    def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
+        """Raise UserError for what the method cannot begin with, as far as that shows before a model is built. columns:
+        of the rows of each split, where these are prompts."""
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a

@@ -7,6 +7,6 @@ hardware  peak FLOP/s, model FLOPs utilisation, peak memory
 """
 
 from dtrain.metrics.hardware import memory_gib, model_flops_utilisation, peak_flops
-from dtrain.metrics.metrics import Recorder, build
+from dtrain.metrics.metrics import Recorder, build, lacking
 
-__all__ = ["Recorder", "build", "memory_gib", "model_flops_utilisation", "peak_flops"]
+__all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation", "peak_flops"]

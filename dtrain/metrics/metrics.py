@@ -146,16 +146,8 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
             if tensorboard
             else "metrics.tensorboard=auto: off, since tensorboard is not installed (pip install 'dtrain[tensorboard]')"
         )
-    elif tensorboard and not _installed("tensorboard"):
-        raise UserError(
-            f"metrics.tensorboard={section.tensorboard} needs a package that is not installed: "
-            "pip install 'dtrain[tensorboard]', or set metrics.tensorboard=null"
-        )
-    if section.wandb and not _installed("wandb"):
-        raise UserError(
-            f"metrics.wandb={section.wandb} needs a package that is not installed: "
-            "pip install 'dtrain[wandb]', or set metrics.wandb=null"
-        )
+    if problems := lacking(section):
+        raise UserError("\n".join(problems))
     if not is_main:
         return Recorder([], None, section.every, [])
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
@@ -165,6 +157,17 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
         sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
     progress = Progress(stream if stream is not None else sys.stderr)
     return Recorder(sinks, progress, section.every, choices, JsonlSink(run_dir / "samples.jsonl"))
+
+
+def lacking(section) -> list[str]:
+    """What the recipe's `metrics` section asks for and no installed package gives, one line each."""
+    asked = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
+    return [
+        f"metrics.{name}={getattr(section, name)} needs a package that is not installed: "
+        f"pip install 'dtrain[{name}]', or set metrics.{name}=null"
+        for name, is_asked in asked.items()
+        if is_asked and not _installed(name)
+    ]
 
 
 def _installed(package: str) -> bool:

@@ -52,19 +52,8 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
     adapter's matrices, which they do not know.
     """
     tp = TensorParallel(mesh, sequence_parallel, model.config.num_key_value_heads)
-    modules = dict(model.named_modules())
-    matched = {name: [pattern for pattern in plan if fnmatchcase(name, pattern)] for name in modules}
-    problems = []
-    for pattern, style in plan.items():
-        if isinstance(style, str) and style not in STYLES:
-            problems.append(f"{pattern}: there is no style {style!r}; there are {', '.join(STYLES)}")
-        if not any(pattern in patterns for patterns in matched.values()):
-            problems.append(f"{pattern}: matches no module of the model")
-    styles = {name: plan[patterns[-1]] for name, patterns in matched.items() if patterns}
-    tied = _tied_parameters(model)
-    problems = problems or _by_layers(_contradictions(modules, styles, tied, sequence_parallel), modules)
-    if problems:
-        raise UserError("the tensor-parallel plan does not fit the model:\n  " + "\n  ".join(problems))
+    modules, tied = dict(model.named_modules()), _tied_parameters(model)
+    styles = styles_of(model, plan, sequence_parallel=sequence_parallel)
     for name, style in styles.items():
         if isinstance(style, ParallelStyle):
             style._apply(modules[name], mesh)
@@ -76,6 +65,24 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
     for (first, name), *others in tied:
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+
+
+def styles_of(model: ParallelModel, plan: Plan, *, sequence_parallel: bool) -> dict[str, Style | str | ParallelStyle]:
+    """The style of each module that `plan` names. Raises UserError as `apply_plan` does; the model stays as it is."""
+    modules = dict(model.named_modules())
+    matched = {name: [pattern for pattern in plan if fnmatchcase(name, pattern)] for name in modules}
+    problems = []
+    for pattern, style in plan.items():
+        if isinstance(style, str) and style not in STYLES:
+            problems.append(f"{pattern}: there is no style {style!r}; there are {', '.join(STYLES)}")
+        if not any(pattern in patterns for patterns in matched.values()):
+            problems.append(f"{pattern}: matches no module of the model")
+    styles = {name: plan[patterns[-1]] for name, patterns in matched.items() if patterns}
+    contradictions = _contradictions(modules, styles, _tied_parameters(model), sequence_parallel)
+    problems = problems or _by_layers(contradictions, modules)
+    if problems:
+        raise UserError("the tensor-parallel plan does not fit the model:\n  " + "\n  ".join(problems))
+    return styles
 
 
 def in_words(style: str | Style | ParallelStyle) -> str:

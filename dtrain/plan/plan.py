@@ -15,6 +15,7 @@ from dtrain.errors import RecipeError
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.models.layers import weights_in
+from dtrain.optim import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
 from dtrain.plan.hardware import Hardware, Time, estimate
 from dtrain.plan.step import Step, plan_step
@@ -109,7 +110,7 @@ def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
     Only a run imports what a recipe names: a plan may be of a stranger's. torch's own optimizers are here anyhow.
     """
     optimizer, parallel, assumed = recipe.optimizer, recipe.parallel, []
-    if optimizer.name not in OPTIMIZERS and not _is_torchs(optimizer.name):
+    if optimizer.name not in OPTIMIZERS and not is_torchs(optimizer.name):
         assumed.append(f"optimizer.name={optimizer.name} is not imported: its state is taken to be as large as AdamW's")
         optimizer = replace(optimizer, name="adamw", kwargs={})
     if isinstance(parallel.custom_plan, str):
@@ -117,11 +118,6 @@ def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:
         parallel = replace(parallel, custom_plan=None)
     # What a schedule does to the rate changes nothing here.
     return replace(recipe, optimizer=optimizer, parallel=parallel, scheduler=Scheduler("constant")), assumed
-
-
-def _is_torchs(name: str) -> bool:
-    cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
-    return isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
 
 
 def ready(recipe: Recipe) -> Recipe:

@@ -185,7 +185,7 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
     words = [
         "data.template_kwargs.token=${oc.env:HF_TOKEN}",
         f"data.template_kwargs.api_key={PLAIN}",
-        "grpo.system_prompt=Bearer ${oc.env:HF_TOKEN}",
+        "data.template_kwargs.greeting=Bearer ${oc.env:HF_TOKEN}",
     ]
 
     def dtrain(*arguments, **more):
@@ -202,14 +202,15 @@ def test_a_run_leaves_no_secret_behind_and_resumes_with_another(tmp_path, nproc)
     files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
     assert [file for file in files if TOKEN.encode() in file.read_bytes() or PLAIN.encode() in file.read_bytes()] == []
     saved = yaml.safe_load((tmp_path / "runs" / "run" / "config.yaml").read_text())
-    assert saved["data"]["template_kwargs"] == {"token": "${oc.env:HF_TOKEN}", "api_key": HIDDEN}
+    kept = {"token": "${oc.env:HF_TOKEN}", "api_key": HIDDEN, "greeting": "Bearer ${oc.env:HF_TOKEN}"}
+    assert saved["data"]["template_kwargs"] == kept
     state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / "step-2" / "state.json").read_text())
-    assert yaml.safe_load(state["recipe"])["grpo"]["system_prompt"] == "Bearer ${oc.env:HF_TOKEN}"
+    assert yaml.safe_load(state["recipe"])["data"]["template_kwargs"] == kept
     if nproc == 1:
         done = dtrain("run", str(path), *words, "train.steps=3", HF_TOKEN="another-one")
         assert done.returncode == 0 and "changed since then: train.steps: 2 -> 3" in done.stderr, done.stderr
         assert "template_kwargs" not in done.stderr.split("resumed from")[1]
-        done = dtrain("run", str(path), *words, "grpo.system_prompt=other", "data.template_kwargs.token=no")
+        done = dtrain("run", str(path), *words, "data.template_kwargs.token=no")
         assert done.returncode == 1 and "data.template_kwargs.token: ${oc.env:HF_TOKEN} ->" in done.stderr
 
 

@@ -1,6 +1,7 @@
 """What users get wrong, one line each, and the words that the answer must hold: file, key and fix.
 
-`recipes.py` holds what stands in a recipe, its overrides and its files; `commands.py` what is typed after `dtrain`.
+`recipes.py` holds what stands in a recipe and its overrides; `places.py` what files, weights, devices and directories
+tell; `commands.py` what is typed after `dtrain`.
 """
 
 from collections.abc import Mapping

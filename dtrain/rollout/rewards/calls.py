@@ -10,6 +10,7 @@ from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.rollout.child import Outcome, attempt, shown
+from dtrain.rollout.rewards.find import takes_more
 
 Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
 
@@ -64,10 +65,7 @@ def _arguments(name: str, function: Callable[..., Any], batch: Batch) -> dict[st
     takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     missing = [key for key, p in takes.items() if p.default is p.empty and key not in batch and key not in given]
     if missing:
-        raise UserError(
-            f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has "
-            f"{', '.join(key for key in batch if key not in ('prompts', 'completions', 'completion_ids')) or 'none'})"
-        )
+        raise UserError(takes_more(name, missing, batch))
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return {key: values for key, values in batch.items() if key not in given and (takes_all or key in takes)}
 

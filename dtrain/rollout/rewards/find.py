@@ -5,11 +5,12 @@ import difflib
 import importlib.util
 import symtable
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.rollout.worker import search_path
@@ -17,6 +18,8 @@ from dtrain.rollout.worker import search_path
 _NAMES = ("math_exact", "numeric", "regex", "format_tags", "length_penalty", "json_valid")
 BUILT_IN: Mapping[str, str] = MappingProxyType({name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES})
 """Name -> import path."""
+OWN = ("prompts", "completions", "completion_ids")
+"""What a reward is called with beside the columns of the data."""
 
 
 def find(name: str, kind: str = "reward") -> tuple[str, str]:
@@ -46,6 +49,56 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
     return module, function, spec.origin or "Python itself"
+
+
+def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
+    """Why a reward has no values with data of these `columns`, by its source; None where it may have some. A function
+    of dtrain's own that takes a `column` reads that one; another must have what its signature takes without a default.
+    A decorated function, an imported one and a class say nothing. Raises UserError as `find` does."""
+    module, function, file = find_file(name)
+    taken = _signature(Path(file), function)
+    if taken is None:
+        return None
+    if name in BUILT_IN:
+        column = options.get("column", taken.get("column"))
+        return None if column is None or column in columns else no_column(name, column, columns)
+    missing = [key for key, default in taken.items() if default is ... and key not in {*options, *columns, *OWN}]
+    return takes_more(name.rsplit(".", 1)[-1], missing, columns) if missing else None
+
+
+def no_column(name: str, column: str, columns: Collection[str]) -> str:
+    """What is said of a reward of dtrain's own that reads a column which the data does not have."""
+    return (
+        f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
+        f"grpo.rewards=[{{fn: {name}, kwargs: {{column: ..}}}}]"
+    )
+
+
+def takes_more(name: str, missing: Collection[str], columns: Collection[str]) -> str:
+    """What is said of a reward whose signature takes columns that are `missing` from the data."""
+    return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)})"
+
+
+def _listed(columns: Collection[str]) -> str:
+    return ", ".join(key for key in columns if key not in OWN) or "none"
+
+
+def _signature(file: Path, function: str) -> dict[str, Any] | None:
+    """What a module's function takes by name, each with its default: a constant, None for another, ... for none. None
+    where the source does not tell."""
+    if file.suffix != ".py":
+        return None
+    found = [one for one in ast.parse(decode_source(file.read_bytes())).body if getattr(one, "name", None) == function]
+    if not found or not isinstance(found[-1], ast.FunctionDef | ast.AsyncFunctionDef) or found[-1].decorator_list:
+        return None
+    takes = found[-1].args
+    without: list[ast.expr | None] = [None] * (len(takes.posonlyargs + takes.args) - len(takes.defaults))
+    defaults = [*without, *takes.defaults][len(takes.posonlyargs) :]
+    pairs = [*zip(takes.args, defaults, strict=True), *zip(takes.kwonlyargs, takes.kw_defaults, strict=True)]
+    return {
+        one.arg: ... if default is None else default.value if isinstance(default, ast.Constant) else None
+        for one, default in pairs
+    }
 
 
 def _spec(whose: str, module: str) -> ModuleSpec:

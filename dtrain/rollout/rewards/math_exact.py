@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.rollout.rewards.find import no_column
 from dtrain.rollout.rewards.math_answers import MathAnswer, answer_in, equal, marked_answer, read
 
 
@@ -28,11 +29,7 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
 def right_answers(reward: str, column: str, columns: dict[str, Sequence[Any]]) -> list[MathAnswer | None]:
     """The data's answers; None where a row has none. Raises UserError for a column that the data does not have."""
     if column not in columns:
-        there = ", ".join(key for key in columns if key not in ("prompts", "completion_ids")) or "none"
-        raise UserError(
-            f"reward {reward}: the data has no column {column!r} (it has {there}); name the right one: "
-            f"grpo.rewards=[{{fn: {reward}, kwargs: {{column: ..}}}}]"
-        )
+        raise UserError(no_column(reward, column, columns))
     return [None if value is None or value == "" else _of_data(value) for value in columns[column]]
 
 

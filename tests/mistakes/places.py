@@ -1,0 +1,97 @@
+"""Mistakes in files, weights, devices and directories, and sizes that train nothing: a look at the world tells them."""
+
+import json
+
+from tests.mistakes import Mistake
+
+
+def _rows(*rows: dict) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+CHAT = {"messages": [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]}
+PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
+REWARDS = """
+def takes_gold(completions, gold, *, bonus=1.0):
+    return [bonus for _ in completions]
+
+def takes_any(completions, **columns):
+    return [0.0 for _ in completions]
+"""
+
+
+def _one(typed: str, *says: str, files=None, base: str = "sft") -> Mistake:
+    return Mistake(tuple(typed.split("  ")), says, files or {}, base)
+
+
+ROWS = (
+    _one("data.train.path={root}/odd.jsonl", "odd.jsonl:1", "no known format",
+         files={"odd.jsonl": _rows({"query": "a"})}),
+    _one("data.train.path={root}/chat.jsonl", "chat.jsonl:1", "no chat template", "data.chat_template",
+         files={"chat.jsonl": _rows(CHAT)}),
+    _one("data.train.path={root}/chats.jsonl", "chats.jsonl:1", "prompt, chosen and rejected",
+         files={"chats.jsonl": _rows(CHAT)}, base="dpo"),
+    _one("data.train.path={root}/pairs2.jsonl", "pairs2.jsonl", "method=dpo", files={"pairs2.jsonl": _rows(PAIR)}),
+    _one("data.train.path={root}/void.jsonl  data.train.format=text", "void.jsonl", "empty", files={"void.jsonl": ""}),
+    _one("data.train.path={root}/high.jsonl", "high.jsonl:2", "300", "vocabulary of 67",
+         files={"high.jsonl": _rows({"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3, 300]})}),
+    _one("data.train.path={root}/shifted.jsonl", "shifted.jsonl:1", "must not be shifted",
+         files={"shifted.jsonl": _rows({"input_ids": [1, 2, 3], "labels": [2, 3, -100]})}),
+    _one("data.max_length=8  data.too_long=error", "rows.jsonl", "data.max_length is 8", "truncate or drop"),
+    _one("data.max_length=2  data.too_long=drop", "data.max_length", "rows.jsonl"),
+    _one("data.train.path={root}/bare.jsonl", "bare.jsonl", "trained token",
+         files={"bare.jsonl": _rows({"input_ids": [3, 4], "labels": [-100, -100]})}),
+    _one("data.val.path={root}/valid.jsonl", "valid.jsonl:1", "no known format",
+         files={"valid.jsonl": _rows({"query": "a"})}),
+    _one("data.val.path={root}/novalid.jsonl", "novalid.jsonl", "no row", files={"novalid.jsonl": ""}),
+    _one("data.train.path=[{root}/rows.jsonl,{root}/second.jsonl]", "second.jsonl:1",
+         files={"second.jsonl": "{not json\n"}),
+    _one("grpo.rewards=[{fn: math_exact}]", "reward math_exact", "'answer'",
+         "it has wanted", base="grpo"),
+    _one("grpo.rewards=[{fn: numeric, kwargs: {column: gold}}]", "reward numeric", "'gold'", base="grpo"),
+    _one("grpo.rewards=[{fn: rewards_of_mine.takes_gold}]", "reward takes_gold takes gold", "it has wanted",
+         files={"rewards_of_mine.py": REWARDS}, base="grpo"),
+)  # fmt: skip
+"""What the first rows of the data tell."""
+
+WEIGHTS = (
+    _one("model.path={root}/cut  model.init=pretrained", "cut/model.safetensors", "cut short", "download it again"),
+    _one("model.path={root}/wide  model.init=pretrained", "shape: model.embed_tokens.weight", "config.json"),
+    _one("model.path={root}/deep  model.init=pretrained", "missing: model.layers.2.", "config.json"),
+    _one("model.path={root}/shallow  model.init=pretrained", "unexpected: model.layers.1."),
+    _one("model.path={root}/sharded  model.init=pretrained", "sharded/one.safetensors", "lacks 1 tensors", "nowhere"),
+    _one("model.path={root}/gone  model.init=pretrained", "gone", "two.safetensors", "not there"),
+    _one("model.path={root}/damaged  model.init=pretrained", "damaged/model.safetensors", "download it again"),
+    _one("dpo.reference={root}/cut", "cut/model.safetensors", "dpo.reference", base="dpo"),
+)
+"""What the headers of weights tell."""
+
+WORLD = (
+    _one("launch.device=cuda", "launch.device=cuda", "launch.device=cpu"),
+    _one("metrics.wandb=mine", "metrics.wandb=mine", "pip install 'dtrain[wandb]'"),
+    _one("run.dir={root}/file", "run.dir", "file", files={"file": "text"}),
+    _one("run.dir=/proc/there", "run.dir", "/proc"),
+    _one("run.name=used  checkpoint.resume=null", "runs/used", "earlier run", "checkpoint.resume=auto"),
+    _one("checkpoint.resume={root}/runs", "no whole checkpoint"),
+    _one("checkpoint.init_from={root}/runs", "no whole checkpoint"),
+    _one("optimizer.kwargs={momentum: 1}", "optimizer.name=adamw", "momentum", "optimizer.kwargs"),
+    _one("scheduler.kwargs={decay: 1}", "scheduler.kwargs", "decay"),
+    _one("scheduler=[{steps: 99}]  scheduler.name=cosine", "scheduler is a list", "scheduler[0].name"),
+    _one("optimizer.name=torch.optim.SparseAdam", "SparseAdam", "take adamw"),
+    _one("train.steps=null  train.epochs=1  train.global_batch=16", "train.epochs=1", "train.global_batch=auto"),
+    _one("train.steps=1  scheduler.warmup_steps=5", "scheduler.warmup_steps=5", "nothing would be trained"),
+    _one("grpo.engine=http  grpo.server.urls=[http://localhost:1]  grpo.server.api_key_file={root}/nokey", "nokey",
+         "API key cannot be read", base="grpo"),
+)  # fmt: skip
+"""What devices, packages, directories, sizes and settings tell."""
+
+METHODS = (
+    _one("grpo.beta=0.1", "grpo.beta is read by method=grpo alone", "method=sft", "leave it out"),
+    _one("dpo.beta=0.1", "dpo.beta is read by method=dpo alone"),
+    _one("dpo.loss=ipo", "dpo.loss is read by method=dpo alone", base="grpo"),
+    _one("distill.teacher={root}/qwen3-tied", "distill.teacher is read by method=distill alone"),
+    _one("grpo.sampling.temperature=0.5", "grpo.sampling.temperature is read by method=grpo alone", base="dpo"),
+)
+"""Keys of another method."""
+
+PLACES = ROWS + WEIGHTS + WORLD + METHODS
