@@ -52,7 +52,8 @@ def test_auto_is_the_same_on_every_mesh_and_after_a_resume(tmp_path, capfd):
     write_rows(tmp_path / "rows.jsonl", count=150, longest=6)
     shape = (*EPOCHS, "train.epochs=1", "train.global_batch=auto", "train.micro_batch=3", "checkpoint.every=20")
     one = run(tiny_recipe(tmp_path, *shape, name="one"))
-    assert "global batch 4 (auto, 150 rows a pass) = micro batch 2 × accumulation 2 × dp 1; 38 steps" in _told(capfd)
+    told = _told(capfd)
+    assert "150 rows a pass" in told and "global batch 4 (auto) = micro batch 2 × accumulation 2 × dp 1" in told
     two = run(tiny_recipe(tmp_path, *shape, name="two"), 2)
     assert len(trajectory(one)) == 38
     assert_same(two, one, rtol=1e-9)

@@ -17,7 +17,7 @@ from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.preflight import load, preflight
 from tests.models import published
-from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model
+from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world
 
 ADAPTER = ["lora={}", "lora.rank=8"]
@@ -238,7 +238,8 @@ def test_directories_that_are_no_model_of_the_key_say_where_they_belong(tmp_path
     assert found() == []
     [problem] = found(f"model.path={adapter}")
     assert f"model.path={adapter} is an adapter in PEFT's layout, not a model: set model.path={model} and" in problem
-    [problem] = found("method=dpo", f"dpo.reference={adapter}")
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    [problem] = found("method=dpo", f"data.train.path={pairs}", f"dpo.reference={adapter}")
     assert f"`dtrain export {adapter} OUT` merges it into its base; set dpo.reference=OUT" in problem
     [problem] = found(f"lora.path={tmp_path / 'gone'}")
     assert f"lora.path={tmp_path / 'gone'}: there is no such directory" in problem

@@ -1,4 +1,4 @@
-"""`dtrain validate` answers each of the table's mistakes with file, key and fix, and never with a traceback."""
+"""`dtrain validate` and `dtrain run` answer each mistake of the table with file, key and fix, never with a traceback."""
 
 import pytest
 
@@ -37,9 +37,11 @@ def test_the_recipes_are_sound_without_a_mistake(name, root, capsys):
     assert answer(Mistake((), (), base=name), "validate", root, capsys) == (0, "")
 
 
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("command", ["validate", "run"])
 @pytest.mark.parametrize("mistake", RECIPES, ids=lambda one: one.name)
-def test_validate_answers(mistake, root, capsys):
-    status, said = answer(mistake, "validate", root, capsys)
+def test_each_is_answered(mistake, command, root, capsys):
+    status, said = answer(mistake, command, root, capsys)
     assert status == mistake.status and not [words for words in mistake.says if words not in said], said
 
 
