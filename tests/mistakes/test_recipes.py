@@ -1,4 +1,4 @@
-"""`dtrain validate` and `dtrain run` answer each mistake of the table with file, key and fix, never with a traceback."""
+"""`dtrain validate` and `dtrain run` answer each mistake of the table with file, key and fix, without a traceback."""
 
 import pytest
 
