@@ -184,22 +184,31 @@ def _kinds(devices: Sequence[DeviceFacts]) -> str:
 
 
 def agree(
-    mine: DeviceFacts,
+    start: Callable[[], DeviceFacts],
     place: RankPlace,
     store: "dist.Store | None",
     judge: Callable[[Sequence[DeviceFacts]], Sequence[str]],
 ) -> None:
-    """Raises UserError, on every rank, with what `judge` finds in the devices of all, on rank 0. store: where the ranks
-    of several meet."""
+    """Raises UserError, on every rank, with what any rank's `start` raises, or else with what `judge` finds in the
+    devices of all, on rank 0. store: where the ranks of several meet."""
     if store is None:
-        found = "\n".join(judge([mine]))
+        found = "\n".join(judge([start()]))
     else:
         prefix = f"devices of attempt {place.attempt}"
-        store.set(f"{prefix}/{place.rank}", json.dumps(asdict(mine)))
+        store.set(f"{prefix}/{place.rank}", _told(start))
         if place.rank == 0:
             told = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
-            devices = [DeviceFacts(**{**one, "capability": tuple(one["capability"])}) for one in told]
-            store.set(f"{prefix}/found", "\n".join(judge(devices)))
+            refused = dict.fromkeys(one for one in told if isinstance(one, str))
+            devices = [DeviceFacts(**one | {"capability": tuple(one["capability"])}) for one in told if not refused]
+            store.set(f"{prefix}/found", "\n".join(refused or judge(devices)))
         found = store.get(f"{prefix}/found").decode()
     if found:
         raise UserError(found)
+
+
+def _told(start: Callable[[], DeviceFacts]) -> str:
+    """As JSON: a device, or why it does not start, a string."""
+    try:
+        return json.dumps(asdict(start()))
+    except UserError as error:
+        return json.dumps(str(error))

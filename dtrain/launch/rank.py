@@ -90,7 +90,8 @@ def run_rank(
         if size > 1:
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
         if device.type == "cuda":
-            agree(start_device(device, place), place, store, partial(_unfit_devices, recipe, planned))
+            start = partial(start_device, device, place)
+            agree(start, place, store, partial(_unfit_devices, recipe, planned))
         wait = recipe.launch.collective_timeout
         if store is not None:
             init_process_group(device.type, store, place.rank, size, wait)

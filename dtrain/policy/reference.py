@@ -52,7 +52,7 @@ class Reference:
         """reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
         give_weights_back(self._model)
         for own, tensor in self._pairs():
-            own.lerp_(tensor, mix)
+            own.lerp_(tensor.to(own.device), mix)  # a master may lie on the host
 
     @torch.no_grad()
     def _trade(self) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -97,26 +98,43 @@ def test_slices_work_alone():
     assert "set launch.nproc=1" in found
 
 
-def test_every_rank_is_told_what_rank_0_finds():
+def agreed(starts):
+    """What each rank is told, whose devices start so."""
     store, told = dist.HashStore(), {}
 
     def rank(number: int) -> None:
-        mine = ranks(H100, T4, H100)[number]
         try:
-            agree(mine, RankPlace(rank=number, world_size=3), store, lambda seen: problems(seen, RECIPE, KERNELS))
+            place = RankPlace(rank=number, world_size=len(starts))
+            agree(starts[number], place, store, lambda seen: problems(seen, RECIPE, KERNELS))
         except UserError as error:
             told[number] = str(error)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(starts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    return told
+
+
+def test_every_rank_is_told_what_rank_0_finds():
+    told = agreed([lambda one=one: one for one in ranks(H100, T4, H100)])
     assert set(told) == {0, 1, 2}
     assert len(set(told.values())) == 1
     assert told[1].splitlines() == problems(ranks(H100, T4, H100), RECIPE, KERNELS)
     assert len(told[1].splitlines()) == 2
-    agree(H100, RankPlace(), None, lambda seen: problems(seen, RECIPE, KERNELS))
+    agree(lambda: H100, RankPlace(), None, lambda seen: problems(seen, RECIPE, KERNELS))
+
+
+@pytest.mark.parametrize("bad", [{0}, {2}, {1, 2}])
+def test_every_rank_is_told_of_a_device_that_does_not_start(bad):
+    def start(number):
+        if number in bad:
+            raise UserError("the driver is too old")
+        return replace(T4, rank=number)
+
+    told = agreed([partial(start, number) for number in range(3)])
+    assert told == dict.fromkeys(range(3), "the driver is too old")  # said once; of the others nothing is known
 
 
 class FakeCuda:

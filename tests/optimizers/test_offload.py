@@ -83,6 +83,8 @@ def given(recipe, rank, size):
     given["stepped"] = policy.get_logprobs(batch)["logprobs"]
     given["referred"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     given["again"] = policy.get_logprobs(batch)["logprobs"]
+    policy.reference.follow(0.5)
+    given["followed"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     policy.offload_after_refit()
     policy.prepare_for_training()
     given["moved"] = policy.get_logprobs(batch)["logprobs"]

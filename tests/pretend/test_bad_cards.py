@@ -21,6 +21,7 @@ A100 = Card(name="NVIDIA A100-SXM4-80GB", capability=(8, 0))
 SLICE = Card(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * GIB)
 SMALL = Card(memory=2**19)
 OLD = Card(refusal="The NVIDIA driver on your system is too old (found version 11040)")
+TOO_OLD = "CUDA does not start on .*: The NVIDIA driver on your system is too old .*update the"
 HALF, HIDDEN = "train.dtype=bfloat16", {"CUDA_VISIBLE_DEVICES": ""}
 
 CASES = {
@@ -32,6 +33,13 @@ CASES = {
     "one card": ([Card(uuid="GPU-5")] * 2, (), {}, "2 ranks on .* share 1 GPU, and NCCL takes one rank each"),
     "slices": ([SLICE] * 2, (), {}, "rank 0 has a MIG slice, .* set launch.nproc=1"),
     "driver": ([OLD], (), {}, "CUDA does not start on .*: The NVIDIA driver on your system is too old .*update the"),
+    "driver of one": ([H100, OLD], (), {}, "CUDA does not start on .*: The NVIDIA driver on your system is too old"),
+    "driver of the first": (
+        [OLD, H100],
+        (),
+        {},
+        "CUDA does not start on .*: The NVIDIA driver on your system is too old",
+    ),
     "hidden": ([H100], ("launch.device=cuda",), HIDDEN, "CUDA_VISIBLE_DEVICES= hides all GPUs: unset it, or name some"),
     "hidden from both": ([H100] * 2, ("launch.device=cuda",), HIDDEN, "CUDA_VISIBLE_DEVICES= hides all GPUs: unset"),
 }

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.adapters.test_nf4 import NF4, base
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.test_methods import grpo
@@ -35,6 +36,17 @@ def test_a_run_with_graphs(tmp_path, size, keys, like):
     assert all(count > 10 for count in replays), replays
     if like is not None:
         assert_close(rows_of(card), on_cpu(grpo(tmp_path, GRAPHS[1], *like, name="cpu")), EXACT)
+
+
+def test_over_weights_in_four_bits(tmp_path):
+    found = []
+    for graphs in ("true", "false"):
+        keys = *NF4, f"model.path={base(tmp_path)}", GRAPHS[1], f"grpo.cuda_graphs={graphs}"
+        recipe = grpo(tmp_path, *keys, name=graphs)
+        replays = run_pretend(train_and_count, 1, recipe, 1)
+        assert (replays[0] > 10) == (graphs == "true"), replays
+        found.append(rows_of(recipe))
+    assert_close(*found, EXACT)
 
 
 @pytest.mark.parametrize(

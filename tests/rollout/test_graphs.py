@@ -79,6 +79,21 @@ def test_weights_that_moved_are_captured_anew():
     assert ids[7:11] == after
 
 
+def test_keys_that_moved_are_captured_anew():
+    """A row alone, beside others that need more slots, and alone again."""
+    model, makers = build("qwen3"), Makers()
+    asked = [Request(PROMPTS[0], SamplingParams(24, 0.0))]
+    asked += [Request(PROMPTS[0], SamplingParams(4, 1.0), 1, 0, sample) for sample in range(1, 9)]
+    engine, done = Engine(model, graphs=makers), {}
+    tickets = [engine.add(asked[0])]
+    for _ in range(5):
+        engine.step()
+    tickets += [engine.add(one) for one in asked[1:]]
+    while engine.has_work:
+        done.update(engine.step())
+    same([done[ticket] for ticket in tickets], Engine(model).generate(asked))
+
+
 def test_what_a_graph_cannot_hold_is_noticed():
     x, cpu = torch.arange(4.0), torch.device("cpu")
     for wrong, words in (
