@@ -55,7 +55,7 @@ def _plan(name: str, overrides: list[str], ranks: int | None = None) -> Plan:
     recipe = config.load(name, overrides)
     ranks = ranks or recipe.launch.nproc
     least = recipe.train.micro_batch * ranks
-    if recipe.train.global_batch % least:
+    if recipe.train.global_batch != "auto" and recipe.train.batch % least:
         recipe = config.load(name, [*overrides, f"train.global_batch={least}"])
     return make_plan(recipe, ranks, GPUS["h100"])
 

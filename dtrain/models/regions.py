@@ -49,6 +49,8 @@ class Region:
 
 def compile_layers(model: CausalLM) -> None:
     """Give every layer of `model` its regions. No collective; nothing is compiled before the first forward."""
+    # Of the whole process: torch 2.11 takes no limit for one torch.compile alone. No number depends on it. Autograd's
+    # threads keep torch's own, but compute again with graphs that the forward has made.
     torch._dynamo.config.recompile_limit = GRAPHS
     for layer in cast(list[Layer], model.model.layers):
         layer.regions = Region(layer.before), Region(layer.after)

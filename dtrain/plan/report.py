@@ -71,7 +71,7 @@ def _head(plan: Plan) -> str:
         f"{recipe.method} of {recipe.model.path} ({size}), {dtype}, on "
         f"{sizes.world_size} {where}\n{sizes}\n"
         f"{plan.tokens:,} tokens a step, every row taken to be full and every token trained"
-        + "\nlayers planned as written; compiled, they keep less for the backward"
+        + "\nlayers planned as written, not as compiled"
         * recipe.train.compile
     )
 
