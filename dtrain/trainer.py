@@ -120,7 +120,8 @@ class Trainer:
         self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
         retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
-        background = keep.async_save and keep.every is not None
+        on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
+        background = keep.async_save and keep.every is not None and not on_host
         beside = self.policy.beside
         wait = runtime.collective_timeout
         saver = Saver(

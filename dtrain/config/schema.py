@@ -336,7 +336,8 @@ class Checkpoint:
     from; later it goes on from its own saves."""
     async_save: bool = True
     """Training goes on while a save is written. It waits only for a copy of model and optimizer in host memory. A run
-    waits for its last save, and for the save when it was told to stop."""
+    waits for its last save, and for the save when it was told to stop. With `parallel.optimizer_offload` it waits for
+    every save: what is on the host already is not copied there again."""
     export: Literal["final", "every", "none"] = "final"
     """When `export/`, a Hugging Face directory, is written: at the end, again with every save, or never (also null)."""
     init_from: str | None = None

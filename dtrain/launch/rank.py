@@ -73,7 +73,8 @@ def run_rank(
     with ExitStack() as stack:
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
-        if place.rank == 0 and wants_plan:
+        has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
+        if place.rank == 0 and wants_plan and not has_cuda:
             beside = importlib.import_module("dtrain.plan.beside")
             planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
         hosts = met = None
@@ -231,7 +232,9 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
         yield
     except (MemoryError, RuntimeError) as error:
         first = (str(error).splitlines() or ["out of memory"])[0]
-        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in first):
+        # Of pinned memory CUDA says the last.
+        said = "can't allocate memory" in first or "CUDA error: out of memory" in first
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or said):
             raise
         raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
 

@@ -33,6 +33,8 @@ class Region:
         """`function(*tensors)`; rows and tokens are sizes that vary."""
         if self.compiled is None:
             return self.function(*tensors)
+        # A setting of each thread, and autograd's compute again; torch 2.11 takes no limit for one torch.compile alone.
+        torch._dynamo.config.recompile_limit = GRAPHS
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, [0, 1])
         try:
@@ -49,9 +51,6 @@ class Region:
 
 def compile_layers(model: CausalLM) -> None:
     """Give every layer of `model` its regions. No collective; nothing is compiled before the first forward."""
-    # Of the whole process: torch 2.11 takes no limit for one torch.compile alone. No number depends on it. Autograd's
-    # threads keep torch's own, but compute again with graphs that the forward has made.
-    torch._dynamo.config.recompile_limit = GRAPHS
     for layer in cast(list[Layer], model.model.layers):
         layer.regions = Region(layer.before), Region(layer.after)
 

@@ -84,7 +84,8 @@ class Engine:
         self.model = model
         self.device = device or next(model.parameters()).device
         chosen = choose_budget(model, self.device)
-        self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or chosen.tokens)
+        tokens = chosen.tokens // 2 if graphs else chosen.tokens  # graphs round rows and prompts up, at most twofold
+        self.budget = replace(chosen, rows=max_rows or chosen.rows, tokens=max_tokens or tokens)
         self._decode_text = decode
         self._peers = peers or Peers()
         self._graphs = graphs
