@@ -202,7 +202,7 @@ def _how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
         return ""
     texts = [str(column) for column, value in row.items() if isinstance(value, str)]
     chats = {str(column): value[0] for column, value in row.items() if isinstance(value, list) and value}
-    talks = [column for column, first in chats.items() if isinstance(first, dict)]
+    talks = [column for column, first in chats.items() if isinstance(first, dict) and {"role", "from"} & {*first}]
 
     def named(like: tuple[str, ...], other: int) -> str:
         return next((text for text in texts if text.lower() in like), texts[other])
