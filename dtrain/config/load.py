@@ -178,6 +178,8 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
         quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""
+        if text[:1] in "[{" and text[:1] and text.count(text[0]) > text.count("]" if text[0] == "[" else "}"):
+            quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {_first_line(error)}")
@@ -281,6 +283,8 @@ def _not_a_section(
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
+    if plain and _share(value):
+        return f"{dotted}={value} must be {plain.partition(',')[0]}{_share(value)}"
     if isinstance(value, str) and _stuck(value):
         return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
     leaf = next((key for key in ("path", "name", "train.path") if key.partition(".")[0] in hints), None)
@@ -306,7 +310,9 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
             hint = f"; did you mean {near}?" if near else ""
             return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
-        return [f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}{_comma(value, kinds)}"]
+        return [
+            f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}{_comma(value, kinds)}{_share(value)}"
+        ]
     return []
 
 
@@ -319,6 +325,12 @@ def _comma(value: Any, kinds: list) -> str:
         if value.endswith(",") or float not in kinds
         else f": write {value.replace(chr(44), chr(46))}"
     )
+
+
+def _share(value: Any) -> str:
+    """What to add where a share is written in percent."""
+    is_one = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
+    return f": write {float(value[:-1]) / 100:g}" if is_one else ""
 
 
 def _blank(value: Any) -> str:

@@ -91,7 +91,9 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
             if files is None:
                 raise UserError(hub.absent(path, pick, key))
             return files
-    raise UserError(f"{key}: there is no file {path}")
+    parts = re.split(r"[,;\s]+", path)
+    several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
+    raise UserError(f"{key}: there is no file {path}{several}")
 
 
 def kind_of(file: Path, key: str = "data.train.path") -> str:
