@@ -214,7 +214,7 @@ def test_text_for_a_column_s_name_is_wanted():
 
 
 def test_a_blank_that_is_missing_is_named():
-    with pytest.raises(UserError, match="a blank follows each colon, {messages: dialog}"):
+    with pytest.raises(UserError, match="messages:dialog as one word: write a blank after the colon"):
         config.load({}, ["data.train.columns={messages:dialog}"])
 
 
