@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 RECIPE = "a recipe's file, or the name of a shipped one (`dtrain ls`)"
 OVERRIDES = "what to change in it, such as optimizer.lr=1e-5 or data.train.path=[a.jsonl,b.jsonl]"
+DIRECTORY = "a model's directory, or a run's; or the hub id of a model that `dtrain download` fetched"
 PROCESSES = "processes in all (default: launch.nproc)"
 
 

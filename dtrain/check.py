@@ -30,7 +30,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
     ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
     ("data.packing", lambda v: v in ("auto", True, False), "auto, true or false"),
-    ("data.num_workers", lambda v: v >= 0, "at least 0"),
+    ("data.num_workers", lambda v: 0 <= v <= 256, "at least 0, and at most 256"),
     ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
     ("parallel.dp_shard", lambda v: v >= 1 or v == -1, "at least 1, or -1 to take the ranks that are left"),
     ("parallel.cp", lambda v: v >= 1, "at least 1"),

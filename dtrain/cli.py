@@ -7,6 +7,7 @@ Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error 
 import argparse
 import importlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dtrain import __version__
-from dtrain.arguments import PROCESSES, RECIPE, add_recipe, at_least
+from dtrain.arguments import DIRECTORY, PROCESSES, RECIPE, add_recipe, at_least
 from dtrain.errors import Stopped, UserError
 
 ROOMS = {
@@ -129,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     download.add_argument("--subset", help="of a dataset (default: its own)")
     download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
     generate = add("generate", _generate, "complete prompts with a model")
-    generate.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
+    generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
     said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
     generate.add_argument("--prompt", action="append", help=said)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
@@ -256,11 +257,13 @@ def _download(arguments: argparse.Namespace) -> int:
 
     name, kind = arguments.name, "dataset" if arguments.data else "model"
     if not hub.is_id(name):
-        raise UserError(f"{name} is no {kind}'s id on the hub (owner/name), or a directory has that name")
+        address = re.match(r"https?://[^/]+/(?:datasets/)?([^/]+/[^/?#]+)", name)
+        meant = f": write {address[1]}" if address else ", or a directory has that name"
+        raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
     if arguments.data:
         from dtrain.data.hub import Pick, download
 
-        files = download(name, Pick(arguments.split, arguments.subset, arguments.revision), "download")
+        files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))
         return 0
     if arguments.split != "train" or arguments.subset or arguments.revision:

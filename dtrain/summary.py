@@ -29,7 +29,7 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     parameters = list(policy.model.parameters())
     count = sum(map(weights_in, parameters))
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    size, part = (f"{number / 1e6:.1f} M" if count >= 1e5 else f"{number:,}" for number in (count, trained))
+    size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
     of_it = "" if trained == count else f" ({part} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
     counted = asked.train.global_batch == "auto" or recipe.train.epochs is not None
@@ -94,20 +94,21 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
         first, last = (sum(part) / len(part) for part in ends)
         steps = f"means of the first and last {len(ends[0])}" if len(ends[0]) > 1 else "the first and the last"
         if len(values) > 1:
-            yield labelled("learned", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)})")
+            yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)})")
     if not has_export:
         return
     yield labelled("next", f'dtrain generate {directory} --prompt "..."')
     yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")
     yield labelled("", f"dtrain serve {directory}")
     if recipe.lora is not None:
-        yield labelled("", f"dtrain export {directory} OUT    # a whole model, the adapter merged into it")
+        yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
 
 
 def _questions(recipe: Recipe) -> str:
-    """A file of prompts that the run knows: GRPO's own; else the user's."""
-    held = recipe.data.val if isinstance(recipe.data.val, DataSource) else recipe.data.train
-    return held.path if facts_of(recipe).kind == "prompts" and isinstance(held.path, str) else "questions.jsonl"
+    """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
+    kind, val = facts_of(recipe).kind, recipe.data.val
+    held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
+    return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
 
 
 def _curves(path: Path, names: Iterable[str]) -> dict[str, list[float]]:

@@ -18,7 +18,7 @@ def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
     assert table["steps"] == "10; learning rate 0.01, cosine"
     rows = [json.loads(line)["loss"] for line in (recipe.run.directory / "metrics.jsonl").open()]
     first, last = sum(rows[:5]) / 5, sum(rows[5:]) / 5
-    assert table["learned"] == f"loss {first:.4g} → {last:.4g} (means of the first and last 5 of 10)"
+    assert table["result"] == f"loss {first:.4g} → {last:.4g} (means of the first and last 5 of 10)"
     assert f'dtrain generate {recipe.run.directory} --prompt "..."' in table["next"]
 
 
@@ -27,10 +27,10 @@ def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
         "".join(json.dumps({"step": n, "loss": 9.0, "reward_mean": n / 10}) + "\n" for n in range(3))
     )
     told = list(closing(tiny_grpo(tmp_path), tmp_path, True))
-    assert told[0] == "learned   reward 0 → 0.2 (the first and the last of 3)"
+    assert told[0] == "result    reward 0 → 0.2 (the first and the last of 3)"
     assert f"dtrain eval {tmp_path} {tmp_path / 'prompts.jsonl'}" in told[2]
     assert list(closing(tiny_recipe(tmp_path), tmp_path, False)) == [
-        "learned   loss 9 → 9 (the first and the last of 3)"
+        "result    loss 9 → 9 (the first and the last of 3)"
     ]
 
 

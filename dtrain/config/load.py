@@ -30,6 +30,12 @@ CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
+_PARSERS = (
+    ("<block end>", ": keys of one section begin in the same column, those of a section inside it two blanks later"),
+    ("another document", ": a recipe has one; leave out the line ---"),
+    ("<document start>", ": a recipe holds lines `key: value`; a file of rows is named in it, as data.train.path"),
+)
+"""What the YAML parser says, in part, and what to add."""
 FOREIGN = 5  # keys of another tool that make a recipe one of its own
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
 _NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
@@ -107,6 +113,10 @@ def find(recipe: str | Path) -> Path:
     packaged = recipes_dir() / file
     if path.name == str(recipe) and (file == str(recipe) or file not in CLUSTERS) and packaged.is_file():
         return packaged
+    if path.is_dir():
+        own = path / "config.yaml"
+        meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
+        raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
     names = [name for name, _ in shipped()]
     near = nearest(path.stem, names)
     hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
@@ -134,7 +144,8 @@ def _read(path: Path) -> dict:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}") from error
+        said = next((fix for part, fix in _PARSERS if part in str(error.problem)), "")
+        raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{said}") from error
     except RecursionError:
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
@@ -167,6 +178,8 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
         quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""
+        if text[:1] in "[{" and text[:1] and text.count(text[0]) > text.count("]" if text[0] == "[" else "}"):
+            quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {_first_line(error)}")
@@ -270,6 +283,10 @@ def _not_a_section(
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
+    if plain and _share(value):
+        return f"{dotted}={value} must be {plain.partition(',')[0]}{_share(value)}"
+    if isinstance(value, str) and _stuck(value):
+        return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
     leaf = next((key for key in ("path", "name", "train.path") if key.partition(".")[0] in hints), None)
     said = words.meant(f"{dotted}.{leaf}", value) or value
     meant = f"; write {dotted}.{leaf}={said}" if isinstance(value, str) and leaf else ""
@@ -293,8 +310,27 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
             hint = f"; did you mean {near}?" if near else ""
             return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
-        return [f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}"]
+        return [
+            f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}{_comma(value, kinds)}{_share(value)}"
+        ]
     return []
+
+
+def _comma(value: Any, kinds: list) -> str:
+    """What to add where a number is written with a comma in it, or behind it."""
+    if not isinstance(value, str) or not {int, float} & {*kinds} or not re.fullmatch(r"[\d.]+,[\d.]*(e-?\d+)?", value):
+        return ""
+    return (
+        ": leave out the comma"
+        if value.endswith(",") or float not in kinds
+        else f": write {value.replace(chr(44), chr(46))}"
+    )
+
+
+def _share(value: Any) -> str:
+    """What to add where a share is written in percent."""
+    is_one = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
+    return f": write {float(value[:-1]) / 100:g}" if is_one else ""
 
 
 def _blank(value: Any) -> str:

@@ -91,7 +91,9 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
             if files is None:
                 raise UserError(hub.absent(path, pick, key))
             return files
-    raise UserError(f"{key}: there is no file {path}")
+    parts = re.split(r"[,;\s]+", path)
+    several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
+    raise UserError(f"{key}: there is no file {path}{several}")
 
 
 def kind_of(file: Path, key: str = "data.train.path") -> str:
@@ -184,13 +186,45 @@ def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], 
         row = renamed(row, columns, key, strict=True) if columns else row
         found = formats.detect(row, kind) if name == "auto" else name
         if found is None:
-            longest = max(row, key=lambda column: len(str(row[column])), default="theirs")
-            ours = {"examples": "messages", "pairs": "chosen", "prompts": "question"}[kind]
-            mapped = "" if columns else f", or map them: {key}={{{ours}: {longest}}}, for one"
-            raise UserError(formats.describe_unknown(row, kind) + mapped)
+            raise UserError(formats.describe_unknown(row, kind) + ("" if columns else _how_to_map(row, kind, key)))
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem
     return found
+
+
+_ASKED = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human")
+_ANSWERED = ("completion", "answer", "response", "output", "solution", "reply", "target", "assistant")
+
+
+def _how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
+    """The end of a refusal of `row`, whose format is not known: `columns` as its values and names suggest them."""
+    if len(row) == 1 and (mark := next((mark for mark in ";\t|" if mark in str(next(iter(row)))), "")):
+        return f". If {mark!r} separates its columns: dtrain reads commas, so save the file with commas"
+    if formats.detect(row, "examples" if kind == "pairs" else "pairs"):
+        return ""
+    texts = [str(column) for column, value in row.items() if isinstance(value, str)]
+    chats = {str(column): value[0] for column, value in row.items() if isinstance(value, list) and value}
+    talks = [column for column, first in chats.items() if isinstance(first, dict) and {"role", "from"} & {*first}]
+
+    def named(like: tuple[str, ...], other: int) -> str:
+        return next((text for text in texts if text.lower() in like), texts[other])
+
+    if kind == "pairs":
+        ours = ("prompt", "chosen", "rejected")
+        theirs = [*texts, *talks][:3]
+        pairs = list(zip(ours[-len(theirs) :], theirs, strict=True)) if len(theirs) > 1 else []
+    elif talks:
+        pairs = [("conversations" if "from" in chats[talks[0]] else "messages", talks[0])]
+    elif kind == "prompts":
+        pairs = [("question", named(_ASKED, 0))] if texts else []
+    elif len(texts) > 1:
+        asked = named(_ASKED, 0)
+        texts.remove(asked)
+        pairs = [("prompt", asked), ("completion", named(_ANSWERED, -1))]
+    else:
+        pairs = [("text", texts[0])] if texts else []
+    mapped = ", ".join(f"{mine}: {json.dumps(its) if ' ' in its else its}" for mine, its in pairs)
+    return f", or map them: '{key}={{{mapped}}}', for one" if pairs else ""
 
 
 def _first_character(stream: Stream) -> bytes:

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from dtrain.arguments import at_least
+from dtrain.arguments import DIRECTORY, at_least
 from dtrain.errors import UserError
 
 # What the shared code calls a thing, a recipe's key, and what it is called here.
@@ -21,7 +21,7 @@ _OPTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
+    parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
     parser.add_argument(
         "data", metavar="DATA", nargs="+", help="JSON lines (or CSV, parquet) of prompts, as GRPO's data"
     )

@@ -4,6 +4,7 @@ Ranks meet in a store before NCCL starts, which would hang or speak of its own m
 """
 
 import json
+import os
 import socket
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
+CPU_PROCESSES = 64  # that a machine of few cores is let start: each has torch in its memory
 DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
 
 
@@ -64,6 +66,12 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
             raise UserError(f"launch.device=cuda: {why}; or set launch.device=cpu")
         if why is not None and DRIVER.exists() and place.rank == 0:
             print(f"note: launch.device=auto takes the CPU, though this machine has a GPU: {why}", file=sys.stderr)
+        cores = os.cpu_count() or 1
+        if place.local_world_size > (most := max(CPU_PROCESSES, 4 * cores)):
+            raise UserError(
+                f"{place.local_world_size} processes on a CPU with {cores} core{'s' * (cores > 1)}, which has room for "
+                f"{most} at most: set launch.nproc={cores}"
+            )
         return torch.device("cpu")
     if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
         return torch.device("cuda", 0)

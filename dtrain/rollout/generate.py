@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dtrain import models
+from dtrain.checkpoint import hub
 from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.base_weights import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface import read_weights
@@ -83,10 +84,11 @@ def generate_text(
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Tokenizer]:
-    """Model and tokenizer of a Hugging Face directory, an adapter's in PEFT's layout (with its base; the tokenizer is
-    its own, else the base's), a run's directory or a checkpoint's. Raises UserError."""
+    """Model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in PEFT's
+    layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's. Raises
+    UserError."""
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; give a model's directory, an adapter's, a run's or a step's")
+        directory = _of_hub(str(directory))
     directory = step_around(directory) or directory
     for candidate in (directory, directory / "export"):
         is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
@@ -101,6 +103,15 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[Cau
     store, step = locate(directory, Ranks(alone=True))
     source = store.directory.parent / "model"
     return _model_of(store, step, source, dtype, device), Tokenizer.from_directory(source)
+
+
+def _of_hub(name: str) -> Path:
+    """The directory in the hub's cache of model `name`. Raises UserError."""
+    if (is_id := hub.is_id(name)) and (found := hub.cached(name)) is not None:
+        return found
+    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`" if is_id else ""
+    takes = "give a model's directory, an adapter's, a run's or a step's"
+    raise UserError(f"{name}: no such directory; {takes}{fetched}")
 
 
 def _model_in(directory: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from dtrain.arguments import at_least
+from dtrain.arguments import DIRECTORY, at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a model's directory, or a run's")
+    parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
     parser.add_argument("--host", default="127.0.0.1", help="where to listen, with a key (default: this machine only)")
     parser.add_argument("--port", type=at_least(0), default=8000, help="default: 8000; 0 takes a free one")
     parser.add_argument("--name", help="what clients call the model (default: DIR as it is typed)")

@@ -153,3 +153,12 @@ def test_an_adapter_finds_its_base_by_the_id_that_the_cache_has_it_under(tmp_pat
     cache.rename(cache.with_name("gone"))
     with pytest.raises(UserError, match=f"not in the hub's cache on this machine: `dtrain download {NAME}`"):
         base_of(tmp_path)
+
+
+def test_commands_on_directories_take_a_cached_id(cache, capsys):
+    assert cli.main(["generate", NAME, "--prompt", "the", "--max-new-tokens", "2"]) == 0
+    by_id = capsys.readouterr().out
+    assert cli.main(["generate", str(cache), "--prompt", "the", "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out == by_id
+    assert cli.main(["generate", "someone/Other", "--prompt", "the"]) == 1
+    assert "`dtrain download someone/Other`" in capsys.readouterr().err

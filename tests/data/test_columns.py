@@ -125,7 +125,7 @@ def test_a_cache_is_of_its_columns(tmp_path, model):
 
 def test_an_unknown_format_is_answered_with_how_to_map(tmp_path, model):
     file = write_jsonl(tmp_path / "a.jsonl", [{"id": 1, "dialog": [ASK, REPLY]}])
-    with pytest.raises(UserError, match="or map them: data.train.columns={messages: dialog}, for one"):
+    with pytest.raises(UserError, match="or map them: 'data.train.columns={messages: dialog}', for one"):
         opened(model, section(str(file)))
 
 

@@ -27,6 +27,13 @@ def _one(typed: str, *says: str, files=None, base: str = "sft") -> Mistake:
 ROWS = (
     _one("data.train.path={root}/odd.jsonl", "odd.jsonl:1", "no known format",
          files={"odd.jsonl": _rows({"query": "a"})}),
+    _one("data.train.path={root}/asked.jsonl", "asked.jsonl:1",
+         "'data.train.columns={prompt: question, completion: \"a b\"}'",
+         files={"asked.jsonl": _rows({"id": "7", "question": "a", "a b": "c"})}),
+    _one("data.train.path={root}/semi.csv", "semi.csv:2", "dtrain reads commas",
+         files={"semi.csv": "Frage;Antwort\na;b\n"}),
+    _one("data.train.path={root}/null.jsonl", "null.jsonl:1", "Rename the columns of the file",
+         files={"null.jsonl": _rows({"text": None})}),
     _one("data.train.path={root}/chat.jsonl", "chat.jsonl:1", "no chat template", "data.chat_template",
          files={"chat.jsonl": _rows(CHAT)}),
     _one("data.train.path={root}/chats.jsonl", "chats.jsonl:1", "prompt, chosen and rejected",
@@ -53,6 +60,13 @@ ROWS = (
          files={"rewards_of_mine.py": REWARDS}, base="grpo"),
 )  # fmt: skip
 """What the first rows of the data tell."""
+
+WORLD_OF_MANY = (
+    _one(
+        "launch.nproc=1000  train.global_batch=1000  launch.device=cpu", "1000 processes on a CPU", "set launch.nproc="
+    ),
+)
+"""What would start more processes than a machine holds."""
 
 WEIGHTS = (
     _one("model.path={root}/cut  model.init=pretrained", "cut/model.safetensors", "cut short", "download it again"),
@@ -94,4 +108,4 @@ METHODS = (
 )
 """Keys of another method."""
 
-PLACES = ROWS + WEIGHTS + WORLD + METHODS
+PLACES = ROWS + WORLD_OF_MANY + WEIGHTS + WORLD + METHODS
