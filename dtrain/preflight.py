@@ -403,6 +403,11 @@ def _checkpoint(recipe: Recipe) -> list[str]:
     elif "model.config" not in recipe.checkpoint.allow_changes:
         problems += _start(recipe, Path(init_from))
     is_adapter = any(any(Path(init_from).glob(place)) for place in ("adapter", "checkpoints/step-*/adapter"))
+    if recipe.lora is None and is_adapter:
+        problems.append(
+            f"checkpoint.init_from={init_from} has an adapter that this run lacks: set lora as it was there, or "
+            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
+        )
     if recipe.lora is not None and recipe.lora.quantize == "nf4" and not is_adapter:
         problems.append(
             f"checkpoint.init_from={init_from} holds whole weights, and lora.quantize=nf4 rounds those of model.path: "
