@@ -56,9 +56,10 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
     if asked:
         return
     epochs, per_pass = recipe.train.epochs, rows.rows_in_epoch(0)
+    of_pass = f"{per_pass} row{'s' * (per_pass != 1)} a pass"
     if steps < FEWEST_STEPS:
         raise UserError(
-            f"train.epochs={epochs} makes {steps} step{'s' * (steps != 1)} here ({per_pass} rows a pass, "
+            f"train.epochs={epochs} makes {steps} step{'s' * (steps != 1)} here ({of_pass}, "
             f"train.global_batch={recipe.train.global_batch} of them a step), which trains next to nothing. Set "
             f"{_more_steps(recipe, rows)}; train.steps={steps} with train.epochs=null asks for so few"
         )
@@ -84,4 +85,6 @@ def _more_steps(recipe: Recipe, rows: Rows) -> str:
         ways.append(f"train.global_batch=auto ({automatic} a step)")
     if rows.packing and rows.samples_in_epoch(0) > per_pass:
         ways.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
-    return ", ".join([*ways, "or a larger train.epochs" if ways else "a larger train.epochs"])
+    enough = f"train.epochs={-(-FEWEST_STEPS * batch // per_pass)} or more"
+    epochs = "a larger train.epochs" if facts.kind == "prompts" else enough
+    return ", ".join([*ways, f"or {epochs}" if ways else epochs])

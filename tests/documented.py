@@ -127,7 +127,7 @@ class Directory:
         if any(_SERVED in word for word in words) and self._server is None:
             self._serve(["serve", MODELS[0]])
         words = [word.replace(_SERVED, self.address) for word in words]
-        self.expect(["validate", *words[1:]])
+        self.expect(["validate", *words[1:], "run.name=validated"])  # which no earlier command has made
         recipe = config.load(self._found(words[1]), words[2:])
         name = recipe.run.name
         keeps = any(word.startswith("checkpoint.") for word in words) or self._ran.get(name) == tuple(words)

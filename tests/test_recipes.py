@@ -76,7 +76,7 @@ PAIR = '{"prompt": "w3", "chosen": "w4", "rejected": "w5"}'
 def files(tmp_path):
     """A model directory without weights and a data file for each method, to fill a recipe's paths with."""
     directory = write_model(tmp_path / "model")
-    (directory / "model.safetensors").touch()
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     rows = dict.fromkeys(("sft", "distill"), '{"text": "w3 w4"}')
     rows |= {"dpo": PAIR, "grpo": '{"question": "w3", "answer": "w4"}'}
     for method, row in rows.items():

@@ -283,7 +283,7 @@ class Decode:
         step = [0] * start
         for row in live:
             step[row] = 1
-        self._step = torch.tensor(step, device=device)
+        self._step: Tensor | int = torch.tensor(step, device=device) if fixed else 1
 
     def _lay_prompts(self, store: KeyValues, prompts: Sequence[Place], live: list[int], fixed: bool) -> None:
         """Which rows go on from each prompt, and where each row finds what its prompt gave."""
@@ -353,7 +353,8 @@ class Decode:
 
     def _tensors(self) -> list[Tensor]:
         of_prompts = [tensor for one in self._shared for tensor in (one.table, one.lengths)]
-        return [self._added, self._before, self._step, self._back, *of_prompts]
+        step = [self._step] if isinstance(self._step, Tensor) else []
+        return [self._added, self._before, *step, self._back, *of_prompts]
 
     def begin(self) -> None:
         """Before the forward of a step."""

@@ -210,7 +210,7 @@ def test_a_low_learning_rate_is_noted(overrides, told):
 
 def test_validate_tells_the_note_and_the_problems(tmp_path, capsys):
     model, rows = write_model(tmp_path / "model"), tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "w3 w4"}\n')
+    rows.write_text('{"text": "w3 w4"}\n' * 20)
     words = ["validate", "sft", f"model.path={model}", f"data.train.path={rows}", "model.init=scratch"]
     assert main([*words, "lora={}"]) == 0
     assert "note: optimizer.lr=1e-05 is low for a fresh adapter" in capsys.readouterr().out

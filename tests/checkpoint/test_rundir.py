@@ -83,7 +83,7 @@ def test_importing_it_loads_no_torch():
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/run: Not a directory"):
+    with pytest.raises(UserError, match="file/run cannot be made: .*/file: Not a directory"):
         RunDirectory(tmp_path / "file" / "run").hold()
 
 
