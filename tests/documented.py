@@ -41,6 +41,7 @@ TINY = (
     "checkpoint.every=1",
     "metrics.tensorboard=false",
 )
+MANY_ROWS = ("train.global_batch=64", "train.steps=10", "train.epochs=null")  # as a cluster's data would make
 TINY_GRPO = ("grpo.prompts_per_step=2", "grpo.group_size=2", "grpo.sampling.max_new_tokens=4")
 ADDED = {
     "preview": [],
@@ -219,7 +220,7 @@ class Directory:
         given = get_args_parser().parse_args(words)
         assert given.module and given.training_script == "dtrain" and given.training_script_args[0] == "run"
         world_size = int(given.nnodes.split(":")[-1]) * int(given.nproc_per_node)
-        self.expect(["validate", *given.training_script_args[1:], "--world-size", str(world_size)])
+        self.expect(["validate", *given.training_script_args[1:], *MANY_ROWS, "--world-size", str(world_size)])
 
     def _cluster(self, words: list[str]) -> None:
         files = [word for word in words if word.endswith((".sh", ".yaml"))]
@@ -228,7 +229,7 @@ class Directory:
             assert (self.path / file).is_file(), file
             if file.endswith(".sh"):
                 subprocess.run(["bash", "-n", self.path / file], check=True)
-                self.expect(["validate", *words[words.index(file) + 1 :], "--world-size", "16"])
+                self.expect(["validate", *words[words.index(file) + 1 :], *MANY_ROWS, "--world-size", "16"])
 
     def _shell_tool(self, words: list[str]) -> None:
         """The script itself, as in a checkout whose programs note what they are asked; then each of these commands."""
