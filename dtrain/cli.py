@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     said = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
     generate.add_argument("--prompt", action="append", help=said)
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
+    generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this sum")

@@ -38,7 +38,13 @@ _PARSERS = (
 """What the YAML parser says, in part, and what to add."""
 FOREIGN = 5  # keys of another tool that make a recipe one of its own
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
-_NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+_NEEDED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping such as {name: value}",
+}
 
 
 def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:

@@ -61,7 +61,7 @@ OURS = by_word(
         "data.train.path, a list of them, or data.train.sources with weights; the format is found by itself": (
             "datasets"
         ),
-        "data.train.sources: each has a weight": "interleave_probs mix_strategy",
+        "data.train.sources, [{path, weight}]: each has a weight": "interleave_probs mix_strategy train.weight",
         "data.train.path, with data.train.format=text": "pretraining_dataset",
         "data.train.format, messages | sharegpt | alpaca | prompt_completion | text | tokenized | preference": (
             "dataset_format dataset_type formatting data.format data.type"

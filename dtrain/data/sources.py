@@ -183,7 +183,9 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     meta = samples.meta
     noun = samples.noun
     trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
-    lines = [f"{label}: {meta['samples']:,} {noun} of {meta['rows']:,} rows, {meta['tokens']:,} tokens{trained}"]
+    made = noun.removesuffix("s") if meta["samples"] == 1 else noun
+    rows = f"{meta['rows']:,} row{'s' * (meta['rows'] != 1)}"
+    lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
         lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
     limit = f"data.max_length={meta['max_length']}"
