@@ -45,7 +45,7 @@ OPTIMIZERS = {
 NAMES = (*OPTIMIZERS, "muon")  # the last is dtrain's own, and loaded where it is asked for
 
 # torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
-_WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
+WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
 _SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
 
 
@@ -85,11 +85,8 @@ def build_optimizer(
     )
     if cls in _SPARSE_GRADIENTS_ONLY:
         raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
-    if cls in _WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
-        raise UserError(
-            f"optimizer.name={section.name} cannot step sharded parameters: torch's class changes them by operations "
-            "that DTensor refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
-        )
+    if cls in WHOLE_PARAMETERS_ONLY and any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+        raise UserError(cannot_step_shards(section.name))
     has_few_bits = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
     if section.name == "muon":
         cls, settings = _muon(section, named_parameters, seed), fields
@@ -105,6 +102,14 @@ def build_optimizer(
         return cls(groups, **{"lr": section.lr, **settings, **kwargs})
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
+
+
+def cannot_step_shards(name: str) -> str:
+    """Of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
+    return (
+        f"optimizer.name={name} cannot step sharded parameters: torch's class changes them by operations that DTensor "
+        "refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
+    )
 
 
 def is_torchs(name: str) -> bool:

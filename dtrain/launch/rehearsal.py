@@ -34,7 +34,15 @@ from dtrain.methods import METHODS, Method
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
-from dtrain.optim import NAMES, SCHEDULES, build_optimizer, build_scheduler, is_torchs
+from dtrain.optim import (
+    NAMES,
+    SCHEDULES,
+    WHOLE_PARAMETERS_ONLY,
+    build_optimizer,
+    build_scheduler,
+    cannot_step_shards,
+    is_torchs,
+)
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import choose_precision
@@ -103,7 +111,9 @@ def rehearse(
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     found.ask(method.examine, columns)
     if model is not None:
-        _updates(sized, model, found.steps or sized.train.steps or 1000, found)
+        compute = choose_precision(sized.train.dtype, device_type, sized.train.masters).compute
+        is_sharded = world_size > 1 or compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
+        _updates(sized, model, found.steps or sized.train.steps or 1000, is_sharded, found)
         found.ask(_start, recipe, run, tokenizer, method, model, rows)
     return found
 
@@ -184,11 +194,13 @@ def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:
     return steps
 
 
-def _updates(recipe: Recipe, model: CausalLM, steps: int, found: Rehearsal) -> None:
+def _updates(recipe: Recipe, model: CausalLM, steps: int, is_sharded: bool, found: Rehearsal) -> None:
     """The optimizer and its schedule, where no stranger's code is needed for them."""
     optimizer: torch.optim.Optimizer | None = None
     if recipe.optimizer.name in NAMES or is_torchs(recipe.optimizer.name):
         optimizer = found.ask(build_optimizer, recipe.optimizer, model.named_parameters(), recipe.run.seed)
+        if is_sharded and isinstance(optimizer, WHOLE_PARAMETERS_ONLY):
+            found.problems.append(cannot_step_shards(recipe.optimizer.name))
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
     if all(stage.name in SCHEDULES for stage in stages):
         optimizer = optimizer or torch.optim.SGD([torch.zeros(())], lr=recipe.optimizer.lr)

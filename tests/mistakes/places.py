@@ -92,6 +92,7 @@ WORLD = (
     _one("scheduler.kwargs={decay: 1}", "scheduler.kwargs", "decay"),
     _one("scheduler=[{steps: 99}]  scheduler.name=cosine", "scheduler is a list", "scheduler[0].name"),
     _one("optimizer.name=torch.optim.SparseAdam", "SparseAdam", "take adamw"),
+    _one("optimizer.name=adafactor  train.dtype=bfloat16", "cannot step sharded parameters", "Take adamw"),
     _one("train.steps=null  train.epochs=1  train.global_batch=16", "train.epochs=1", "train.global_batch=auto"),
     _one("train.steps=1  scheduler.warmup_steps=5", "scheduler.warmup_steps=5", "nothing would be trained"),
     _one("grpo.engine=http  grpo.server.urls=[http://localhost:1]  grpo.server.api_key_file={root}/nokey", "nokey",
