@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtrain import config
+from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -45,3 +48,15 @@ class Mistake:
     def words(self, root: Path) -> list[str]:
         """`typed`, with `root` in its place."""
         return [word.replace("{root}", str(root)) for word in self.typed]
+
+
+def write_sound(root: Path) -> None:
+    """A sound recipe of each method, sft.yaml, dpo.yaml and grpo.yaml, with what it reads."""
+    pairs = write_pairs(root / "pairs.jsonl")
+    recipes = {
+        "sft": tiny_recipe(root),
+        "dpo": tiny_recipe(root, "method=dpo", f"data.train.path={pairs}"),
+        "grpo": tiny_grpo(root),
+    }
+    for name, recipe in recipes.items():
+        (root / f"{name}.yaml").write_text(config.to_yaml(recipe))

@@ -8,9 +8,9 @@ import pytest
 
 from dtrain import config
 from dtrain.cli import main
-from tests.mistakes import Mistake
+from tests.mistakes import Mistake, write_sound
 from tests.mistakes.places import METHODS, PLACES
-from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
+from tests.tiny import save_weights, write_model
 
 SOUND = (
     ("sft", ()),
@@ -26,14 +26,7 @@ SOUND = (
 def root(tmp_path_factory):
     """A directory with a sound recipe of each method, and with models whose weights are not."""
     root = tmp_path_factory.mktemp("places")
-    pairs = write_pairs(root / "pairs.jsonl")
-    recipes = {
-        "sft": tiny_recipe(root),
-        "dpo": tiny_recipe(root, "method=dpo", f"data.train.path={pairs}"),
-        "grpo": tiny_grpo(root),
-    }
-    for name, recipe in recipes.items():
-        (root / f"{name}.yaml").write_text(config.to_yaml(recipe))
+    write_sound(root)
     whole = save_weights(write_model(root / "whole")) / "model.safetensors"
     for name, changes in {"wide": {"hidden_size": 64}, "deep": {"num_hidden_layers": 3}}.items():
         shutil.copy(whole, write_model(root / name, **changes))

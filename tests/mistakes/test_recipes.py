@@ -2,25 +2,16 @@
 
 import pytest
 
-from dtrain import config
 from dtrain.cli import main
-from tests.mistakes import Mistake
+from tests.mistakes import Mistake, write_sound
 from tests.mistakes.recipes import RECIPES
-from tests.tiny import tiny_grpo, tiny_recipe, write_pairs
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A directory with a sound recipe of each kind."""
     root = tmp_path_factory.mktemp("mistakes")
-    pairs = write_pairs(root / "pairs.jsonl")
-    recipes = {
-        "sft": tiny_recipe(root),
-        "dpo": tiny_recipe(root, "method=dpo", f"data.train.path={pairs}"),
-        "grpo": tiny_grpo(root),
-    }
-    for name, recipe in recipes.items():
-        (root / f"{name}.yaml").write_text(config.to_yaml(recipe))
+    write_sound(root)
     return root
 
 
