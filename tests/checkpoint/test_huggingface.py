@@ -212,7 +212,7 @@ def test_a_rank_needs_its_shard_and_one_tensor(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     shard, tensor = 96 * 1024, 8 * 1024
     for peak in run_world(sharded_peak, 2, tmp_path):
-        assert 0.9 * shard <= peak < shard + tensor + 6 * 1024, f"{peak} KiB"
+        assert 0.8 * shard <= peak < shard + tensor + 6 * 1024, f"{peak} KiB"
 
 
 def test_reading_needs_one_tensor_beside_the_model(tmp_path):
