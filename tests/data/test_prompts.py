@@ -71,7 +71,7 @@ def test_a_prompt_loses_its_beginning(tmp_path):
     assert rows.samples.row(0) == {"prompt": "abcdefghijkl", "columns": {"answer": "m"}}
 
 
-@pytest.mark.parametrize("too_long, words", [("drop", "1 prompts of 2 rows"), ("error", None)])
+@pytest.mark.parametrize("too_long, words", [("drop", "1 prompt of 2 rows"), ("error", None)])
 def test_what_is_too_long_may_be_dropped_or_refused(tmp_path, too_long, words):
     data = [{"prompt": "abcdefghijkl"}, {"prompt": "ab"}]
     if words is None:
