@@ -72,6 +72,7 @@ def test_the_rule_is_a_hash_of_content_and_seed(tmp_path, model):
     assert held(opened(model, "val", file, seed=4)[0]) != held(opened(model, "val", file)[0])
 
 
+@pytest.mark.processes
 def test_neither_order_nor_files_nor_workers_nor_more_rows_matter(tmp_path, model, monkeypatch):
     file = write_jsonl(tmp_path / "a.jsonl", texts())
     halves = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in
