@@ -324,14 +324,9 @@ def _absent_data(recipe: Recipe) -> list[tuple[str, str, data_hub.Pick]]:
     return found
 
 
-def cache_of(recipe: Recipe) -> Path:
-    """Where the run's data is cached."""
-    return Path(recipe.data.cache_dir or Path(recipe.run.dir) / ".cache").expanduser()
-
-
 def _is_away(recipe: Recipe, path: str, key: str) -> bool:
     """Whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises UserError."""
-    found = urls.away(path, key, cache_of(recipe)) if urls.is_url(path) else []
+    found = urls.away(path, key, recipe.cache) if urls.is_url(path) else []
     for remote in found:
         kind_of(remote.copy, key)
     return bool(found)
@@ -344,11 +339,11 @@ def has_urls(recipe: Recipe) -> bool:
 def to_copy(recipe: Recipe) -> list[str]:
     """What a run of a sound recipe copies into its cache, a line each."""
     return [
-        f"{key}.path={path}: the run copies {remote.url} into {cache_of(recipe)}"
+        f"{key}.path={path}: the run copies {remote.url} into {recipe.cache}"
         + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
         for source, key in _sources(recipe)
         for path in _paths(source)
-        for remote in (urls.away(path, f"{key}.path", cache_of(recipe)) if urls.is_url(path) else ())
+        for remote in (urls.away(path, f"{key}.path", recipe.cache) if urls.is_url(path) else ())
     ]
 
 
@@ -368,7 +363,7 @@ def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
         problems += _of_no_hub(source, at)
         try:
             named = [path for path in _paths(source) if not _is_away(recipe, path, f"{at}.path")]
-            files = resolve(named, f"{at}.path", source, cache_of(recipe)) if named else []
+            files = resolve(named, f"{at}.path", source, recipe.cache) if named else []
             if files and facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
                 formats_of(files, source.format, facts_of(recipe).kind, source.columns, f"{at}.columns")
         except UserError as error:

@@ -16,7 +16,6 @@ import secrets
 import time
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,8 +99,8 @@ class Trainer:
         self.identities["data.fingerprint"] = self.rows.samples.identity
         self.method = METHODS[recipe.method](recipe)
         refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
-        splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
-        self.method.examine({name: rows.samples.column_names() for name, rows in splits.items()})
+        self.splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
+        self.method.examine({name: rows.samples.column_names() for name, rows in self.splits.items()})
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
         self._before = metrics.memory_gib(runtime.device)
@@ -166,9 +165,8 @@ class Trainer:
             self.metrics.say(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
             self.policy.find_base(start.store, start.step)
-        splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         try:
-            self.method.begin(self.policy, splits, self._as_the_method_sees_it())
+            self.method.begin(self.policy, self.splits, self._as_the_method_sees_it())
         except Interrupted:
             raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
@@ -179,7 +177,7 @@ class Trainer:
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
-            self.run.write_data({split: rows.samples.summary for split, rows in splits.items()})
+            self.run.write_data({split: rows.samples.summary for split, rows in self.splits.items()})
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start
@@ -293,7 +291,7 @@ class Trainer:
             tokenizer=self.tokenizer,
             seed=recipe.run.seed,
             epochs=recipe.train.epochs,
-            cache_dir=Path(recipe.run.dir) / ".cache",
+            cache_dir=recipe.cache,
             say=self.metrics.say,
             progress=is_main,
             kind=facts.kind,

@@ -272,7 +272,8 @@ class Decode:
                 live += range(start, start + used)
                 start += count
         self.rows = start  # R
-        self._is_live = torch.tensor(live, device=device) if fixed else None
+        # [rows]: where each row of the cache stands among the R; None where there are no others.
+        self.live = torch.tensor(live, device=device) if fixed else None
         self._lay_prompts(store, prompts, live, fixed)
         added, before = [0] * start, [0] * start
         for row, place, prompt in zip(live, self._places, prompts, strict=True):
@@ -319,11 +320,6 @@ class Decode:
 
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    @property
-    def live(self) -> Tensor | None:
-        """[rows]: where each row of the cache stands among the R; None where there are no others."""
-        return self._is_live
 
     @property
     def drawn(self) -> Tensor:

@@ -586,6 +586,11 @@ class Recipe:
     grpo: Grpo = field(default_factory=Grpo)
     distill: Distill = field(default_factory=Distill)
 
+    @property
+    def cache(self) -> Path:
+        """Where tokenized sets, and copies of files from elsewhere, are kept."""
+        return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
+
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
 """`optimizer.name` without a dot. `dtrain.optim` holds what they mean."""

@@ -9,11 +9,7 @@ from typing import Any
 from dtrain.data.cache import Samples, Source, open_cache
 from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import formats_of, read_chunks, resolve
-from dtrain.data.formats import (
-    CHAT_FORMATS,
-    FORMATS,
-    KINDS,
-)
+from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.rows import Rows

@@ -45,9 +45,9 @@ from dtrain.optim import (
 )
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.parallel.ranks import Ranks
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.trained import choose_trained
-from dtrain.preflight import cache_of, has_urls, to_copy
+from dtrain.preflight import has_urls, to_copy
 from dtrain.sizing import refuse_idle, settled
 
 SMALL_DATA = 4 << 20
@@ -92,14 +92,15 @@ def rehearse(
     if tokenizer is None or any(problem.startswith("data.") for problem in known) or to_copy(recipe):
         return found
     before = len(found.problems)
-    cache_dir = cache_of(recipe) if has_urls(recipe) else None  # of copies; rows are kept nowhere
+    cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
     columns, size = _first_rows(recipe, tokenizer, cache_dir, found)
     if known:
         return found
     rows = {}
     if len(found.problems) == before and size <= SMALL_DATA:
         rows = found.ask(_rows, recipe, tokenizer, cache_dir) or {}
-    model = found.ask(_model, recipe, device_type)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
+    model = found.ask(_model, recipe, precision)
     for _, other in facts_of(recipe).other_models(recipe):
         found.ask(_other_model, Path(other))
     sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
@@ -111,9 +112,8 @@ def rehearse(
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     found.ask(method.examine, columns)
     if model is not None:
-        compute = choose_precision(sized.train.dtype, device_type, sized.train.masters).compute
-        is_sharded = world_size > 1 or compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-        _updates(sized, model, found.steps or sized.train.steps or 1000, is_sharded, found)
+        is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
+        _updates(sized, model, found.steps or sized.train.steps or 1000, world_size > 1 or is_mixed, found)
         found.ask(_start, recipe, run, tokenizer, method, model, rows)
     return found
 
@@ -171,9 +171,8 @@ def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[
     }
 
 
-def _model(recipe: Recipe, device_type: str) -> CausalLM:
+def _model(recipe: Recipe, precision: Precision) -> CausalLM:
     """The model on meta, as a rank builds it, once the headers of its weights fit it."""
-    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     model = models.build(read_config(recipe.model.directory), dtype=precision.master, device="meta")
     choose_trained(model, recipe, precision.compute)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):

@@ -34,10 +34,6 @@ class Gemma3Layer(Layer):
         self.pre_feedforward_layernorm = Gemma3RMSNorm(size, eps)
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Layer.before`: hidden [B, S, D], cos and sin [B or 1, S, 1, hd] -> q, k, v."""
-        return self.self_attn.project(self.input_layernorm(hidden), (cos, sin))
-
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))

@@ -182,15 +182,17 @@ class GatedMLP(Block):
 
 
 class Layer(nn.Module):
-    """Attention and MLP. A family says what comes `before` attention and `after` it, by tensors alone. regions: the two
-    compiled, where they are (`models.regions`); decoding, whose shapes change with every token, goes without."""
+    """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
+    regions: the two compiled, where they are (`models.regions`); decoding, whose shapes change with every token, goes
+    without."""
 
     self_attn: Attention
+    input_layernorm: "RMSNorm"
     regions: "tuple[Region, Region] | None" = None
 
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
-        raise NotImplementedError
+        return self.self_attn.project(self.input_layernorm(hidden), (cos, sin))
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]"""
@@ -211,10 +213,6 @@ class PreNormLayer(Layer):
         self.mlp = GatedMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Layer.before`: hidden [B, S, D], cos and sin [B or 1, S, 1, hd] -> q, k, v."""
-        return self.self_attn.project(self.input_layernorm(hidden), (cos, sin))
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
