@@ -212,7 +212,8 @@ def test_a_rank_needs_its_shard_and_one_tensor(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     shard, tensor = 96 * 1024, 8 * 1024
     for peak in run_world(sharded_peak, 2, tmp_path):
-        assert 0.8 * shard <= peak < shard + tensor + 6 * 1024, f"{peak} KiB"
+        # A parent's freed heap is taken again, so less than the shard may be seen; the whole model is two shards.
+        assert 0.5 * shard <= peak < shard + tensor + 6 * 1024, f"{peak} KiB"
 
 
 def test_reading_needs_one_tensor_beside_the_model(tmp_path):
