@@ -153,6 +153,15 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
+def joined(name: str, parts: Sequence[Entry]) -> Entry:
+    """The tensor `name` whose rows are those of `parts`, one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return dataclasses.replace(first, name=name)
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return Entry(name, shape, first.dtype, lambda: torch.cat([part.read().to(first.dtype) for part in parts]))
+
+
 def write_entries(
     model: nn.Module,
     entries: Sequence[Entry],

@@ -5,8 +5,8 @@ absent the default is transformers' for that family. Rotary scaling has a file o
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ class ModelConfig:
     dtype: str | None = None  # of the weights in the files, such as "bfloat16"
     is_text_tower: bool = False  # one part of a multimodal checkpoint
     unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
+    # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def parts(self, name: str) -> list[str]:
+        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins."""
+        parent, _, module = name.rpartition(".")
+        return [f"{parent}.{part}" for part in self.fused[module]] if module in self.fused else [name]
+
+    def whole(self, name: str) -> str:
+        """The module of the files that the model's module `name` is, or is a part of."""
+        parent, _, module = name.rpartition(".")
+        return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
 
     @property
     def parameters(self) -> int:
@@ -195,7 +207,7 @@ _ACTIVATIONS = {
 
 
 def _with_one_rope(fields: Fields, **values: Any) -> ModelConfig:
-    rope = read_rope(fields, values["max_position_embeddings"])
+    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"])
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
@@ -274,6 +286,15 @@ def _qwen_layers(fields: Fields, count: int) -> dict[str, Any]:
     return {"layer_types": types, "sliding_window": _used_window(fields, types, window)}
 
 
+def _phi3(architecture: str, fields: Fields) -> ModelConfig:
+    fields = fields.over({"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000})
+    common = _common(architecture, fields, pad=32_000)
+    window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    return _with_one_rope(fields, **common, layer_types=types, sliding_window=window, fused=fused)
+
+
 # What the published Gemma3 checkpoints leave out of their text_config.
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
@@ -337,6 +358,7 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Phi3ForCausalLM": _phi3,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_multimodal,
 }
@@ -347,6 +369,7 @@ _MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
 }

@@ -13,6 +13,7 @@ from dtrain.models.gemma3 import Gemma3ForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
 from dtrain.models.nf4 import quantize_linears
+from dtrain.models.phi import Phi3ForCausalLM
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
@@ -20,6 +21,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
 }

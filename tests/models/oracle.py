@@ -5,6 +5,8 @@ import warnings
 import torch
 import transformers
 
+from dtrain.checkpoint.file_rows import joints
+
 VOCAB = 97
 
 _TINY = dict(
@@ -56,6 +58,10 @@ def _qwen3(**more):
     return transformers.Qwen3Config(**{**_TINY, "head_dim": 16, **more})
 
 
+def _phi3(**more):
+    return transformers.Phi3Config(**{**_TINY, **more})
+
+
 VARIANTS = {
     "llama2": lambda: _llama(num_key_value_heads=4),
     "llama3": lambda: _llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
@@ -82,6 +88,8 @@ VARIANTS = {
     "qwen3-yarn-mscale": lambda: _qwen3(
         rope_parameters={**_YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}
     ),
+    "phi3": lambda: _phi3(sliding_window=11),
+    "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
@@ -98,6 +106,7 @@ _CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
 }
 
@@ -123,6 +132,12 @@ def make_multimodal():
         text_config=_gemma().to_dict(), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
     )
     return randomise(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    """The gradients of a model, ours or transformers', by the names of files."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {one.name: torch.cat([found[part] for part in one.parts]) for one in joints(model, found)}
 
 
 @torch.no_grad()

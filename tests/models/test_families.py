@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from dtrain import models
 from dtrain.models.gemma3 import Gemma3RMSNorm
 from dtrain.models.layers import RMSNorm
-from tests.models.oracle import VARIANTS, VOCAB, make, make_multimodal, packed_rows, save
+from tests.models.oracle import VARIANTS, VOCAB, grads, make, make_multimodal, packed_rows, save
 
 LENGTH = 90  # more than one block of queries on a CPU, and more than every window
 
@@ -26,10 +26,6 @@ def pair(request, tmp_path_factory):
     theirs = make(request.param)
     directory = save(theirs, tmp_path_factory.mktemp("checkpoint"))
     return theirs, directory
-
-
-def grads(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def assert_same_grads(ours, theirs, tolerance=1e-5):
