@@ -61,7 +61,10 @@ def export(
             raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
         layout = layout_of(source)
         model, files = _model(layout), WeightFiles(source)
-        entries = [layout.entry(files, name, wanted) for name in dict.fromkeys(one.name for one in check_fit(model, files).values())]
+        entries = [
+            layout.entry(files, name, wanted)
+            for name in dict.fromkeys(one.name for one in check_fit(model, files).values())
+        ]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
     return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)

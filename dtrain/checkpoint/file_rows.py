@@ -2,16 +2,20 @@
 
 Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_proj and v_proj, one below the other. So
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
-`ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike.
+`ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. Imports no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dtrain.checkpoint.safetensor_files import WeightFiles
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class FileRows:
             return held
         return (slice(held[0].start + self.start, held[0].stop + self.start), *held[1:])
 
-    def read(self, files: WeightFiles) -> Tensor:
+    def read(self, files: "WeightFiles") -> "Tensor":
         """All of it, [the model's shape], in the dtype of the files."""
         if self.count is None:
             return files.read(self.name)
@@ -44,17 +48,30 @@ class Joint:
     parts: tuple[str, ...]
 
 
-def joint_of(model: nn.Module, name: str) -> Joint | None:
-    """What joins the parameter `name` of `model` with others in files; None where it has a tensor of its own."""
-    config = getattr(model, "config", None)
-    module, _, parameter = name.rpartition(".")
-    if not isinstance(config, ModelConfig) or (whole := config.whole(module)) == module:
-        return None
-    return Joint(f"{whole}.{parameter}", tuple(f"{part}.{parameter}" for part in config.parts(whole)))
-
-
-def joints(model: nn.Module, names: Iterable[str]) -> list[Joint]:
-    """The tensors of files that the parameters `names` of `model` are, in order, each once."""
-    found = (joint_of(model, name) or Joint(name, (name,)) for name in names)
+def joints(model: Any, names: Iterable[str]) -> list[Joint]:
+    """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, in order, each
+    once. An adapter's A is one parameter of all that the files join, and known by the first one's name."""
+    config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
+    found = (_joint(config, name) if isinstance(config, ModelConfig) else Joint(name, (name,)) for name in names)
     return list(dict.fromkeys(found))
 
+
+def _joint(config: ModelConfig, name: str) -> Joint:
+    module, _, parameter = name.rpartition(".")
+    if (whole := config.whole(module)) == module:
+        return Joint(name, (name,))
+    parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))
+    return Joint(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)
+
+
+def places(
+    joint: Joint, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[str, FileRows]]:
+    """The shape of the tensor that files call `name`, and where the parts of it lie, whose shapes are given."""
+    first = shapes[joint.parts[0]]
+    if len(joint.parts) == 1:
+        return first, {joint.parts[0]: FileRows(name)}
+    counts = [shapes[part][0] for part in joint.parts]
+    starts = accumulate(counts[:-1], initial=0)
+    rows = {part: FileRows(name, *at) for part, *at in zip(joint.parts, starts, counts, strict=True)}
+    return (sum(counts), *first[1:]), rows

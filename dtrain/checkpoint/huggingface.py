@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from dtrain.checkpoint import quantized
-from dtrain.checkpoint.file_rows import FileRows, joints
+from dtrain.checkpoint.file_rows import FileRows, joints, places
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
@@ -54,6 +54,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     sources: dict[str, FileRows] = {}
     used: set[str] = set()
     missing, misfits = [], []
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for joint in joints(model, tensors):
         name, *others = joint.parts
         known = [quantized.file_name(one) for one in ([joint.name] if others else names[name])]
@@ -62,14 +63,8 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
         if not found:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
-        shape = tuple(tensors[name].shape)
-        if others:
-            shape = (0, *shape[1:])
-            for part in joint.parts:
-                sources[part] = FileRows(found[0], shape[0], len(tensors[part]))
-                shape = (shape[0] + len(tensors[part]), *shape[1:])
-        else:
-            sources[name] = FileRows(found[0])
+        shape, rows = places(joint, found[0], shapes)
+        sources |= rows
         beside = quantized.companions(files, found[0])
         used.update(beside)
         misfits += _misfits(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))

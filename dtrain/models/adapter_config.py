@@ -120,7 +120,8 @@ def is_adapter(name: str) -> bool:
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear layer of the decoder of `config`, by its module's name, in the model's order."""
+    """[out, in] of every linear layer of the decoder of `config`, by its module's name in files, in the model's
+    order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = {
@@ -132,15 +133,19 @@ def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    joined: dict[str, tuple[int, int]] = {}
+    for name, (rows, columns) in layer.items():
+        whole = config.whole(name)
+        joined[whole] = joined.get(whole, (0, columns))[0] + rows, columns
     return {
         f"model.layers.{number}.{name}": shape
         for number in range(config.num_hidden_layers)
-        for name, shape in layer.items()
+        for name, shape in joined.items()
     }
 
 
 def modules(config: ModelConfig) -> list[str]:
-    """The names of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
+    """The names in files of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
     norms = ["input_layernorm", "post_attention_layernorm"]
     if config.architecture.startswith(("Qwen3", "Gemma3")):
         norms += ["self_attn.q_norm", "self_attn.k_norm"]

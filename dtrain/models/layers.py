@@ -311,9 +311,14 @@ class CausalLM(ParallelModel):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """One parameter for embedding and head where the config says so; again after anything that replaced it."""
+        """One parameter for embedding and head where the config says so, and one A for the adapters of layers that the
+        files join; again after anything that replaced them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        if self.adapters is not None:
+            layers = {name: one for name, one in self.named_modules() if isinstance(one, Linear) and one.adapter}
+            for name, layer in layers.items():
+                layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 
     def use_kernel(self, kernel: Kernel) -> None:
         """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""

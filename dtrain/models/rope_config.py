@@ -51,8 +51,8 @@ def read_rope(fields: Fields, max_positions: int, head_dim: int, share: float = 
     rope = _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share)
     if rope.dims(head_dim) < 2 or rope.dims(head_dim) % 2:
         fields.problem(
-            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {rope.dims(head_dim)} dimensions, and rotary "
-            "embeddings need pairs"
+            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {rope.dims(head_dim)} dimensions, and "
+            "rotary embeddings need pairs"
         )
     return rope
 

@@ -29,9 +29,9 @@ def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
     config = adapter_of(asdict(recipe.lora))
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-    whole = set(config.saved(modules))
+    whole = {module for module in modules if config.saved([model.config.whole(module)])}
     if recipe.lora.quantize == "nf4":
-        quantize_linears(model, dtype, whole)
+        quantize_linears(model, dtype, {model.config.whole(module) for module in whole})
     frozen = {
         parameter
         for parameter, known in _names(model).items()
