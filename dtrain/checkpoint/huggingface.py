@@ -109,6 +109,12 @@ def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
 def passed_over(model: nn.Module, name: str) -> bool:
     """Whether a tensor of the files is known to be none of the model's."""
     patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    return carried(model, name) or any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def carried(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
+    patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
-from dtrain.checkpoint.huggingface import candidate_names, passed_over
+from dtrain.checkpoint.huggingface import candidate_names, carried
 from dtrain.checkpoint.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
@@ -122,9 +122,9 @@ class Layout:
 
     def copied(self, model: nn.Module) -> list[Entry]:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
-        if self.files is None or not has_untrained_parts(self.config):
+        if self.files is None:
             return []
-        return [self.entry(self.files, name) for name in self.files.stored if passed_over(model, name)]
+        return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
 
     def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
         """The tensor `name` of `files`, to be written in `dtype` or its own."""

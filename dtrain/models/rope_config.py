@@ -102,6 +102,7 @@ def _rope(
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
     inner.known("type", "original_max_position_embeddings")
+    inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
     kind = inner.get("rope_type") or written.get("type") or "default"
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")

@@ -62,6 +62,19 @@ def _phi3(**more):
     return transformers.Phi3Config(**{**_TINY, **more})
 
 
+def _qwen3_5(**more):
+    sizes = dict(
+        num_hidden_layers=4,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+    return transformers.Qwen3_5TextConfig(**{**_TINY, **sizes, **more})
+
+
 VARIANTS = {
     "llama2": lambda: _llama(num_key_value_heads=4),
     "llama3": lambda: _llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
@@ -90,6 +103,13 @@ VARIANTS = {
     ),
     "phi3": lambda: _phi3(sliding_window=11),
     "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
+    "qwen3.5": lambda: _qwen3_5(),
+    "qwen3.5-tied": lambda: _qwen3_5(
+        tie_word_embeddings=True,
+        linear_num_value_heads=2,
+        linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention"] * 2,
+    ),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
@@ -107,6 +127,7 @@ _CLASSES = {
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
     "phi3": transformers.Phi3ForCausalLM,
+    "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
 }
 
@@ -137,7 +158,9 @@ def make_multimodal():
 def grads(model) -> dict[str, torch.Tensor]:
     """The gradients of a model, ours or transformers', by the names of files."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {one.name: torch.cat([found[part] for part in one.parts]) for one in joints(model, found)}
+    whole = {one.name: torch.cat([found[part] for part in one.parts]) for one in joints(model, found)}
+    names = getattr(model, "checkpoint_names", lambda name: [name])
+    return {names(name)[0]: grad for name, grad in whole.items()}
 
 
 @torch.no_grad()
