@@ -243,8 +243,9 @@ _ACTIVATIONS = {
 }
 
 
-def _with_one_rope(fields: Fields, **values: Any) -> ModelConfig:
-    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"])
+def _with_one_rope(fields: Fields, share: float | None = None, **values: Any) -> ModelConfig:
+    """share: as `read_rope` takes it."""
+    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share)
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
@@ -388,7 +389,7 @@ def _phi3(architecture: str, fields: Fields) -> ModelConfig:
     window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
     types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    return _with_one_rope(fields, **common, layer_types=types, sliding_window=window, fused=fused)
+    return _with_one_rope(fields, 1.0, **common, layer_types=types, sliding_window=window, fused=fused)
 
 
 # What the published Gemma3 checkpoints leave out of their text_config.
