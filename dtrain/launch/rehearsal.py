@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,7 +122,10 @@ def rehearse(
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     found.ask(method.examine, columns)
     if here and (rows or recipe.data.packing != "auto"):
-        found.ask(_kernels, sized, precision, torch.device(device_type), method.facts.longest_row(sized))
+        device, longest = torch.device(device_type), method.facts.longest_row(sized)
+        model_config = found.ask(read_config, recipe.model.directory)
+        found.ask(choose_attention, sized, model_config, precision, device, longest)
+        found.ask(method.refuse_device, device)
     if model is not None:
         is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
         _updates(sized, model, found.steps or sized.train.steps or 1000, world_size > 1 or is_mixed, found)
@@ -230,13 +232,6 @@ def _model(recipe: Recipe, precision: Precision, has_weights: bool) -> CausalLM:
 
 def _other_model(path: Path) -> None:
     check_fit(models.build(read_config(path), device="meta"), WeightFiles(path))
-
-
-def _kernels(recipe: Recipe, precision: Precision, device: torch.device, longest: int) -> None:
-    """What the device must compute: attention, and a rollout's captured steps."""
-    choose_attention(recipe, read_config(recipe.model.directory), precision, device, longest)
-    if recipe.method == "grpo":
-        import_module("dtrain.methods.engines").refuse_graphs(recipe, device)
 
 
 def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:

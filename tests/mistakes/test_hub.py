@@ -54,7 +54,7 @@ def test_validate_asks_for_small_files_and_says_what_the_run_downloads(recipe, h
         (("model.path=someone/nobody",), "model.path=someone/nobody: there is no directory"),
         (
             ("model.path=someone/bare",),
-            "model.path=someone/bare: someone/bare has no weights in safetensors on the hub",
+            "model.path=someone/bare: someone/bare has no weights in safetensors",
         ),
         (("model.path=someone/bert",), "architecture BertModel is not supported"),
         (("data.train.path=someone/nothing",), "data.train.path=someone/nothing: there is no file"),
