@@ -141,7 +141,7 @@ class BaseWeights:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """That of the files; of weights that they have in 4 bits what these were computed in."""
-        return self.files.stored[self._sources[name]].dtype or self._coded[name].weight_dtype
+        return self.files.stored[self._sources[name].name].dtype or self._coded[name].weight_dtype
 
     def read(self, name: str) -> Tensor:
         """The weight `name`, whole, [its shape], as it was trained, in a dtype that holds that."""
@@ -150,5 +150,5 @@ class BaseWeights:
             codes, scales = (torch.empty_like(one, device="cpu") for one in (layer.weight_codes, layer.weight_scales))
             quantized.fill(self.files, source, codes, scales)
             return nf4.dequantize(codes, scales, layer.weight_dtype)
-        stored = self.files.read(source)
+        stored = source.read(self.files)
         return stored if self.dtype is None else stored.to(self.dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
-from dtrain.checkpoint.huggingface import candidate_names, passed_over
+from dtrain.checkpoint.huggingface import candidate_names, carried
 from dtrain.checkpoint.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
@@ -122,9 +122,9 @@ class Layout:
 
     def copied(self, model: nn.Module) -> list[Entry]:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
-        if self.files is None or not has_untrained_parts(self.config):
+        if self.files is None:
             return []
-        return [self.entry(self.files, name) for name in self.files.stored if passed_over(model, name)]
+        return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
 
     def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
         """The tensor `name` of `files`, to be written in `dtype` or its own."""
@@ -151,6 +151,15 @@ def layout_of(source: Path) -> Layout:
 def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
     written = dtype if dtype is not None and weight.dtype.is_floating_point else weight.dtype
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
+
+
+def joined(name: str, parts: Sequence[Entry]) -> Entry:
+    """The tensor `name` whose rows are those of `parts`, one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return dataclasses.replace(first, name=name)
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return Entry(name, shape, first.dtype, lambda: torch.cat([part.read().to(first.dtype) for part in parts]))
 
 
 def write_entries(

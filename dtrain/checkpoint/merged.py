@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtrain.checkpoint.file_rows import joints
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import adapted_layers, remove_adapters
@@ -33,9 +34,9 @@ class WholeWeight:
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
-    """By name, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that still hold
-    gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is merged
-    into it, and the adapter: an all-gather for each that is sharded."""
+    """By the name of files, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that
+    still hold gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
+    merged into it, and the adapter: an all-gather for each that is sharded."""
     layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
     tensors, found = model_tensors(model), {}
     for name, names in aliases(model).items():
@@ -48,7 +49,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             found[name] = _of_layer(layer, name)
         else:
             found[name] = _as_it_is(tensors[name], names)
-    return found
+    return {one.name: _joined(one.name, [found[part] for part in one.parts]) for one in joints(model, found)}
 
 
 @torch.no_grad()
@@ -94,6 +95,18 @@ def gathered(tensor: Tensor) -> Tensor:
     """`tensor`, [any shape], whole. One all-gather where it is sharded."""
     tensor = on_its_device(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _joined(name: str, parts: list[WholeWeight]) -> WholeWeight:
+    """One below the other. Every rank joins them, those too that do not keep the whole."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def read(dtype: torch.dtype) -> Tensor:
+        return torch.cat([part.read(dtype) for part in parts])
+
+    shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+    return WholeWeight([name], shape, parts[0].dtype, read, any(part.collective for part in parts))
 
 
 def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:

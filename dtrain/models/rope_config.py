@@ -11,11 +11,13 @@ from dtrain.models.fields import Fields, shown
 class Rope:
     """Rotary embedding of one kind of layer. `kind`: default, linear, llama3 or yarn; the other fields belong to some.
 
-    table_scale multiplies cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4).
+    share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor). table_scale multiplies
+    cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4).
     """
 
     kind: str = "default"
     theta: float = 10_000.0
+    share: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -35,16 +37,25 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(fields: Fields, max_positions: int) -> Rope:
-    """The rope of a model whose layers all share it."""
+def read_rope(fields: Fields, max_positions: int, head_dim: int, share: float | None = None) -> Rope:
+    """The rope of a model whose layers all share it. share: the family's default of partial_rotary_factor; None where
+    it rotates whole heads alone."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
     theta = _base(fields, "rope_theta", 10_000.0)
     original = fields.optional_integer("original_max_position_embeddings")
-    partial = fields.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated")
-    return _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original)
+    if share is None:
+        _whole_heads(fields)
+    else:
+        share = _share(fields, share)
+    rope = _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share)
+    turned = int(head_dim * rope.share)
+    if turned < 2 or turned % 2:
+        fields.problem(
+            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {turned} dimensions, and "
+            "rotary embeddings need pairs"
+        )
+    return rope
 
 
 def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
@@ -68,6 +79,15 @@ def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str
     }
 
 
+def _whole_heads(fields: Fields) -> None:
+    if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
+
+
+def _share(fields: Fields, default: float) -> float:
+    return fields.number("partial_rotary_factor", default, most=1.0)
+
+
 def _base(fields: Fields, key: str, default: float) -> float:
     """A base of 1 would turn all pairs alike, and YaRN divides by its logarithm."""
     return fields.number(key, default, least=1.0, most=1e15)
@@ -81,19 +101,22 @@ def _rope(
     max_positions: int,
     kinds: tuple[str, ...],
     original: int | None = None,
+    share: float | None = None,
 ) -> Rope:
     if not isinstance(written, dict):
         fields.problem(f"{where} {shown(written)} is no object")
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
     inner.known("type", "original_max_position_embeddings")
+    inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
     kind = inner.get("rope_type") or written.get("type") or "default"
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
     theta = _base(inner, "rope_theta", theta)
-    if inner.number("partial_rotary_factor", 1.0) != 1.0:
-        inner.problem("partial_rotary_factor: only whole heads are rotated")
+    if share is None:
+        _whole_heads(inner)
+    share = 1.0 if share is None else _share(inner, share)
     length = 0
     if kind in ("llama3", "yarn"):
         length = original or inner.integer("original_max_position_embeddings", max_positions)
@@ -112,7 +135,7 @@ def _rope(
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _yarn_scale(inner, values["factor"])
     inner.refuse_the_rest()
-    return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
+    return Rope(kind=kind, theta=theta, share=share, original_max_positions=length, **values)
 
 
 def _yarn_scale(fields: Fields, factor: float) -> float:

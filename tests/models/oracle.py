@@ -5,6 +5,8 @@ import warnings
 import torch
 import transformers
 
+from dtrain.checkpoint.file_rows import joints
+
 VOCAB = 97
 
 _TINY = dict(
@@ -56,6 +58,23 @@ def _qwen3(**more):
     return transformers.Qwen3Config(**{**_TINY, "head_dim": 16, **more})
 
 
+def _phi3(**more):
+    return transformers.Phi3Config(**{**_TINY, **more})
+
+
+def _qwen3_5(**more):
+    sizes = dict(
+        num_hidden_layers=4,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+    return transformers.Qwen3_5TextConfig(**{**_TINY, **sizes, **more})
+
+
 VARIANTS = {
     "llama2": lambda: _llama(num_key_value_heads=4),
     "llama3": lambda: _llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
@@ -82,6 +101,15 @@ VARIANTS = {
     "qwen3-yarn-mscale": lambda: _qwen3(
         rope_parameters={**_YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}
     ),
+    "phi3": lambda: _phi3(sliding_window=11),
+    "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
+    "qwen3.5": lambda: _qwen3_5(),
+    "qwen3.5-tied": lambda: _qwen3_5(
+        tie_word_embeddings=True,
+        linear_num_value_heads=2,
+        linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention"] * 2,
+    ),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
@@ -98,6 +126,8 @@ _CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
+    "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
 }
 
@@ -123,6 +153,14 @@ def make_multimodal():
         text_config=_gemma().to_dict(), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
     )
     return randomise(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    """The gradients of a model, ours or transformers', by the names of files."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    whole = {one.name: torch.cat([found[part] for part in one.parts]) for one in joints(model, found)}
+    names = getattr(model, "checkpoint_names", lambda name: [name])
+    return {names(name)[0]: grad for name, grad in whole.items()}
 
 
 @torch.no_grad()
