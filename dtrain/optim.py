@@ -4,7 +4,6 @@ What may be named, and which fields of the recipe each name reads, stands in the
 What follows a step's backward is `Updater`: the norm, clipping, the optimizer's step; and float16's loss scale.
 """
 
-import difflib
 import importlib
 import inspect
 import math
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.errors import UserError
 from dtrain.parallel.grads import clip_grads_, grad_norm, nonfinite_names, scale_grads_
+from dtrain.ranges import nearest
 
 
 @dataclass(frozen=True)
@@ -325,8 +325,8 @@ def _import(path: str, key: str, names: Iterable[str]) -> Any:
     module_name, _, attribute = path.rpartition(".")
     names = list(names)
     if not module_name:
-        near = difflib.get_close_matches(path, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        near = nearest(path, names)
+        hint = f"; did you mean {near}?" if near else "."
         raise UserError(
             f"{key}={path} is unknown{hint} Known: {', '.join(names)}, or an import path such as torch.optim.Adagrad"
         )

@@ -1,18 +1,19 @@
 """What can be known to be wrong before anything starts: the recipe, and what its model, tokenizer and data files say.
 
 Imports no torch. Of a data file the first row is read, of weights the header. `dtrain validate` adds what a rank would
-refuse before its first step (`launch.rehearsal`).
+refuse before its first step (`launch.rehearsal`). A model or dataset of the hub that is not in the cache is no problem:
+a run fetches it once all else is right, and `validate` asks the hub for what the run would.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from dtrain import lora_section
 from dtrain.check import check
-from dtrain.checkpoint.hub import cached, download, is_id
+from dtrain.checkpoint.hub import cached, download, is_id, look
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
 from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_header
 from dtrain.config import Recipe, hidden, read
@@ -20,7 +21,7 @@ from dtrain.config.patterns import unmatched
 from dtrain.config.schema import DataSource, Source
 from dtrain.data import hub as data_hub
 from dtrain.data import urls
-from dtrain.data.files import formats_of, kind_of, resolve
+from dtrain.data.files import entries, formats_of, kind_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError
@@ -50,17 +51,59 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
     for key, name, weights in _ids(recipe):
         path = cached(name, weights=weights)
         if path is None and fetch:
-            path = download(name, weights=weights)
+            with _named(key, name):
+                path = download(name, weights=weights, key=key)
         if path is not None:
             section, field = key.split(".")
             recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: str(path)})})
     for key, name, pick in _absent_data(recipe) if fetch else ():
-        data_hub.download(name, pick, key.removesuffix(".path"))
+        with _named(key, name):
+            data_hub.download(name, pick, key.removesuffix(".path"))
     return recipe
 
 
+def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]:
+    """As `with_local_model` with fetch, but of models the small files alone, and of datasets none.
+
+    Also: key → what the run will download, and what the hub refuses, as it would refuse the run.
+    """
+    awaited, refused = {}, []
+    for key, name, weights in _ids(recipe):
+        try:
+            with _named(key, name):
+                directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        section, field = key.split(".")
+        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: str(directory)})})
+        if weights:
+            awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
+    for key, name, pick in _absent_data(recipe):
+        try:
+            with _named(key, name):
+                _, files = data_hub.look(name, pick, key.removesuffix(".path"))
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        awaited[key] = (
+            f"{key}={name}: the run downloads {len(files)} file{'s' * (len(files) != 1)} from the hub, whose rows are "
+            "looked at then"
+        )
+    return recipe, awaited, refused
+
+
+@contextmanager
+def _named(key: str, name: str) -> Iterator[None]:
+    """Which key is meant, before what the hub says of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}={name}: {str(error).removeprefix(f'{key}: ')}") from error
+
+
 def not_here(recipe: Recipe) -> list[str]:
-    """The problems that `with_local_model` can mend by fetching."""
+    """What `with_local_model` would fetch, as what is wrong where nothing is fetched."""
     return [
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
         f"`dtrain download {name}` fetches it"
@@ -75,9 +118,10 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     return [(key, name, weights) for key, name, weights in named if name and is_id(name)]
 
 
-def preflight(recipe: Recipe, world_size: int) -> list[str]:
-    """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen."""
-    problems = _of_other_methods(recipe) + shapes(recipe, world_size) + _files(recipe)
+def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) -> list[str]:
+    """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a run
+    fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
+    problems = _of_other_methods(recipe) + check(recipe, world_size) + _shapes(recipe) + _files(recipe, awaited)
     problems += _data(recipe, recipe.data.train, "data.train")
     if isinstance(recipe.data.val, DataSource):
         problems += _data(recipe, recipe.data.val, "data.val")
@@ -92,9 +136,16 @@ def named_code(recipe: Recipe) -> list[str]:
 
 
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
-    """The problems among them that decide what a step holds and computes: of all files, each model's config.json."""
+    """The problems among them that decide what a step holds and computes: of all files, each model's config.json, which
+    must be here."""
+    problems = check(recipe, world_size) + not_here(recipe) + _shapes(recipe)
+    return [hidden(problem, recipe) for problem in problems]
+
+
+def _shapes(recipe: Recipe) -> list[str]:
     absent = {key for key, _, _ in _ids(recipe)}
-    problems, model = check(recipe, world_size) + not_here(recipe), None
+    problems: list[str] = []
+    model = None
     if recipe.model.path and is_adapter_directory(recipe.model.path):
         problems.append(_is_an_adapter(recipe.model.directory))
     elif recipe.model.path and "model.path" not in absent:
@@ -111,7 +162,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
         except UserError as error:
             found = [str(error)]
         problems += [problem if key in problem else f"{key}={path}: {problem}" for problem in found]
-    return [hidden(problem, recipe) for problem in problems]
+    return problems
 
 
 def _of_other_methods(recipe: Recipe) -> list[str]:
@@ -190,19 +241,19 @@ def _teacher(recipe: Recipe, student: ModelConfig | None, model: ModelConfig) ->
     return problems
 
 
-def _files(recipe: Recipe) -> list[str]:
+def _files(recipe: Recipe, awaited: Collection[str]) -> list[str]:
     """Weights and tokenizers: what only a run reads of the models whose config.json is sound."""
     problems = []
     student = recipe.model.directory
     if is_trained := _is_model(student):
         problems += _tokenizer(recipe)
-        if recipe.model.init == "pretrained":
+        if recipe.model.init == "pretrained" and "model.path" not in awaited:
             problems += _weights(student, ", or model.init=scratch to start from random ones")
     for key, path in facts_of(recipe).other_models(recipe):
         other = Path(path)
         if not _is_model(other):
             continue
-        problems += _weights(other, key=key)
+        problems += [] if key in awaited else _weights(other, key=key)
         if is_trained and (key == "distill.teacher" or (other / TOKENIZER).is_file()):  # a reference may come without
             problems += [f"{key}={path}: {problem}" for problem in _differing_tokens(other, student)]
     return problems
@@ -296,16 +347,9 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     return found
 
 
-def _entries(split: DataSource, key: str) -> list[tuple[Source, str]]:
-    """The sources of data.train or data.val, and the key of each."""
-    if split.sources is None:
-        return [(split, key)]
-    return [(entry, f"{key}.sources[{index}]") for index, entry in enumerate(split.sources)]
-
-
 def _sources(recipe: Recipe) -> list[tuple[Source, str]]:
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
-    return [one for key, split in splits if isinstance(split, DataSource) for one in _entries(split, key)]
+    return [one for key, split in splits if isinstance(split, DataSource) for one in entries(split, key)]
 
 
 def _paths(source: Source) -> list[str]:
@@ -357,7 +401,7 @@ def _of_no_hub(source: Source, key: str) -> list[str]:
 
 def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
     problems, absent = [], {at for at, _, _ in _absent_data(recipe)}
-    for source, at in _entries(split, key):
+    for source, at in entries(split, key):
         if not source.path or f"{at}.path" in absent:  # check, or `not_here`, says so
             continue
         problems += _of_no_hub(source, at)

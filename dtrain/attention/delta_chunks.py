@@ -13,6 +13,7 @@ another document holds is masked: no infinity enters a product.
 Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
+GROUP = 2**19  # elements of the values that are computed at a time, on a CPU
 EPS = 1e-6  # of the l2 norm, as in transformers
 
 
@@ -105,12 +107,11 @@ class _Rows(NamedTuple):
             into[:, whole, :left] = x[:, whole * self.size :]
         return out.unflatten(2, (key_heads, heads // key_heads))
 
-    def back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`lay` undone: [B, S, H, ..], contiguous."""
+    def back(self, x: Tensor) -> Tensor:
+        """`lay` undone: [B, S, H, ..]."""
         x = x.flatten(2, 3)
         tokens = x.permute(1, 0, 3, 2, *range(4, x.dim()))  # [B, N, C, H, ..]
-        out = torch.empty(tokens.shape, dtype=dtype, device=x.device).copy_(tokens)
-        return out.flatten(1, 2)[:, : self.length]
+        return tokens.flatten(1, 2)[:, : self.length]
 
 
 class _Inside(NamedTuple):
@@ -212,47 +213,101 @@ def _carry_back(
     return after, written, state
 
 
+class _Heads(NamedTuple):
+    """Key heads that are computed together, and their value heads."""
+
+    keys: slice
+    values: slice
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+        return [q[:, :, self.keys], k[:, :, self.keys], *(one[:, :, self.values] for one in (v, g, beta))]
+
+
+def _groups(rows: _Rows, k: Tensor, v: Tensor) -> list[_Heads]:
+    """On a CPU as few heads at a time as fill a cache, which also bounds the memory; elsewhere all."""
+    heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
+    size = heads
+    if k.device.type == "cpu":
+        each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
+        size = max(1, min(heads, GROUP // each))
+    starts = range(0, heads, size)
+    return [_Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, segments, real, state, exchange):
         rows = _Rows.of(v, segments, real)
-        inside = _inside(rows, q, k, v, g, beta)
-        heads = inside.u.shape[2:4]
-        kept = None
+        groups = _groups(rows, k, v)
+        chunks: Iterable[_Inside] = (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
+        first, kept = state, None
         if exchange is not None:
-            first, kept = exchange.forward(_maps(inside).flatten(1, 2))
-        elif state is not None:
-            first = state.to(rows.dtype)
-        else:
-            first = q.new_zeros(len(q), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype)
-        states, written, last = _carry(inside, first.unflatten(1, heads))
-        out = (inside.q @ states).mul_(inside.start[..., None]).add_(inside.scores @ written)
-        ctx.save_for_backward(q, k, v, g, beta, segments, real, None if state is None and not exchange else first, kept)
-        ctx.exchange, ctx.has_state = exchange, state is not None
-        return rows.back(out, v.dtype), last.flatten(1, 2)
+            chunks = list(chunks)
+            first, kept = exchange.forward(torch.cat([_maps(inside).flatten(1, 2) for inside in chunks], 1))
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
+        for (_, values), inside in zip(groups, chunks, strict=True):
+            states, written, after = _carry(inside, _first(first, values, inside))
+            reads = (inside.q @ states).mul_(inside.start[..., None]).add_(inside.scores @ written)
+            out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
+        ctx.save_for_backward(q, k, v, g, beta, segments, real, first, kept)
+        ctx.exchange, ctx.of_state = exchange, None if state is None else state.dtype
+        return out, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, last):
         q, k, v, g, beta, segments, real, first, kept = ctx.saved_tensors
         rows = _Rows.of(v, segments, real)
-        inside = _inside(rows, q, k, v, g, beta)
-        heads = inside.u.shape[2:4]
-        grad = rows.lay(grad, k.shape[2])
-        if rows.real is not None:
-            grad = grad.masked_fill_(~rows.real[..., None], 0)
-        if first is None:
-            first = q.new_zeros(len(q), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype)
-        states, written, _ = _carry(inside, first.unflatten(1, heads))
-        by_scores, by_start = inside.scores.mT @ grad, inside.q.mT @ (grad * inside.start[..., None])
-        last = last.unflatten(1, heads)
+        groups = _groups(rows, k, v)
+        chunks: Iterable[_Reversed] = (
+            _reversed(rows, _inside(rows, *heads.of(q, k, v, g, beta)), grad[:, :, heads.values], first, heads.values)
+            for heads in groups
+        )
         if ctx.exchange is not None:
-            alone = _carry_back(inside, by_scores, by_start, None)[2]
-            last = ctx.exchange.backward(alone.flatten(1, 2), kept).unflatten(1, heads)
-        after, new, first = _carry_back(inside, by_scores, by_start, last)
-        grads = _inside_back(rows, inside, grad, states, written, after, new)
-        results = (rows.back(one, like.dtype) for one, like in zip(grads, (q, k, v, g, beta), strict=True))
-        return *results, None, None, first.flatten(1, 2) if ctx.has_state else None, None
+            chunks = list(chunks)
+            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in chunks]
+            last = ctx.exchange.backward(torch.cat(alone, 1), kept)
+        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v, g, beta)]
+        of_first = torch.empty_like(last)
+        for heads, one in zip(groups, chunks, strict=True):
+            after, new, before = _carry_back(
+                one.inside, one.by_scores, one.by_start, last[:, heads.values].unflatten(1, one.inside.u.shape[2:4])
+            )
+            of_first[:, heads.values] = before.flatten(1, 2)
+            grads = _inside_back(rows, one.inside, one.grad, one.states, one.written, after, new)
+            for into, some in zip(heads.of(*results), grads, strict=True):
+                into.copy_(rows.back(some))
+        return *results, None, None, None if ctx.of_state is None else of_first.to(ctx.of_state), None
+
+
+def _first(states: Tensor | None, values: slice, inside: _Inside) -> Tensor:
+    """The first states of some heads, [B, Hk, r, K, V]; states [B, Hv, K, V]."""
+    heads, size = inside.u.shape[2:4], (inside.k.shape[-1], inside.u.shape[-1])
+    if states is None:
+        return inside.u.new_zeros(inside.u.shape[1], *heads, *size)
+    return states[:, values].to(inside.u.dtype).unflatten(1, heads)
+
+
+class _Reversed(NamedTuple):
+    """What the way back needs of some heads: the chunks, the gradient of the outputs, what the way forth gave, and
+    what the outputs alone give to what is written and to the states before each chunk."""
+
+    inside: _Inside
+    grad: Tensor
+    states: Tensor
+    written: Tensor
+    by_scores: Tensor
+    by_start: Tensor
+
+
+def _reversed(rows: _Rows, inside: _Inside, grad: Tensor, first: Tensor | None, values: slice) -> _Reversed:
+    grad = rows.lay(grad, inside.k.shape[2])
+    if rows.real is not None:
+        grad = grad.masked_fill_(~rows.real[..., None], 0)
+    states, written, _ = _carry(inside, _first(first, values, inside))
+    by_start = inside.q.mT @ (grad * inside.start[..., None])
+    return _Reversed(inside, grad, states, written, inside.scores.mT @ grad, by_start)
 
 
 def _inside_back(

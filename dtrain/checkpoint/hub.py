@@ -7,12 +7,14 @@ torch. Only weights in safetensors and the small files beside them are fetched, 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
-FETCHED = [CONFIG, *COMPANIONS, SINGLE, "model-*.safetensors", INDEX]
+SHARDS = "model-*.safetensors"
+FETCHED = [CONFIG, *COMPANIONS, SINGLE, SHARDS, INDEX]
 _SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -45,18 +47,36 @@ def cached(name: str, *, weights: bool = True) -> Path | None:
     return directory if (directory / CONFIG).is_file() and (not weights or _has_weights(directory)) else None
 
 
-def download(name: str, *, weights: bool = True) -> Path:
+def download(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
     """The directory of model `name` in the cache, what it lacks downloaded. UserError that says what to do where the
-    hub does not give it. Several processes may ask at once: the library locks each file."""
+    hub does not give it. Several processes may ask at once: the library locks each file. key: that names the model."""
     from huggingface_hub import snapshot_download
 
     patterns = FETCHED if weights else [CONFIG, *COMPANIONS]
-    with told(name, "model", f"dtrain download {name}", "model.path to a directory"):
+    with told(name, "model", f"dtrain download {name}", f"{key} to a directory"):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
-    if not (directory / CONFIG).is_file() or (weights and not _has_weights(directory)):
-        lacking = CONFIG if not (directory / CONFIG).is_file() else "weights in safetensors"
-        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
+    _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))
     return directory
+
+
+def look(name: str, key: str = "model.path") -> tuple[Path, int]:
+    """The directory of model `name` in the cache, its small files downloaded, and the bytes of the weights that
+    `download` would fetch beside them. Raises UserError as `download` does."""
+    from huggingface_hub import HfApi
+
+    directory = download(name, weights=False, key=key)
+    with told(name, "model", f"dtrain download {name}", f"{key} to a directory"):
+        listed = HfApi().list_repo_tree(name, revision=directory.name)
+        sizes = {one.path: getattr(one, "size", 0) for one in listed}
+    _refuse_unfit(name, True, SINGLE in sizes or INDEX in sizes)
+    weights = [path for path in sizes if any(fnmatchcase(path, pattern) for pattern in (SINGLE, SHARDS))]
+    return directory, sum(sizes[path] for path in weights)
+
+
+def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
+    if not has_config or not has_weights:
+        lacking = "weights in safetensors" if has_config else CONFIG
+        raise UserError(f"{name} has no {lacking} on the hub: dtrain cannot train it")
 
 
 @contextmanager

@@ -231,6 +231,12 @@ class CheckpointStore:
         self._read(step, pieces, self.ranks.together(examine))
         return self.read_state(step)
 
+    def refuse_misfit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
+        """Raises UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
+        `tensors`, [any shape], may be on meta. No collective."""
+        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+        self._check_fit(step, self._table(step), pieces, True, cast)
+
     def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
         """For one process alone: verifies every file of a step, and returns a function that fills some of its tensors,
         [any shape], in place, as often as it is called; where memory is short, one tensor at a time."""

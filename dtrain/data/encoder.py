@@ -136,6 +136,16 @@ class RowEncoder:
                 result.add(line, document)
         return result
 
+    def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
+        """As `encode_chunk`, of rows that are parsed and have the format's shape, but are not tokenised."""
+        look = self.documents_of if name == "tokenized" else self.content_of
+        for line, raw in chunk.rows:
+            given = parse(chunk.file, line, raw)
+            try:
+                look(renamed(given, columns) if columns else given, name)
+            except UserError as problem:
+                raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
+
     @property
     def replies(self) -> Replies:
         """Raises UserError where the model has no chat template."""

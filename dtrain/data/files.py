@@ -42,6 +42,13 @@ class Chunk:
     size: int
 
 
+def entries(split: Any, key: str) -> list[tuple[Any, str]]:
+    """The sources of data.train or data.val, by its field names as attributes, and the key of each."""
+    if split.sources:
+        return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
+    return [(split, key)]
+
+
 def resolve(
     paths: str | Sequence[str],
     key: str = "data.train.path",

@@ -67,16 +67,25 @@ def cached(name: str, pick: Pick, key: str = "data.train") -> list[Path] | None:
     return files if all(file.is_file() for file in files) else None
 
 
-def download(name: str, pick: Pick, key: str = "data.train") -> list[Path]:
-    """The files of a split in the cache, what it lacks downloaded. Several processes may ask at once: the library locks
-    each file. UserError that says what to do where the hub does not give them."""
+def look(name: str, pick: Pick, key: str = "data.train") -> tuple[Path, list[str]]:
+    """The directory of a dataset in the cache, with its README and the hub's listing alone, and the files of the split
+    in it, which may be still to come. UserError that says what to do where the hub does not give them."""
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"repo_type": "dataset", "revision": pick.revision}
     with told(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
         directory = Path(snapshot_download(name, allow_patterns=[README], **options))
-        options["revision"] = directory.name  # one commit, whatever is pushed meanwhile
-        chosen = choose(name, _listing(name, directory), _readme(directory), pick.split, pick.subset, key)
+    return directory, choose(name, _listing(name, directory), _readme(directory), pick.split, pick.subset, key)
+
+
+def download(name: str, pick: Pick, key: str = "data.train") -> list[Path]:
+    """The files of a split in the cache, what it lacks downloaded. Several processes may ask at once: the library locks
+    each file. Raises UserError as `look` does."""
+    from huggingface_hub import snapshot_download
+
+    directory, chosen = look(name, pick, key)
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": directory.name}  # one commit, whatever is pushed
+    with told(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
         snapshot_download(name, allow_patterns=[glob.escape(path) for path in chosen], **options)
     lacking = [path for path in chosen if not (directory / path).is_file()]
     if lacking:

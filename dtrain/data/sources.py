@@ -1,14 +1,14 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
 from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
-from dtrain.data.files import formats_of, read_chunks, resolve
+from dtrain.data.files import entries, formats_of, read_chunks, resolve
 from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
@@ -73,7 +73,31 @@ def open_rows(
     return rows
 
 
-def first_rows(
+@dataclass(frozen=True)
+class Look:
+    """A file of `open_rows`, to be looked at before. Its methods raise UserError for the first row that is wrong."""
+
+    file: Path
+    format: str
+    columns: Mapping[str, str]
+    encoder: RowEncoder
+
+    def first(self) -> EncodedChunk | None:
+        """Its first rows, up to 256 of them, as they are trained on; None where it has none."""
+        chunk = next(read_chunks(self.file), None)
+        return None if chunk is None else self.encoder.encode_chunk(chunk, self.format, self.columns)
+
+    def rest(self, until: float) -> int | None:
+        """Whether all its rows have the shape of its format, nothing tokenised: the line before which it stopped, since
+        the clock (time.monotonic) stood at `until`; None where it read all."""
+        for chunk in read_chunks(self.file):
+            if time.monotonic() >= until:
+                return chunk.rows[0][0]
+            self.encoder.look_at(chunk, self.format, self.columns)
+        return None
+
+
+def looks(
     section: Any,
     *,
     split: str = "train",
@@ -82,17 +106,11 @@ def first_rows(
     tokenizer: Tokenizer,
     seed: int = 0,
     cache_dir: str | Path | None = None,
-) -> list[tuple[Path, Callable[[], EncodedChunk | None]]]:
-    """Each file of `open_rows`, and what encodes its first rows, up to 256 of them; None where it has none. Raises
-    UserError, as the calls that are handed out do."""
+) -> list[Look]:
+    """Each file of `open_rows`. Raises UserError."""
     sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, section.cache_dir or cache_dir, _nothing)
-
-    def read(file: Path, name: str, columns: Mapping[str, str]) -> EncodedChunk | None:
-        chunk = next(read_chunks(file), None)
-        return None if chunk is None else encoder.encode_chunk(chunk, name, columns)
-
     return [
-        (file, partial(read, file, name, source.columns))
+        Look(file, name, source.columns, encoder)
         for source in sources
         for file, name in zip(source.files, source.formats, strict=True)
     ]
@@ -212,11 +230,9 @@ def _given(split: Any, key: str) -> list[tuple[Any, str]]:
         raise UserError(f"{key} is null: name its data with {key}.path")
     if split.sources and split.path:
         raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
-    if split.sources:
-        return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
-    if not split.path:
+    if not split.sources and not split.path:
         raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
-    return [(split, key)]
+    return entries(split, key)
 
 
 def _template_notes(template: ChatTemplate, encoder: RowEncoder) -> list[str]:

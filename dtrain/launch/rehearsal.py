@@ -4,12 +4,14 @@
 device, the run's directory, the rows of the data, the model on meta with the headers of its weights, the optimizer and
 the start. Nothing is trained, no code of a stranger is imported, and no file stays behind.
 
-Data of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file. Weights
-of up to SMALL_WEIGHTS bytes are compared with those of a run that goes on. What only the run itself can tell is left to
-it: ports, servers, memory, files that are damaged within, and what code does that the recipe names.
+Data of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file, and the
+shape of all rows that LOOK_SECONDS allow, which `Rehearsal.notes` tell. Weights of up to SMALL_WEIGHTS bytes are
+compared with those of a run that goes on. What only the run itself can tell is left to it: ports, servers, memory,
+files that are damaged within, what is still to come from the hub, and what code does that the recipe names.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from dtrain.checkpoint.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
-from dtrain.data.sources import first_rows
+from dtrain.data.sources import Look, looks
 from dtrain.errors import UserError, in_words
 from dtrain.json_files import loads
 from dtrain.launch.devices import choose_device, problems, start_device
@@ -45,12 +47,15 @@ from dtrain.optim import (
 )
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.parallel.ranks import Ranks
+from dtrain.policy.build import choose_attention
 from dtrain.policy.precision import Precision, choose_precision
+from dtrain.policy.saved import weights_of
 from dtrain.policy.trained import choose_trained
 from dtrain.preflight import has_urls, to_copy
 from dtrain.sizing import refuse_idle, settled
 
 SMALL_DATA = 4 << 20
+LOOK_SECONDS = 5.0
 SMALL_WEIGHTS = 256 << 20
 
 T = TypeVar("T")
@@ -58,9 +63,11 @@ T = TypeVar("T")
 
 @dataclass
 class Rehearsal:
-    """What was found: `problems`, a line each, and where the data tell it the recipe with its sizes and its steps."""
+    """What was found: `problems` and `notes`, a line each, and where the data tell it the recipe with its sizes and its
+    steps."""
 
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     settled: Recipe | None = None
     steps: int | None = None
 
@@ -74,12 +81,19 @@ class Rehearsal:
 
 
 def rehearse(
-    recipe: Recipe, world_size: int, environ: MutableMapping[str, str], *, here: bool, known: Sequence[str] = ()
+    recipe: Recipe,
+    world_size: int,
+    environ: MutableMapping[str, str],
+    *,
+    here: bool,
+    known: Sequence[str] = (),
+    awaited: Collection[str] = (),
 ) -> Rehearsal:
     """What a run of `recipe` in a world of `world_size` processes would refuse.
 
     here: whether the run is to be on this machine, whose devices are then asked. known: what is known to be wrong;
-    with that only what stands by itself is looked at.
+    with that only what stands by itself is looked at. awaited: keys of what the run downloads first: weights that are
+    not looked at, or data.
     """
     found = Rehearsal()
     device_type = (found.ask(_device, recipe, world_size, environ) if here else None) or "cpu"
@@ -89,20 +103,16 @@ def rehearse(
     if recipe.checkpoint.export != "none" and run.path.is_dir():
         found.ask(refuse_unwritable, run.export)
     tokenizer = _quietly(Tokenizer.from_directory, recipe.model.directory) if recipe.model.path else None
-    if tokenizer is None or any(problem.startswith("data.") for problem in known) or to_copy(recipe):
+    if tokenizer is None:
         return found
-    before = len(found.problems)
-    cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
-    columns, size = _first_rows(recipe, tokenizer, cache_dir, found)
+    columns, rows = _data(recipe, tokenizer, found, known, awaited)
     if known:
         return found
-    rows = {}
-    if len(found.problems) == before and size <= SMALL_DATA:
-        rows = found.ask(_rows, recipe, tokenizer, cache_dir) or {}
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    model = found.ask(_model, recipe, precision)
-    for _, other in facts_of(recipe).other_models(recipe):
-        found.ask(_other_model, Path(other))
+    model = found.ask(_model, recipe, precision, "model.path" not in awaited)
+    for key, other in facts_of(recipe).other_models(recipe):
+        if key not in awaited:
+            found.ask(_other_model, Path(other))
     sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
     method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
     if sized is None or method is None:
@@ -111,10 +121,15 @@ def rehearse(
         columns = {split: one.samples.column_names() for split, one in rows.items()}
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     found.ask(method.examine, columns)
+    if here and (rows or recipe.data.packing != "auto"):
+        device, longest = torch.device(device_type), method.facts.longest_row(sized)
+        model_config = found.ask(read_config, recipe.model.directory)
+        found.ask(choose_attention, sized, model_config, precision, device, longest)
+        found.ask(method.refuse_device, device)
     if model is not None:
         is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
         _updates(sized, model, found.steps or sized.train.steps or 1000, world_size > 1 or is_mixed, found)
-        found.ask(_start, recipe, run, tokenizer, method, model, rows)
+        found.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
     return found
 
 
@@ -142,25 +157,57 @@ def _splits(recipe: Recipe) -> list[str]:
 
 
 def _given(recipe: Recipe) -> dict[str, Any]:
-    """What `open_rows` and `first_rows` are told of a recipe."""
+    """What `open_rows` and `looks` are told of a recipe."""
     facts = facts_of(recipe)
     return {"kind": facts.kind, "prompts": facts.prompts(recipe), "seed": recipe.run.seed}
 
 
-def _first_rows(
-    recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None, found: Rehearsal
-) -> tuple[dict[str, list[str]], int]:
-    """Of each split the columns that its first rows have, and the bytes of all files, those that are packed counted
-    tenfold. Each file's first mistake is one of the problems."""
+def _data(
+    recipe: Recipe, tokenizer: Tokenizer, found: Rehearsal, known: Sequence[str], awaited: Collection[str]
+) -> tuple[dict[str, list[str]], dict[str, Rows]]:
+    """Of each split the columns that its first rows have, and its rows where the files are small. Each file's first
+    mistake is one of the problems."""
     columns: dict[str, list[str]] = {}
-    size, given = 0, {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir}
+    if any(one.startswith("data.") for one in (*known, *awaited)) or to_copy(recipe):
+        return columns, {}
+    before = len(found.problems)
+    cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
+    given = {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir}
+    files: list[tuple[str, Look]] = []
     for split in _splits(recipe):
-        reads = found.ask(partial(first_rows, recipe.data, split=split, **given)) or []
-        size += sum(file.stat().st_size * (10 if file.suffix in (".gz", ".parquet") else 1) for file, _ in reads)
-        chunks = [found.ask(read) for _, read in reads]
+        opened = found.ask(partial(looks, recipe.data, split=split, **given)) or []
+        files += [(f"data.{split}", look) for look in opened]
+        chunks = [found.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         columns[split] = list(dict.fromkeys(name for row in rows for name in row))
-    return columns, size
+    if len(found.problems) > before:
+        return columns, {}
+    if sum(_size(look.file) for _, look in files) > SMALL_DATA:
+        _shapes(files, found)
+        return columns, {}
+    return columns, {} if known else found.ask(_rows, recipe, tokenizer, cache_dir) or {}
+
+
+def _size(file: Path) -> int:
+    """Bytes, those that are packed counted tenfold."""
+    return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
+
+
+def _shapes(files: Sequence[tuple[str, Look]], found: Rehearsal) -> None:
+    """The shape of the rows of large files; each is given an equal part of the time that is left."""
+    begun, unread = time.monotonic(), []
+    files = list({look.file: (key, look) for key, look in reversed(files)}.values())  # a share of a file is one of both
+    for index, (key, look) in enumerate(sorted(files, key=lambda one: _size(one[1].file))):
+        left = begun + LOOK_SECONDS - time.monotonic()
+        until = time.monotonic() + max(0.0, left) / (len(files) - index)
+        line = found.ask(look.rest, until)
+        if line is not None:
+            unread.append(f"{key}: {look.file} from line {line} on")
+    if unread:
+        more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
+        found.notes.append(
+            f"note: not looked at, for want of time: {'; '.join(unread[:3])}{more}. The run reads it all"
+        )
 
 
 def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[str, Rows]:
@@ -171,14 +218,14 @@ def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[
     }
 
 
-def _model(recipe: Recipe, precision: Precision) -> CausalLM:
+def _model(recipe: Recipe, precision: Precision, has_weights: bool) -> CausalLM:
     """The model on meta, as a rank builds it, once the headers of its weights fit it."""
     model = models.build(read_config(recipe.model.directory), dtype=precision.master, device="meta")
     choose_trained(model, recipe, precision.compute)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
         styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
-    if recipe.model.init == "pretrained":
+    if recipe.model.init == "pretrained" and has_weights:
         check_fit(model, WeightFiles(recipe.model.directory))
     return model
 
@@ -207,20 +254,27 @@ def _updates(recipe: Recipe, model: CausalLM, steps: int, is_sharded: bool, foun
 
 
 def _start(
-    recipe: Recipe, run: RunDirectory, tokenizer: Tokenizer, method: Method, model: CausalLM, rows: dict[str, Rows]
+    recipe: Recipe,
+    run: RunDirectory,
+    tokenizer: Tokenizer,
+    method: Method,
+    model: CausalLM,
+    rows: dict[str, Rows],
+    awaited: Collection[str],
 ) -> None:
     """Where the run would start, and whether what it was saved with allows that."""
     ranks = Ranks(alone=True)
     store = CheckpointStore(run.checkpoints, ranks)
     start = resume.find_start(recipe, run, store, method.needs_start is not None, ranks, lambda line: None, deep=False)
-    resume.refuse_other_adapter(recipe, model, start)
-    if start.state is None:
-        return
     known: dict[str, str] = {}
     directories = [Path(other) for _, other in facts_of(recipe).other_models(recipe)]
     directories += [recipe.model.directory] * (recipe.model.init == "pretrained")
-    if sum(file.stat().st_size for one in directories for file in weight_files(one)) <= SMALL_WEIGHTS:
+    if not awaited and sum(file.stat().st_size for one in directories for file in weight_files(one)) <= SMALL_WEIGHTS:
         known = resume.identities(recipe, tokenizer, ranks)
+    if start.weights is not None:
+        _weights(recipe, model, start, known)
+    if start.state is None:
+        return
     for split, key in (("train", "data.fingerprint"), ("val", "data.val.fingerprint")):
         if split in rows:
             known[key] = rows[split].samples.identity
@@ -229,3 +283,14 @@ def _start(
     allowed = replace(recipe.checkpoint, allow_changes=[*recipe.checkpoint.allow_changes, *unread])
     fingerprint = rows["train"].fingerprint if rows else start.state["data_fingerprint"]
     resume.compare(replace(recipe, checkpoint=allowed), start, known, fingerprint)
+
+
+def _weights(recipe: Recipe, model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:
+    """Whether the weights of `checkpoint.init_from` are of this model."""
+    assert start.weights is not None
+    store, step = start.weights
+    resume.refuse_other_adapter(recipe, model, start)
+    found = weights_of(model, store, step)
+    if not found.is_whole and known:
+        resume.refuse_other_base(start, known)
+    store.refuse_misfit(step, found.wanted, found.cast)

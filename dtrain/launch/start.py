@@ -19,7 +19,7 @@ from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import Train, run_in_place, told_to_all
-from dtrain.preflight import named_code, not_here, preflight, to_copy, with_local_model
+from dtrain.preflight import named_code, not_here, preflight, to_copy, with_local_model, with_small_files
 from dtrain.rollout.worker import search_path
 
 
@@ -49,17 +49,19 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
     given, found = read(recipe, overrides)
-    loaded, here = with_local_model(given), world_size is None
+    here = world_size is None
+    loaded, awaited, refused = with_small_files(with_local_model(given))
     size = loaded.launch.nproc if world_size is None else world_size
-    found = list(dict.fromkeys([*found, *preflight(loaded, size)]))
+    found = list(dict.fromkeys([*found, *refused, *preflight(loaded, size, awaited)]))
     rehearsal = import_module("dtrain.launch.rehearsal").rehearse  # with torch
-    heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found)
+    heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
     found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))
     if found:
         raise RecipeError(found)
     steps = f", {heard.steps} step{'s' * (heard.steps != 1)}" if heard.steps is not None else ""
     told = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' * (size != 1)}{steps}"
-    lines = [told, str(sizes(heard.settled or loaded, size)), *notes(loaded), *to_copy(loaded)]
+    lines = [told, str(sizes(heard.settled or loaded, size)), *notes(loaded), *heard.notes]
+    lines += [*awaited.values(), *to_copy(loaded)]
     return [hidden(line, loaded) for line in lines]
 
 
@@ -83,7 +85,7 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
     """`recipe` with a model that is here, downloaded perhaps. Raises UserError."""
     recipe = with_local_model(recipe)
     problems = preflight(recipe, world_size)
-    if problems and problems == not_here(recipe):
+    if not problems and not_here(recipe):
         recipe = with_local_model(recipe, fetch=True)
         problems = preflight(recipe, world_size)
     if problems:

@@ -51,6 +51,7 @@ class OnTheMesh:
     """The native engine on the policy's own weights; with `offload` the optimizer's state waits in host memory."""
 
     def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer):
+        refuse_graphs(recipe, policy.device)
         self.policy, self.offload = policy, recipe.grpo.offload
         self.engine = NativeEngine(
             policy.model,
@@ -58,7 +59,7 @@ class OnTheMesh:
             policy.device,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
             unshard=recipe.grpo.unshard,
-            graphs=_graphs(policy.device) if recipe.grpo.cuda_graphs else None,
+            graphs=_graphs() if recipe.grpo.cuda_graphs else None,
         )
 
     def generate(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
@@ -74,10 +75,14 @@ class OnTheMesh:
         """Nothing: the weights are at work."""
 
 
-def _graphs(device: torch.device) -> "Callable[[torch.device], GraphMaker]":
-    """What captures decoding steps. Raises UserError."""
-    if device.type != "cuda":
+def refuse_graphs(recipe: Recipe, device: torch.device) -> None:
+    """Raises UserError for CUDA graphs on another device."""
+    if recipe.grpo.engine == "native" and recipe.grpo.cuda_graphs and device.type != "cuda":
         raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
+
+
+def _graphs() -> "Callable[[torch.device], GraphMaker]":
+    """What captures decoding steps."""
     return import_module("dtrain.rollout.graphs").CudaGraphs
 
 

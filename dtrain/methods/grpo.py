@@ -24,7 +24,7 @@ from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
-from dtrain.methods.engines import open_engine, open_episodes, open_rewards
+from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.methods.rollout_buffer import Buffer
 from dtrain.policy import DynamicShapes, Packed, Policy
@@ -107,6 +107,9 @@ class GrpoMethod(MethodWithReference):
             raise UserError("\n".join(dict.fromkeys(found)))
         if section.engine == "http":
             import_module("dtrain.remote.http").read_key(section.server.api_key_file)
+
+    def refuse_device(self, device: torch.device) -> None:
+        refuse_graphs(self.recipe, device)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dtrain.batch import Batch, collate
@@ -71,6 +72,9 @@ class Method:
     def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
         """Raise UserError for what the method cannot begin with, as far as that shows before a model is built. columns:
         of the rows of each split, where these are prompts."""
+
+    def refuse_device(self, device: torch.device) -> None:
+        """Raise UserError where the method's section asks for what `device` does not do."""
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a

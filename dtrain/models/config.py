@@ -247,8 +247,9 @@ _ACTIVATIONS = {
 }
 
 
-def _with_one_rope(fields: Fields, theta: float = 10_000.0, **values: Any) -> ModelConfig:
-    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], theta=theta)
+def _with_one_rope(fields: Fields, share: float | None = None, theta: float = 10_000.0, **values: Any) -> ModelConfig:
+    """share, theta: as `read_rope` takes them."""
+    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share, theta)
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
@@ -392,7 +393,7 @@ def _phi3(architecture: str, fields: Fields) -> ModelConfig:
     window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
     types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    return _with_one_rope(fields, **common, layer_types=types, sliding_window=window, fused=fused)
+    return _with_one_rope(fields, 1.0, **common, layer_types=types, sliding_window=window, fused=fused)
 
 
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
@@ -435,7 +436,7 @@ def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
     types = _layer_types(fields, count, default)
     return _with_one_rope(
         fields,
-        2_000_000.0,
+        theta=2_000_000.0,
         **common,
         layer_types=types,
         sliding_window=_used_window(fields, types, window),

@@ -145,7 +145,7 @@ def tables(
     """
     wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
     if rope not in held:
-        held[rope] = frequencies(rope, rope.dims(head_dim), wide).to(positions.device, non_blocking=True)
+        held[rope] = frequencies(rope, int(head_dim * rope.share), wide).to(positions.device, non_blocking=True)
     turn = held[rope]
     angles = positions[..., None].to(wide) * turn  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale

@@ -27,10 +27,6 @@ class Rope:
     truncate: bool = True
     table_scale: float = 1.0
 
-    def dims(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
-        return int(head_dim * self.share)
-
 
 # The parameters that each kind reads, beside rope_theta.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -41,18 +37,24 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(fields: Fields, max_positions: int, head_dim: int, share: float = 1.0, theta: float = 10_000.0) -> Rope:
+def read_rope(
+    fields: Fields, max_positions: int, head_dim: int, share: float | None = None, theta: float = 10_000.0
+) -> Rope:
     """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
-    rope_theta."""
+    rope_theta; no share where it rotates whole heads alone."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
     theta = _base(fields, "rope_theta", theta)
     original = fields.optional_integer("original_max_position_embeddings")
-    share = _share(fields, share)
+    if share is None:
+        _whole_heads(fields)
+    else:
+        share = _share(fields, share)
     rope = _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share)
-    if rope.dims(head_dim) < 2 or rope.dims(head_dim) % 2:
+    turned = int(head_dim * rope.share)
+    if turned < 2 or turned % 2:
         fields.problem(
-            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {rope.dims(head_dim)} dimensions, and "
+            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {turned} dimensions, and "
             "rotary embeddings need pairs"
         )
     return rope
@@ -90,6 +92,11 @@ def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds
     }
 
 
+def _whole_heads(fields: Fields) -> None:
+    if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
+
+
 def _share(fields: Fields, default: float) -> float:
     return fields.number("partial_rotary_factor", default, most=1.0)
 
@@ -120,8 +127,8 @@ def _rope(
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
     theta = _base(inner, "rope_theta", theta)
-    if share is None and inner.number("partial_rotary_factor", 1.0) != 1.0:
-        inner.problem("partial_rotary_factor: only whole heads are rotated in this architecture")
+    if share is None:
+        _whole_heads(inner)
     share = 1.0 if share is None else _share(inner, share)
     length = 0
     if kind in ("llama3", "yarn"):

@@ -9,6 +9,8 @@
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from dtrain import models
@@ -95,7 +97,8 @@ def lay_out(
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
     if kernel is None:
-        kernel = _choose(recipe, config, mesh, precision, device, longest_row or recipe.data.max_length)
+        every = Ranks(mesh.cp.get_group()).every if mesh.cp.size() > 1 else None
+        kernel = choose_attention(recipe, config, precision, device, longest_row or recipe.data.max_length, every)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
     model.use_kernel(kernel)
@@ -121,14 +124,22 @@ def wants_varlen(recipe: Recipe, precision: Precision, device_type: str) -> bool
     return recipe.model.attention == "varlen"
 
 
-def _choose(
-    recipe: Recipe, config: ModelConfig, mesh: Mesh, precision: Precision, device: torch.device, longest: int
+def choose_attention(
+    recipe: Recipe,
+    config: ModelConfig,
+    precision: Precision,
+    device: torch.device,
+    longest: int,
+    every: Callable[[Callable[[], str | None]], list[str | None]] | None = None,
 ) -> Kernel:
     """`VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. UserError where it is not sound and
-    `model.attention` insists, or rows are so long that a mask is out of the question."""
+    `model.attention` insists, or rows, of `longest` tokens at most, are so long that a mask is out of the question.
+
+    every: asks all cp ranks, in place of this process alone; collective then.
+    """
     if not wants_varlen(recipe, precision, device.type):
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
-    tp, kernel, exchanges = mesh.tp.size(), VarlenKernel(), mesh.cp.size() > 1
+    tp, kernel, exchanges = recipe.parallel.tp, VarlenKernel(), recipe.parallel.cp > 1
     window = config.sliding_window if SLIDING in config.layer_types else None
 
     def proof() -> str | None:
@@ -143,7 +154,7 @@ def _choose(
             exchange=recipe.parallel.cp_rotate if exchanges else None,
         )
 
-    of_ranks = Ranks(mesh.cp.get_group()).every(proof) if exchanges else [proof()]
+    of_ranks = [proof()] if every is None else every(proof)
     problem = next((one for one in of_ranks if one is not None), None)
     if problem is None:
         return kernel

@@ -6,7 +6,7 @@ checkpoint holds them only where they came from elsewhere: drawn, or from `check
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,35 +101,15 @@ class Saved:
         where it holds no others; whether it held all. New adapters stay as they are where it has none. Collective.
         UserError where it does not fit.
         """
-        tensors = training_tensors(self.model)
-        stored = store.tensors(step)
-        adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}
-        if adapters - tensors.keys():
-            raise UserError(
-                f"{store.path(step)} has an adapter that this run lacks ({min(adapters - tensors.keys())}): set lora "
-                "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
-            )
-        frozen = {f"model.{name}" for name in frozen_names(self.model)}
-        held = frozen & stored.keys()
-        if held and held < frozen:
-            raise UserError(
-                f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and lacks "
-                f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
-                "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
-            )
-        is_whole = held == frozen
-        left_out = set() if is_whole else frozen
-        if not adapters:
-            left_out |= {name for name in tensors if is_adapter(name)}
-        wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        found = weights_of(self.model, store, step)
 
         def load() -> None:
-            store.load(step, wanted, only=True, cast=frozen & wanted.keys() | _in_bfloat16(wanted, stored))
+            store.load(step, found.wanted, only=True, cast=found.cast)
             weights_changed(self.model)
 
-        self._load_adapter(load) if adapters else load()
-        self._saves_frozen |= bool(frozen) and is_whole
-        return is_whole
+        self._load_adapter(load) if found.has_adapters else load()
+        self._saves_frozen |= found.holds_frozen
+        return found.is_whole
 
     def _load_adapter(self, load: Callable[[], None]) -> None:
         """Keep what the model is without its adapters, then `load` these and what is trained whole beside them."""
@@ -232,6 +212,43 @@ class Saved:
         self._updating.scheduler.load_state_dict(state["scheduler"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+
+
+class Weights(NamedTuple):
+    """What a model takes of a checkpoint: `wanted`, of which those named in `cast` keep their dtype, [any shape]."""
+
+    wanted: dict[str, Tensor]
+    cast: Collection[str]
+    is_whole: bool
+    has_adapters: bool
+    holds_frozen: bool
+
+
+def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
+    """What `load_weights` fills. UserError where the step is of a model with other parts trained. No collective."""
+    tensors = training_tensors(model)
+    stored = store.tensors(step)
+    adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}
+    if adapters - tensors.keys():
+        raise UserError(
+            f"{store.path(step)} has an adapter that this run lacks ({min(adapters - tensors.keys())}): set lora "
+            "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
+        )
+    frozen = {f"model.{name}" for name in frozen_names(model)}
+    held = frozen & stored.keys()
+    if held and held < frozen:
+        raise UserError(
+            f"{store.path(step)} holds some of the weights that this run freezes, such as {min(held)}, and lacks "
+            f"others, such as {min(frozen - held)}: its run trained other parts of the model. Freeze the same ones "
+            "(lora.modules_to_save, train.freeze, train.train_only), or export it and set model.path=OUT"
+        )
+    is_whole = held == frozen
+    left_out = set() if is_whole else frozen
+    if not adapters:
+        left_out |= {name for name in tensors if is_adapter(name)}
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    cast = frozen & wanted.keys() | _in_bfloat16(wanted, stored)
+    return Weights(wanted, cast, is_whole, bool(adapters), bool(frozen) and is_whole)
 
 
 def _in_bfloat16(tensors: Mapping[str, Tensor], stored: Sizes) -> set[str]:

@@ -3,7 +3,6 @@
 A table names every field that is known. A field that it does not name is refused, so that nothing unread goes further.
 """
 
-import difflib
 import json
 import math
 import re
@@ -12,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Union
+
+from dtrain.ranges import nearest
 
 MOST_ITEMS = 1 << 20  # of one body, commas and brackets: a few bytes of text may become a hundred in memory
 DEEPEST = 32  # lists and objects within one another
@@ -121,9 +122,9 @@ def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, An
     inside = f"{name}." if name else ""
     for one in body:
         if one not in table:
-            near = "".join(difflib.get_close_matches(one[:64], table, 1, 0.0))
+            near = nearest(one, table)
             one = f"{inside}{one[:64]}"
-            hint = f"; the nearest known field is {inside}{near}" if near else ""
+            hint = f"; did you mean {inside}{near}?" if near else ""
             raise ApiError(400, f"{one} is no field that dtrain serve knows{hint}", one)
     return {
         one: field.default if body.get(one) is None else field.read(body[one], inside + one)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention.delta import LinearMask, causal_conv, gated_delta
 from dtrain.parallel.layout import join_sequence, shard_sequence
@@ -29,7 +30,11 @@ def _computed(rank, documents, leaves, up, extra=0):
     assert state is None
     out = out[:, :tokens]
     (out * shard_sequence(up, rank, size)).sum().backward()
-    return out.detach(), *(one.grad for one in mine)
+    return [one.numpy() for one in (out.detach(), *(one.grad for one in mine))]
+
+
+def _on_ranks(size, *args):
+    return [[torch.from_numpy(one) for one in of_rank] for of_rank in run_world(_computed, size, *args)]
 
 
 CASES = {
@@ -51,7 +56,7 @@ def test_ranks_compute_what_each_document_gives(case, size):
     real = (documents >= 0)[..., None, None]
     up = torch.randn(*documents.shape, SIZES.value_heads, SIZES.value, dtype=torch.float64)
     extra = 3 if case == "two rows" else 0  # what sequence parallel pads
-    found = run_world(_computed, size, documents, leaves, up, extra)
+    found = _on_ranks(size, documents, leaves, up, extra)
     for one in leaves:
         one.requires_grad_()
     expected, _ = alone(*leaves, documents, SIZES)
@@ -66,6 +71,40 @@ def test_ranks_compute_what_each_document_gives(case, size):
 def test_ranks_compute_whole_rows_without_documents():
     leaves = inputs(2, 24, SIZES)
     up = torch.randn(2, 24, SIZES.value_heads, SIZES.value, dtype=torch.float64)
-    found = run_world(_computed, 2, None, leaves, up)
+    found = _on_ranks(2, None, leaves, up)
     expected, _ = alone(*leaves, torch.zeros(2, 24, dtype=torch.int64), SIZES)
     torch.testing.assert_close(join_sequence([one[0] for one in found]), expected, rtol=0, atol=1e-12)
+
+
+class _Sent(TorchDispatchMode):
+    """(collective, bytes of this rank's input) in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.name():
+            self.calls.append((func.name().split("::")[1], args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def _sent(rank, length):
+    documents = packed((length // 3, length - length // 3))
+    with _Sent() as sent:
+        _computed(rank, documents, inputs(1, length, SIZES), torch.ones(1, length, SIZES.value_heads, SIZES.value))
+    return sent.calls
+
+
+def test_what_ranks_send_does_not_grow_with_the_row():
+    short, long = (run_world(_sent, 2, length) for length in (512, 4096))
+    assert short == long
+    pieces, value, (_, heads_, key, size, width) = 2, 8, SIZES
+    ends = pieces * (width - 1) * SIZES.channels * value
+    assert short[0] == [
+        ("all_gather_into_tensor", pieces * (width - 1) * 8),  # ids, once per forward
+        ("all_gather_into_tensor", ends),
+        ("all_gather_into_tensor", pieces * heads_ * key * (key + size) * value),
+        ("all_gather_into_tensor", pieces * heads_ * key * size * value),
+        ("reduce_scatter_tensor", ends * 2),
+    ]

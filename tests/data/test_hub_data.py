@@ -14,7 +14,7 @@ from dtrain.data.hub import Pick, cached, download
 from dtrain.data.hub_files import choose
 from dtrain.errors import UserError
 from dtrain.launch import launch
-from dtrain.preflight import load, preflight
+from dtrain.preflight import load, not_here, preflight
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
 from tests.tiny import tiny_recipe, write_rows
 
@@ -126,7 +126,8 @@ def test_a_run_fetches_what_it_needs_and_goes_on_offline(tmp_path, hub, rows, mo
     shape = [f"data.val={{path: {NAME}, split: test}}", "train.validate_every=2", "train.steps=4"]
     recipe = load(tiny_recipe(tmp_path, f"data.train.path={NAME}", *shape))
     why = "is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache"
-    assert preflight(recipe, 1) == [
+    assert preflight(recipe, 1) == []
+    assert not_here(recipe) == [
         f"data.train.path={NAME} {why}: `dtrain download --data {NAME}` fetches it",
         f"data.val.path={NAME} {why}: `dtrain download --data {NAME} --split test` fetches it",
     ]

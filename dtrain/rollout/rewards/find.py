@@ -1,7 +1,6 @@
 """Where code is that a recipe names: rewards of dtrain's own by name, all else by import path. Nothing is run."""
 
 import ast
-import difflib
 import importlib.util
 import symtable
 import sys
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.ranges import nearest
 from dtrain.rollout.worker import search_path
 
 _NAMES = ("math_exact", "text_exact", "numeric", "regex", "format_tags", "length_penalty", "json_valid")
@@ -39,14 +39,14 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     path = known.get(name, name)
     module, _, function = path.rpartition(":" if ":" in path else ".")
     if not module or not function:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'none by name'}"
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
         raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
     spec = _spec(f"{kind} {name}", module)
     names = _names(f"{kind} {name}", spec)
     if names is not None and function not in names:
-        near = difflib.get_close_matches(function, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(function, names)
+        hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
     return module, function, spec.origin or "Python itself"
 
