@@ -1,4 +1,4 @@
-"""Families of one file: what is exported is what transformers loads; fields that would change the numbers are refused."""
+"""Families of one file: transformers loads what is exported; fields that would change the numbers are refused."""
 
 import pytest
 import torch
