@@ -345,8 +345,7 @@ _QWEN3_5_DEFAULTS = {
 def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
     fields = fields.over(_QWEN3_5_DEFAULTS)
     fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, which is carried along
-    fields.known("attn_output_gate", "mamba_ssm_dtype")
-    for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")):
+    for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
         if fields.get(key) not in (None, value):
             fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
     common = _common(architecture, fields, kv_heads=4, head_dim=256, tie=tie)
@@ -386,6 +385,7 @@ def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower
 
 def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
     fields.known("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    fields.known("language_model_only")
     return _text_tower(architecture, fields, _qwen3_5, tie=False)
 
 

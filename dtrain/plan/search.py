@@ -19,7 +19,7 @@ from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.config.world import LARGEST_AUTO
 from dtrain.methods.facts import facts_of
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import LINEAR, ModelConfig, read_config
 from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
@@ -177,6 +177,7 @@ class _ClosedForms:
         trained, layers = self.trained / world.tp, config.num_hidden_layers
         whole = trained * compute + self.frozen_bytes / world.tp  # bytes
         keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
+        keeping = layers - config.layer_types.count(LINEAR)  # linear ones send states, whose size is that of no row
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
         messages = [
@@ -190,7 +191,7 @@ class _ClosedForms:
                 passes * (4 + again) * layers,
                 passes * (4 + again) * layers * tokens * config.hidden_size * compute,
             ),
-            ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * layers * keys),
+            ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * keeping * keys),
         ]
         gathered, reduced, replicas, tp, cp = (wire_time(*message, world, hardware) for message in messages)
         return max(computing, gathered + reduced + replicas) + tp + cp

@@ -205,6 +205,95 @@ GEMMA3_4B = {
         "vision_use_head": False,
     },
 }
+
+_QWEN3_5 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "bos_token_id": 248044,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+    "pad_token_id": None,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+_QWEN3_5_VISION = {
+    "deepstack_visual_indexes": [],
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 4304,
+    "model_type": "qwen3_5",
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 5120,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWEN3_6_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "language_model_only": False,
+    "model_type": "qwen3_5",
+    "text_config": _QWEN3_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.1",
+    "video_token_id": 248057,
+    "vision_config": _QWEN3_5_VISION,
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+QWEN3_5_0_8B = QWEN3_6_27B | {
+    "text_config": _QWEN3_5
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "linear_num_value_heads": 16,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "tie_word_embeddings": True,
+}
+
 PUBLISHED = {
     "llama-2-7b": LLAMA_2_7B,
     "llama-3.2-1b": LLAMA_3_2_1B,
@@ -214,4 +303,6 @@ PUBLISHED = {
     "qwen3-0.6b": QWEN3_0_6B,
     "gemma3-1b": GEMMA3_1B,
     "gemma3-4b": GEMMA3_4B,
+    "qwen3.6-27b": QWEN3_6_27B,
+    "qwen3.5-0.8b": QWEN3_5_0_8B,
 }
