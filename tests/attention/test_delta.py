@@ -114,6 +114,23 @@ def test_decays_beyond_all_numbers_stay_finite():
     assert all(bool(one.isfinite().all()) for one in (out, *grads))
 
 
+def test_decays_of_one_document_cost_another_no_precision():
+    documents = packed((20, 30))
+    leaves = inputs(*documents.shape, SHARED)
+    leaves[2][documents == 0] *= 1e8
+    expected, _ = alone(*leaves, documents, SHARED)
+    torch.testing.assert_close(computed(leaves, documents, SHARED), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(9, 1), (9, 2), (9, 5), (1,), (3,), (12,)])
+def test_the_last_window_is_of_the_last_document(lengths):
+    documents = packed(lengths, padding=2)
+    x = torch.randn(*documents.shape, 3)
+    own = x[:, :-2][:, -min(3, lengths[-1]) :]
+    window = last_window(x, LinearMask.of(documents, x.shape[1]))
+    assert torch.equal(window, torch.cat([torch.zeros(1, 3 - own.shape[1], 3), own], 1))
+
+
 def test_half_precision_is_summed_in_float32():
     documents = packed((90, 3, 70))
     leaves = inputs(*documents.shape, SHARED, torch.bfloat16)
