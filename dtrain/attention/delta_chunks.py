@@ -13,16 +13,20 @@ another document holds is masked: no infinity enters a product.
 Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
-GROUP = 2**19  # elements of the values that are computed at a time, on a CPU
+GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
+MOST = 2**25  # the same elsewhere, and of what is held for an exchange: some GiB in all
 EPS = 1e-6  # of the l2 norm, as in transformers
+
+
+T = TypeVar("T")
 
 
 class Exchange(Protocol):
@@ -165,13 +169,18 @@ def _sums(rows: _Rows, g: Tensor) -> Tensor:
     """[.., C]: of each token and those before it in the chunk and its document, each document by itself."""
     if rows.from_start is None:
         return g.cumsum(-1)
-    return (rows.visible.to(g.dtype) @ g[..., None])[..., 0]
+    return _by_documents(rows.visible[:, :, 0, 0].to(g.dtype), g)
 
 
 def _sums_back(rows: _Rows, grad: Tensor) -> Tensor:
     if rows.from_start is None:
         return grad.flip(-1).cumsum(-1).flip(-1)
-    return (rows.visible.to(grad.dtype).mT @ grad[..., None])[..., 0]
+    return _by_documents(rows.visible[:, :, 0, 0].to(grad.dtype).mT, grad)
+
+
+def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
+    """visible [N, B, C, C] times values [N, B, Hk, r, C]"""
+    return (visible @ values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
 
 
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,12 +233,10 @@ class _Heads(NamedTuple):
 
 
 def _groups(rows: _Rows, k: Tensor, v: Tensor) -> list[_Heads]:
-    """On a CPU as few heads at a time as fill a cache, which also bounds the memory; elsewhere all."""
+    """So few heads at a time that memory is bounded, and on a CPU that a cache holds them."""
     heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
-    size = heads
-    if k.device.type == "cpu":
-        each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
-        size = max(1, min(heads, GROUP // each))
+    each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
+    size = max(1, min(heads, (GROUP if k.device.type == "cpu" else MOST) // each))
     starts = range(0, heads, size)
     return [_Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
 
@@ -239,14 +246,17 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, q, k, v, g, beta, segments, real, state, exchange):
         rows = _Rows.of(v, segments, real)
         groups = _groups(rows, k, v)
-        chunks: Iterable[_Inside] = (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
-        first, kept = state, None
+
+        def chunks() -> Iterable[_Inside]:
+            return (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
+
+        first, kept, again = state, None, chunks
         if exchange is not None:
-            chunks = list(chunks)
-            first, kept = exchange.forward(torch.cat([_maps(inside).flatten(1, 2) for inside in chunks], 1))
+            once, again = _twice(chunks, v)
+            first, kept = exchange.forward(torch.cat([_maps(inside).flatten(1, 2) for inside in once()], 1))
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
-        for (_, values), inside in zip(groups, chunks, strict=True):
+        for (_, values), inside in zip(groups, again(), strict=True):
             states, written, after = _carry(inside, _first(first, values, inside))
             reads = (inside.q @ states).mul_(inside.start[..., None]).add_(inside.scores @ written)
             out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
@@ -260,17 +270,20 @@ class _Chunked(torch.autograd.Function):
         q, k, v, g, beta, segments, real, first, kept = ctx.saved_tensors
         rows = _Rows.of(v, segments, real)
         groups = _groups(rows, k, v)
-        chunks: Iterable[_Reversed] = (
-            _reversed(rows, _inside(rows, *heads.of(q, k, v, g, beta)), grad[:, :, heads.values], first, heads.values)
-            for heads in groups
-        )
+
+        def chunks() -> Iterable[_Reversed]:
+            for heads in groups:
+                inside = _inside(rows, *heads.of(q, k, v, g, beta))
+                yield _reversed(rows, inside, grad[:, :, heads.values], first, heads.values)
+
+        again = chunks
         if ctx.exchange is not None:
-            chunks = list(chunks)
-            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in chunks]
+            once, again = _twice(chunks, v)
+            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in once()]
             last = ctx.exchange.backward(torch.cat(alone, 1), kept)
         results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v, g, beta)]
         of_first = torch.empty_like(last)
-        for heads, one in zip(groups, chunks, strict=True):
+        for heads, one in zip(groups, again(), strict=True):
             after, new, before = _carry_back(
                 one.inside, one.by_scores, one.by_start, last[:, heads.values].unflatten(1, one.inside.u.shape[2:4])
             )
@@ -279,6 +292,14 @@ class _Chunked(torch.autograd.Function):
             for into, some in zip(heads.of(*results), grads, strict=True):
                 into.copy_(rows.back(some))
         return *results, None, None, None if ctx.of_state is None else of_first.to(ctx.of_state), None
+
+
+def _twice(chunks: Callable[[], Iterable[T]], v: Tensor) -> tuple[Callable[[], Iterable[T]], Callable[[], Iterable[T]]]:
+    """What is gone through before an exchange and after it: held between, or computed again where it is large."""
+    if v.numel() > MOST:
+        return chunks, chunks
+    held = list(chunks())
+    return lambda: held, lambda: held
 
 
 def _first(states: Tensor | None, values: slice, inside: _Inside) -> Tensor:

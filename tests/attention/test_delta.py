@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.attention import delta_chunks
+from dtrain.attention import delta, delta_chunks
 from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 
@@ -48,12 +48,13 @@ def test_packed_rows_are_their_documents_alone(case, sizes):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_heads_computed_in_groups_give_the_same(monkeypatch):
+def test_heads_and_tokens_some_at_a_time_give_the_same(monkeypatch):
     documents = ROWS["across chunks"]
     leaves = inputs(*documents.shape, SHARED)
     up = torch.randn(*documents.shape, SHARED.value_heads, SHARED.value, dtype=torch.float64)
     together = differentiated(lambda some: computed(some, documents, SHARED), leaves, up)
     monkeypatch.setattr(delta_chunks, "GROUP", 1)
+    monkeypatch.setattr(delta, "BLOCK", 1)  # 64 tokens, the fewest
     apart = differentiated(lambda some: computed(some, documents, SHARED), leaves, up)
     for one, other in zip([together[0], *together[1]], [apart[0], *apart[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
