@@ -8,8 +8,7 @@ Of each document and value head, token by token, with S [K, V] zero at the docum
 Within a chunk of C tokens the updates are one unit lower triangular system, solved for all chunks together; between
 chunks the state is carried one after the other. The derivative is written out: between forward and backward nothing but
 the inputs is held, the rest is computed again. Decays are differences of logarithms within one document, and what
-another document holds is masked: no infinity enters a product. In a forward no product is changed in place: selective
-activation checkpointing keeps them.
+another document holds is masked: no infinity enters a product.
 
 Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
 """
@@ -154,16 +153,25 @@ def _inside(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
     start, end = sums.exp(), (sums[..., -1:] - sums).exp_()
     if rows.from_start is not None and rows.to_end is not None:
         start, end = start.masked_fill_(~rows.from_start, 0), end.masked_fill_(~rows.to_end, 0)
-    kk, qk = k @ k.mT, q @ k.mT
+    kk, qk = _product(k, k.mT), _product(q, k.mT)
     system = (decay * kk).mul_(beta[..., None])
     unit = torch.eye(rows.size, dtype=rows.dtype, device=q.device)
     inverse = torch.linalg.solve_triangular(system, unit.expand_as(system), upper=False, unitriangular=True)
     by_beta = inverse * beta[..., None, :]
-    u = by_beta @ v
-    w = by_beta.mul_(start[..., None, :]) @ k
+    u = _product(by_beta, v)
+    w = _product(by_beta.mul_(start[..., None, :]), k)
     scores = torch.mul(qk, decay, out=system)
     whole = start[..., -1, None, None]
     return _Inside(q, k, v, inverse_q, inverse_k, beta, start, end, whole, decay, kk, qk, inverse, scores, u, w)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [.., m, x] @ b [.., x, n], written into memory of ours: selective activation checkpointing keeps what `bmm`
+    returns. Of a forward that is several times its output, and the way back computes it again as it is."""
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flat = [one.expand(*leading, *one.shape[-2:]).flatten(0, -3) for one in (a, b)]
+    out = torch.empty(len(flat[0]), a.shape[-2], b.shape[-1], dtype=a.dtype, device=a.device)
+    return torch.bmm(*flat, out=out).unflatten(0, leading)
 
 
 def _sums(rows: _Rows, g: Tensor) -> Tensor:
@@ -181,7 +189,7 @@ def _sums_back(rows: _Rows, grad: Tensor) -> Tensor:
 
 def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
     """visible [N, B, C, C] times values [N, B, Hk, r, C]"""
-    return (visible @ values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
+    return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
 
 
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,8 +199,8 @@ def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     written = torch.empty_like(inside.u)
     for n in range(len(states)):
         states[n] = state
-        written[n] = new = inside.u[n] - inside.w[n] @ state
-        state = state * inside.whole[n] + inside.k[n].mT @ (new * inside.end[n][..., None])
+        written[n] = new = inside.u[n] - _product(inside.w[n], state)
+        state = state * inside.whole[n] + _product(inside.k[n].mT, new * inside.end[n][..., None])
     return states, written, state
 
 
@@ -203,9 +211,9 @@ def _maps(inside: _Inside) -> Tensor:
     unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device).expand(shape)
     state = torch.cat([unit, unit.new_zeros(*shape[:-1], inside.u.shape[-1])], -1)
     for n in range(len(inside.u)):
-        taken = inside.w[n] @ state
-        new = torch.cat([taken[..., :size], taken[..., size:] - inside.u[n]], -1)  # the negative of what is written
-        state = state * inside.whole[n] - inside.k[n].mT @ new.mul_(inside.end[n][..., None])
+        new = _product(inside.w[n], state)  # the negative of what is written
+        new[..., size:] -= inside.u[n]
+        state = state * inside.whole[n] - _product(inside.k[n].mT, new.mul_(inside.end[n][..., None]))
     return state
 
 
@@ -259,7 +267,8 @@ class _Chunked(torch.autograd.Function):
         last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
         for (_, values), inside in zip(groups, again(), strict=True):
             states, written, after = _carry(inside, _first(first, values, inside))
-            reads = torch.addcmul(inside.scores @ written, inside.q @ states, inside.start[..., None])
+            reads = _product(inside.q, states).mul_(inside.start[..., None])
+            reads.add_(_product(inside.scores, written))
             out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
         ctx.save_for_backward(q, k, v, g, beta, segments, real, first, kept)
         ctx.exchange, ctx.of_state = exchange, None if state is None else state.dtype

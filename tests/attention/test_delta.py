@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dtrain.attention import delta, delta_chunks
 from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.parallel.checkpointing import _keep_expensive
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 
 SHARED, EQUAL = Sizes(), Sizes(key_heads=3, value_heads=3, key=4, value=6, width=3)
@@ -173,6 +176,26 @@ def test_tokens_after_prompts_are_those_of_the_whole_rows(sizes):
         torch.testing.assert_close(out[owner, : lengths[owner]], expected[0, :-more], rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.cat(found, 1)[row], expected[0, -more:], rtol=0, atol=1e-12)
         torch.testing.assert_close(state[row], states[0], rtol=0, atol=1e-12)
+
+
+class _Results(TorchDispatchMode):
+    """The operations of a forward whose results selective activation checkpointing would keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _keep_expensive(None, func) == CheckpointPolicy.MUST_SAVE:
+            self.kept.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_keeps_nothing_of_a_forward():
+    documents = ROWS["across chunks"]
+    with _Results() as results:
+        computed(inputs(*documents.shape, SHARED), documents, SHARED)
+    assert not results.kept
 
 
 def test_a_row_goes_on_from_a_window_and_a_state():
