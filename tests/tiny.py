@@ -31,6 +31,28 @@ FAMILIES = {
         "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
     },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "pad_token_id": None,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "pad_token_id": None,
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 2.0,
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",

@@ -156,10 +156,12 @@ def _of_layer(config: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
 def modules(config: ModelConfig) -> list[str]:
     """The names in files of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
     norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.architecture.startswith("Olmo"):
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
     if config.architecture.startswith("Gemma3"):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     more = {LINEAR: ["linear_attn.norm", "linear_attn.conv1d"]}
-    if config.architecture.startswith(("Qwen3", "Gemma3")):
+    if config.architecture.startswith(("Qwen3", "Gemma3", "Olmo")):
         more |= dict.fromkeys((FULL, SLIDING), ["self_attn.q_norm", "self_attn.k_norm"])
     of_layers = [
         f"model.layers.{number}.{name}"

@@ -14,7 +14,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.models.fields import Fields, shown
 from dtrain.models.quantization_config import unquantized
-from dtrain.models.rope_config import Rope, read_gemma_ropes, read_rope
+from dtrain.models.rope_config import Rope, read_gemma_ropes, read_olmo_ropes, read_rope
 
 __all__ = ["FULL", "LINEAR", "SLIDING", "LinearAttention", "ModelConfig", "Rope", "parse_config", "read_config"]
 
@@ -77,6 +77,10 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     final_logit_softcapping: float | None = None
+    unturned: tuple[int, ...] = ()  # the layers without rotary positions
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # what logits are divided by
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None  # its embedding starts at zero and gets no gradient as an input, as in transformers
@@ -85,6 +89,7 @@ class ModelConfig:
     unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
     # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
 
     def parts(self, name: str) -> list[str]:
         """The model's modules that the module `name` of the files is: itself, or those whose rows it joins."""
@@ -243,9 +248,9 @@ _ACTIVATIONS = {
 }
 
 
-def _with_one_rope(fields: Fields, share: float | None = None, **values: Any) -> ModelConfig:
-    """share: as `read_rope` takes it."""
-    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share)
+def _with_one_rope(fields: Fields, share: float | None = None, theta: float = 10_000.0, **values: Any) -> ModelConfig:
+    """share, theta: as `read_rope` takes them."""
+    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share, theta)
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
@@ -375,6 +380,7 @@ def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower
         linear=linear,
         is_text_tower=is_text_tower,
         fused={one: tuple(f"{one.removesuffix('_qkv')}_{part}" for part in "qkv") for one in joined},
+        unnamed=("decay",),
     )
 
 
@@ -390,6 +396,75 @@ def _phi3(architecture: str, fields: Fields) -> ModelConfig:
     types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     return _with_one_rope(fields, 1.0, **common, layer_types=types, sliding_window=window, fused=fused)
+
+
+_OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
+
+
+def _olmo2(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over(_OLMO_DEFAULTS), pad=1)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [FULL] * count, fixed=True)
+    return _with_one_rope(fields, **common, layer_types=types, sliding_window=None, qkv_bias=bias, o_bias=bias)
+
+
+def _olmo3(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over(_OLMO_DEFAULTS), pad=1)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
+    ropes = read_olmo_ropes(fields, common["max_position_embeddings"], FULL, SLIDING)
+    window = _used_window(fields, types, _written_window(fields))
+    fields.refuse_the_rest()
+    return ModelConfig(**common, layer_types=types, sliding_window=window, ropes=ropes, qkv_bias=bias, o_bias=bias)
+
+
+_SMOLLM3_DEFAULTS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "max_position_embeddings": 32_768}
+
+
+def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over(_SMOLLM3_DEFAULTS), kv_heads=4, pad=128_004, tie=True)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    fields.known("max_window_layers")  # of Qwen2, whose config was the model's first
+    interval = fields.integer("no_rope_layer_interval", 4)
+    written = fields.get("no_rope_layers")  # 1 for a layer that is rotated
+    turned = [int((index + 1) % interval != 0) for index in range(count)] if written is None else written
+    if not isinstance(turned, list) or any(one not in (0, 1) for one in turned) or len(turned) < count:
+        fields.problem(f"no_rope_layers {shown(written)}: must be a list of 0 and 1, one a layer")
+        turned = [1] * count
+    unturned = tuple(index for index in range(count) if not turned[index])
+    window = fields.optional_integer("sliding_window")
+    window = window if fields.flag("use_sliding_window", False) else None
+    default = [SLIDING if window is not None and index in unturned else FULL for index in range(count)]
+    types = _layer_types(fields, count, default)
+    return _with_one_rope(
+        fields,
+        theta=2_000_000.0,
+        **common,
+        layer_types=types,
+        sliding_window=_used_window(fields, types, window),
+        unturned=unturned,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def _granite(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over({"bos_token_id": 1, "eos_token_id": 2}))
+    common["attention_scale"] = fields.number("attention_multiplier", 1.0)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    return _with_one_rope(
+        fields,
+        **common,
+        layer_types=_layer_types(fields, count, [FULL] * count, fixed=True),
+        sliding_window=None,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_scaling=fields.number("logits_scaling", 1.0),
+    )
 
 
 # What the published Gemma3 checkpoints leave out of their text_config.
@@ -461,6 +536,10 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Phi3ForCausalLM": _phi3,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "SmolLM3ForCausalLM": _smollm3,
+    "GraniteForCausalLM": _granite,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
     "Gemma3ForCausalLM": _gemma3,
@@ -474,6 +553,10 @@ _MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",

@@ -37,12 +37,14 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(fields: Fields, max_positions: int, head_dim: int, share: float | None = None) -> Rope:
-    """The rope of a model whose layers all share it. share: the family's default of partial_rotary_factor; None where
-    it rotates whole heads alone."""
+def read_rope(
+    fields: Fields, max_positions: int, head_dim: int, share: float | None = None, theta: float = 10_000.0
+) -> Rope:
+    """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
+    rope_theta; no share where it rotates whole heads alone."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
-    theta = _base(fields, "rope_theta", 10_000.0)
+    theta = _base(fields, "rope_theta", theta)
     original = fields.optional_integer("original_max_position_embeddings")
     if share is None:
         _whole_heads(fields)
@@ -60,22 +62,33 @@ def read_rope(fields: Fields, max_positions: int, head_dim: int, share: float | 
 
 def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
     """Gemma3's two: scaling belongs to the full layers, and the sliding ones have a base of their own."""
-    nested = fields.get("rope_parameters") or {}
-    if not isinstance(nested, dict) or set(nested) - {full, sliding}:
-        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {full} and {sliding}")
-        nested = {}
-    scaling = fields.get("rope_scaling") or {}
     theta = _base(fields, "rope_theta", 1_000_000.0)
     local_theta = _base(fields, "rope_local_base_freq", 10_000.0)
-    kinds = ("default", "linear", "llama3")
-    full_written = nested.get(full) or {}
-    if isinstance(full_written, dict) and isinstance(scaling, dict):
-        full_written = {**full_written, **scaling}
+    return _by_kind(fields, max_positions, {full: theta, sliding: local_theta}, ("default", "linear", "llama3"))
+
+
+def read_olmo_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
+    """OLMo 3's two: scaling belongs to the full layers, and both have one base."""
+    theta = _base(fields, "rope_theta", 500_000.0)
+    if theta != 500_000.0:
+        # transformers 4 gives it to all layers, 5 to full ones.
+        fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {full} and under {sliding}")
+    return _by_kind(fields, max_positions, {full: theta, sliding: theta}, tuple(_PARAMETERS))
+
+
+def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...]) -> dict[str, Rope]:
+    """The ropes of full layers, to which `rope_scaling` belongs, and of sliding ones; thetas: their bases."""
+    full = next(iter(thetas))
+    nested = fields.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or set(nested) - set(thetas):
+        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {' and '.join(thetas)}")
+        nested = {}
+    scaling, written = fields.get("rope_scaling") or {}, {kind: nested.get(kind) or {} for kind in thetas}
+    if isinstance(written[full], dict) and isinstance(scaling, dict):
+        written[full] = {**written[full], **scaling}
     return {
-        full: _rope(fields, f"rope_parameters.{full}", full_written, theta, max_positions, kinds),
-        sliding: _rope(
-            fields, f"rope_parameters.{sliding}", nested.get(sliding) or {}, local_theta, max_positions, kinds
-        ),
+        kind: _rope(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
+        for kind, theta in thetas.items()
     }
 
 

@@ -62,6 +62,20 @@ def _phi3(**more):
     return transformers.Phi3Config(**{**_TINY, **more})
 
 
+def _olmo3(**more):
+    ropes = {
+        "full_attention": {**_YARN, "attention_factor": 1.2, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    base = dict(num_hidden_layers=4, sliding_window=9, rope_parameters=ropes)
+    return transformers.Olmo3Config(**{**_TINY, **base, **more})
+
+
+def _granite(**more):
+    multipliers = dict(embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2, logits_scaling=5.0)
+    return transformers.GraniteConfig(**{**_TINY, **multipliers, **more})
+
+
 def _qwen3_5(**more):
     sizes = dict(
         num_hidden_layers=4,
@@ -103,6 +117,16 @@ VARIANTS = {
     ),
     "phi3": lambda: _phi3(sliding_window=11),
     "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
+    "olmo2": lambda: transformers.Olmo2Config(**_TINY),
+    "olmo2-biases": lambda: transformers.Olmo2Config(**{**_TINY, "num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": lambda: _olmo3(),
+    "olmo3-tied": lambda: _olmo3(tie_word_embeddings=True, layer_types=["full_attention", "sliding_attention"] * 2),
+    "smollm3": lambda: transformers.SmolLM3Config(**{**_TINY, "no_rope_layer_interval": 2}),
+    "smollm3-window": lambda: transformers.SmolLM3Config(
+        **_TINY, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=9, tie_word_embeddings=False
+    ),
+    "granite": lambda: _granite(tie_word_embeddings=True),
+    "granite-biases": lambda: _granite(attention_bias=True, mlp_bias=True, residual_multiplier=1.5),
     "qwen3.5": lambda: _qwen3_5(),
     "qwen3.5-tied": lambda: _qwen3_5(
         tie_word_embeddings=True,
@@ -127,6 +151,10 @@ _CLASSES = {
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
     "phi3": transformers.Phi3ForCausalLM,
+    "olmo2": transformers.Olmo2ForCausalLM,
+    "olmo3": transformers.Olmo3ForCausalLM,
+    "smollm3": transformers.SmolLM3ForCausalLM,
+    "granite": transformers.GraniteForCausalLM,
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
 }

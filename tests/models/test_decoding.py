@@ -22,7 +22,19 @@ def store_of(model):
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize(
-    "variant", ["llama3.1", "mistral-window", "qwen2-window", "qwen3", "gemma3-softcap", "qwen3.5", "qwen3.5-tied"]
+    "variant",
+    [
+        "llama3.1",
+        "mistral-window",
+        "qwen2-window",
+        "qwen3",
+        "gemma3-softcap",
+        "qwen3.5",
+        "qwen3.5-tied",
+        "olmo3",
+        "smollm3-window",
+        "granite",
+    ],
 )
 @torch.no_grad()
 def test_cached_decoding_is_a_whole_forward(variant):

@@ -22,8 +22,9 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
 
 
-# Rounding in float32 grows in the linear layers: transformers' own distance to float64 is as large.
-TIMES = {"qwen3.5": 20.0, "qwen3.5-tied": 20.0}
+# Rounding in float32 grows in linear layers and in norms over all heads: transformers' own distance to float64 is as
+# large.
+TIMES = {"qwen3.5": 20.0, "qwen3.5-tied": 20.0, "olmo2-biases": 10.0}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -171,15 +172,17 @@ def in_float64(model, head_dim):
 
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
+FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases"]
 
 
 @pytest.mark.parametrize("variant", FREED)
 def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path):
     theirs = make(variant)
-    if variant == "gemma3":
+    if variant.startswith(("gemma3", "olmo3")):
         for parameters in theirs.config.rope_parameters.values():
             parameters.update(rope_type="default")
-            parameters.pop("factor", None)
+            for name in parameters.keys() - {"rope_type", "rope_theta"}:
+                del parameters[name]
     save(theirs, tmp_path)
     ours = models.from_pretrained(tmp_path, dtype=torch.float64)
     theirs = in_float64(theirs, ours.config.head_dim)
@@ -192,7 +195,7 @@ def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path):
     assert_same_grads(ours, theirs, 1e-11)
 
 
-@pytest.mark.parametrize("variant", ["llama3.2", "qwen2", "qwen3", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize("variant", ["llama3.2", "qwen2", "qwen3", "gemma3", "qwen3.5", "olmo3", "smollm3", "granite"])
 def test_bfloat16_rounds_where_transformers_does(variant, tmp_path):
     theirs = make(variant)
     save(theirs, tmp_path)
