@@ -134,6 +134,19 @@ def keys() -> list[str]:
     return _keys(Recipe, "")
 
 
+def _hint_of(key: str) -> Any:
+    """The type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
+    hint: Any = Recipe
+    for part in re.findall(r"[^.\[\]]+", key):
+        kinds = _kinds(hint)
+        if part.isdigit():
+            hint = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+        else:
+            section = _section_of(kinds)
+            hint = get_type_hints(section).get(part) if section else None
+    return hint
+
+
 def _keys(cls: type, prefix: str) -> list[str]:
     found = []
     for name, hint in get_type_hints(cls).items():
@@ -145,7 +158,7 @@ def _keys(cls: type, prefix: str) -> list[str]:
 def _read(path: Path) -> dict:
     text = read_text(path, RECIPE_BYTES)
     try:
-        check_shape(yaml.load(text, Loader=yaml.BaseLoader), PARTS)
+        check_shape(typed := yaml.load(text, Loader=yaml.BaseLoader), PARTS)
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -158,7 +171,22 @@ def _read(path: Path) -> dict:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`")
-    return _tree(config)
+    return _as_typed(Recipe, _tree(config), typed)
+
+
+def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
+    """`value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may be
+    called 1e3, or 007."""
+    kinds = _kinds(hint)
+    section = _section_of(kinds)
+    if section and isinstance(value, dict) and isinstance(typed, dict):
+        hints = get_type_hints(section)
+        return {key: _as_typed(hints.get(key), one, typed.get(str(key))) for key, one in value.items()}
+    entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+    if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
+        return [_as_typed(entry, one, other) for one, other in zip(value, typed, strict=True)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return typed if is_number and isinstance(typed, str) and str in kinds and not {int, float} & {*kinds} else value
 
 
 def _tree(config: DictConfig) -> dict[str, Any]:
@@ -179,6 +207,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = _as_typed(_hint_of(key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
@@ -316,6 +345,8 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
             hint = f"; did you mean {near}?" if near else ""
             return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
+        if said := words.meant(re.sub(r"\[\d+\]", "", dotted), value):
+            return [f"{dotted}={_shown(value)} must be {_needed(kinds)}: {said}"]
         return [
             f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}{_comma(value, kinds)}{_share(value)}"
         ]

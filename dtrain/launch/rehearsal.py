@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain import metrics, models, resume
+from dtrain import metrics, models, resume, sizing
 from dtrain.checkpoint.files import refuse_unwritable
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.rundir import RunDirectory
@@ -120,6 +120,8 @@ def rehearse(
     if rows:
         columns = {split: one.samples.column_names() for split, one in rows.items()}
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
+    steps = found.steps or sized.train.steps
+    found.notes += [] if steps is None else sizing.notes(sized, steps)
     found.ask(method.examine, columns)
     if here and (rows or recipe.data.packing != "auto"):
         device, longest = torch.device(device_type), method.facts.longest_row(sized)
@@ -128,7 +130,7 @@ def rehearse(
         found.ask(method.refuse_device, device)
     if model is not None:
         is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-        _updates(sized, model, found.steps or sized.train.steps or 1000, world_size > 1 or is_mixed, found)
+        _updates(sized, model, steps or 1000, world_size > 1 or is_mixed, found)
         found.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
     return found
 

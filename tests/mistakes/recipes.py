@@ -222,6 +222,9 @@ VALUES = (
     _one(("lora={}", "lora.quantize=int8"), "did you mean nf4, in 4 bits; none has 8?"),
     _one(("lora={}", "lora.target=[q_prj]"), "lora.target: q_prj", "did you mean q_proj?"),
     _one("parallel.cp_rotate=alltoall", "parallel.cp_rotate=alltoall is none of allgather, ring"),
+    _one("metrics.wandb=true", "metrics.wandb=true must be text or null", "such as metrics.wandb=my-project"),
+    _one("run.name=yes", "run.name=true must be text or null", "write a name, such as run.name=first"),
+    _one("checkpoint.init_from=true", "checkpoint.init_from=true must be", "write a run's directory"),
     _one("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     _one("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )
