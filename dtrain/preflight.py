@@ -5,6 +5,8 @@ refuse before its first step (`launch.rehearsal`). A model or dataset of the hub
 a run fetches it once all else is right, and `validate` asks the hub for what the run would.
 """
 
+import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -38,8 +40,24 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     loaded, problems = read(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
-        raise RecipeError(list(dict.fromkeys([*problems, *preflight(local, local.launch.nproc)])))
+        raise RecipeError(together(problems, preflight(local, local.launch.nproc)))
     return local
+
+
+def together(refused: Sequence[str], found: Sequence[str]) -> list[str]:
+    """Problems of a recipe's text and of what is left of it, each once. What was `refused` is not missing too."""
+    keys = [re.split(r"[=:]", problem)[0] for problem in refused]
+
+    def follows(problem: str) -> bool:
+        missing = re.match(r"(\S+)(?: or (\S+))? is missing", problem)
+        named = [key for key in missing.groups() if key] if missing else []
+        emptied = re.match(r"([\w.]+)=\[\]", problem)
+        return any(f"{key}.".startswith(f"{one}.") for one in keys for key in named) or bool(
+            emptied and any(one.startswith(f"{emptied[1]}[") for one in keys)
+        )
+
+    left = [problem for problem in found if not follows(problem)]
+    return list(dict.fromkeys([*refused, *left]))
 
 
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
@@ -470,7 +488,7 @@ def _start(recipe: Recipe, path: Path) -> list[str]:
 
 def _export(recipe: Recipe) -> list[str]:
     """An export takes the place of its whole directory."""
-    target = (recipe.run.directory / "export").resolve()
+    target = os.path.realpath(recipe.run.directory / "export")  # of a loop of links it gives something
     if recipe.checkpoint.export == "none":
         return []
     read = [("model.path", recipe.model.path), *facts_of(recipe).other_models(recipe)]
@@ -479,5 +497,5 @@ def _export(recipe: Recipe) -> list[str]:
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
         "run.name, or checkpoint.export=none"
         for key, path in read
-        if path and Path(path).resolve().is_relative_to(target)
+        if path and Path(os.path.realpath(path)).is_relative_to(target)
     ]

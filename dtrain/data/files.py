@@ -9,10 +9,12 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from dtrain import json_files
 from dtrain.data import formats
 from dtrain.data.columns import renamed
 from dtrain.errors import UserError
+from dtrain.ranges import nearest
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 CHUNK_ROWS = 256
@@ -100,7 +103,16 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
             return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
-    raise UserError(f"{key}: there is no file {path}{several}")
+    raise UserError(f"{key}: there is no file {path}{several or _instead(expanded)}")
+
+
+def _instead(file: Path) -> str:
+    """What to add where a path leads to no file: whither a link leads, or the name that is meant."""
+    if file.is_symlink():
+        return f": it is a link to {os.readlink(file)}, which is no file"
+    names = [one.name for one in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
+    near = nearest(file.name, names)
+    return f"; did you mean {file.parent / near}?" if near else ""
 
 
 def kind_of(file: Path, key: str = "data.train.path") -> str:
@@ -148,7 +160,7 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
         except json.JSONDecodeError as problem:
             raise UserError(
                 f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "
-                "each line of the file must be one whole JSON object"
+                f"each line of the file must be one whole JSON object{_quotes(text[problem.pos : problem.pos + 1])}"
             ) from problem
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}:{line}: this line is not UTF-8 text ({problem}); convert it to UTF-8") from problem
@@ -157,6 +169,11 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.kind_of(row)}")
     return row
+
+
+def _quotes(found: str) -> str:
+    """What to add where a name begins with another quote than JSON's."""
+    return f', its names and texts in "double" quotes, not {found}' if found and found in "'\u2018\u201c\u00ab" else ""
 
 
 def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:

@@ -105,7 +105,9 @@ def rehearse(
     tokenizer = _quietly(Tokenizer.from_directory, recipe.model.directory) if recipe.model.path else None
     if tokenizer is None:
         return found
+    before = len(found.problems)
     columns, rows = _data(recipe, tokenizer, found, known, awaited)
+    is_read = bool(columns) and len(found.problems) == before
     if known:
         return found
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
@@ -122,7 +124,8 @@ def rehearse(
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
     steps = found.steps or sized.train.steps
     found.notes += [] if steps is None else sizing.notes(sized, steps)
-    found.ask(method.examine, columns)
+    if is_read:
+        found.ask(method.examine, columns)
     if here and (rows or recipe.data.packing != "auto"):
         device, longest = torch.device(device_type), method.facts.longest_row(sized)
         model_config = found.ask(read_config, recipe.model.directory)
@@ -170,7 +173,7 @@ def _data(
     """Of each split the columns that its first rows have, and its rows where the files are small. Each file's first
     mistake is one of the problems."""
     columns: dict[str, list[str]] = {}
-    if any(one.startswith("data.") for one in (*known, *awaited)) or to_copy(recipe):
+    if any(one.startswith(("data.", "data=")) for one in (*known, *awaited)) or to_copy(recipe):
         return columns, {}
     before = len(found.problems)
     cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
