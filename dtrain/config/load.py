@@ -234,7 +234,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
             said, absent = slips.first_line(error), re.search(r"Environment variable '(.+?)' not found", str(error))
             if absent:
                 said = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
-            elif other := re.search(r"Interpolation key '(\w+)' not found", str(error)):
+            elif other := re.search(r"Interpolation key '([A-Z_]+)' not found", str(error)):
                 said = f"the recipe has no key {other[1]} to take it from; of the environment: ${{oc.env:{other[1]}}}"
             problems.append(f"{dotted}: {said}")
             values |= {key: None} if listed else {}  # what follows it keeps its place
