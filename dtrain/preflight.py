@@ -7,9 +7,10 @@ a run fetches it once all else is right, and `validate` asks the hub for what th
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dtrain.data import urls
 from dtrain.data.files import entries, formats_of, kind_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import RecipeError, UserError
+from dtrain.errors import RecipeError, UserError, in_words
 from dtrain.methods.facts import facts_of
 from dtrain.models import nf4_config
 from dtrain.models.adapter_config import modules
@@ -139,12 +140,22 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a run
     fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
-    problems = _of_other_methods(recipe) + check(recipe, world_size) + _shapes(recipe) + _files(recipe, awaited)
-    problems += _data(recipe, recipe.data.train, "data.train")
-    if isinstance(recipe.data.val, DataSource):
-        problems += _data(recipe, recipe.data.val, "data.val")
-    problems += _checkpoint(recipe) + _export(recipe)
-    problems += [text for text, is_problem in _code(recipe) if is_problem]
+    splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
+    looks: list[Callable[[], list[str]]] = [
+        lambda: _of_other_methods(recipe) + check(recipe, world_size),
+        lambda: _shapes(recipe),
+        lambda: _files(recipe, awaited),
+        *(partial(_data, recipe, split, key) for key, split in splits if isinstance(split, DataSource)),
+        lambda: _checkpoint(recipe),
+        lambda: _export(recipe),
+        lambda: [text for text, is_problem in _code(recipe) if is_problem],
+    ]
+    problems = []
+    for look_at in looks:
+        try:
+            problems += look_at()
+        except OSError as error:  # a directory on the way that this user may not enter, a name that is too long
+            problems.append(f"{in_words(error)}: let this user read it, or name another place in the recipe")
     return [hidden(problem, recipe) for problem in problems]
 
 

@@ -141,7 +141,7 @@ def rehearse(
 def _quietly(act: Callable[..., T], *given: Any) -> T | None:
     try:
         return act(*given)
-    except UserError:  # preflight tells
+    except (OSError, UserError):  # preflight tells
         return None
 
 
