@@ -84,13 +84,14 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
     """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
     names = facts_of(recipe).curves
     for name, values in _curves(directory / "metrics.jsonl", names).items():
-        ends = values[:AVERAGED], values[-AVERAGED:]
-        if len(values) < 2 * AVERAGED:
-            ends = values[: max(1, len(values) // 2)], values[-max(1, len(values) // 2) :]
+        whole = name.startswith("val_")  # of all validation rows, so that one value is no chance
+        count = 1 if whole else max(1, min(AVERAGED, len(values) // 2))
+        ends = values[:count], values[-count:]
         first, last = (sum(part) / len(part) for part in ends)
+        best = f"; the lowest {min(values):.4g}" if name == "val_loss" and min(values) < last else ""
         steps = f"means of the first and last {len(ends[0])}" if len(ends[0]) > 1 else "the first and the last"
         if len(values) > 1:
-            yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)})")
+            yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     if not has_export:
         return
     yield labelled("next", f'dtrain generate {directory} --prompt "..."')

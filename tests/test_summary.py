@@ -37,3 +37,10 @@ def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
 def test_groups_that_are_all_alike_are_warned_of(tmp_path, capfd):
     run(tiny_grpo(tmp_path, "grpo.rewards=[{fn: tests.methods.judges.nothing}]", "train.steps=4", "grpo.show=0"))
     assert "".join(capfd.readouterr()).count("warning: in every group of the rollout before step 1 all rewards") == 1
+
+
+def test_validation_is_told_by_its_first_and_last(tmp_path):
+    rows = [{"step": n, "loss": 1.0, "val_loss": value} for n, value in enumerate((4.0, 3.0, 0.5, 1.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = list(closing(tiny_recipe(tmp_path), tmp_path, False))
+    assert told[1] == "result    validation loss 4 → 1 (the first and the last of 4; the lowest 0.5)"

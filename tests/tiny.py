@@ -25,6 +25,46 @@ FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "pad_token_id": None,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "pad_token_id": None,
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 2.0,
+    },
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -57,14 +97,18 @@ def write_model(directory: Path, family: str = "qwen3", *, tied: bool = True, **
 
 def save_weights(directory: Path, seed: int = 0) -> Path:
     """Random weights for a `write_model` directory; those of every seed have the same size."""
+    import torch
     from safetensors.torch import save_file
 
     from dtrain import models
+    from dtrain.checkpoint.file_rows import joints
 
     model = models.build(models.read_config(directory))
     models.init_weights(model, seed)
-    tensors = {name: tensor.contiguous() for name, tensor in model.named_parameters()}
-    save_file(tensors, directory / "model.safetensors")
+    tensors = dict(model.named_parameters())
+    whole = {one.name: torch.cat([tensors[part] for part in one.parts]) for one in joints(model, tensors)}
+    files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}
+    save_file(files, directory / "model.safetensors")
     return directory
 
 

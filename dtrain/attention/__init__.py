@@ -7,5 +7,8 @@ blocks    queries over one block of keys, and merging blocks
 context   context parallel: keys gathered
 ring      context parallel: keys passed from rank to rank
 proof     what a device must show before variable-length attention is used
+delta     linear attention: its convolution, the gated delta rule, and both while decoding
+delta_chunks   the gated delta rule by chunks, and its derivative
+delta_context  what ranks exchange of linear attention
 decode    keys and values of running sequences, and a forward over them
 """

@@ -3,7 +3,8 @@
 They lie on shelves of slots of one size, a prompt's apart from its rows'. The samples of one prompt share its slot;
 what a row adds lies in a slot of its own, on a larger shelf as it grows, so that at most half of a slot is empty. The
 slots of a shelf that are in use are its first ones: attention reads them as one tensor, without an index. Layers with
-a sliding window keep no more than a later token can see.
+a sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, what
+`attention.delta` goes on from, of one size whatever the length; a row begins with its prompt's.
 
 A forward reads whole prompts (`Prefill`), or one more token of every running row (`Decode`). The model hands `attend`
 each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which the rows of a group
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dtrain.attention.blocks import CpuFlash
+from dtrain.attention.delta import LinearMask
 from dtrain.attention.kernels import KERNELS, Visibility, additive
 
 SMALLEST_SLOT = 32
@@ -64,7 +66,8 @@ class Shelf:
         self.places: list[Place] = []  # by slot
         self.least = 0  # slots that there is room for, used or not
         self._sizes = [capacity if most is None else min(capacity, most) for most in kept]
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * len(kept)
+        self._linear: set[int] = set()  # layers that keep states
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * len(kept)
 
     def take(self) -> Place:
         place = Place(self, len(self.places))
@@ -75,20 +78,45 @@ class Shelf:
         """How many positions a slot has in this layer."""
         return self._sizes[layer]
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, like: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of a layer, with room for every slot in use; like: [..., kv, hd] of what is to be written."""
+        shape = (like.shape[-2], self._sizes[index], like.shape[-1])
+        return self._room(index, [(shape, like), (shape, like)])
+
+    def states(self, index: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a layer of linear attention keeps, [slots, ..] each, with room for every slot in use; like: [.., ..] of
+        what is to be written."""
+        self._linear.add(index)
+        return self._room(index, [(tuple(one.shape[1:]), one) for one in like])
+
+    def _room(self, index: int, kinds: Sequence[tuple[tuple[int, ...], Tensor]]) -> tuple[Tensor, ...]:
         held = self._layers[index]
         used = max(len(self.places), self.least)
         if held is None or held[0].shape[0] < used:
             # Zeros, not whatever the memory holds: a NaN that is hidden would still be one after the product.
             slots = used if held is None else max(used, held[0].shape[0] * 3 // 2)
-            shape = (slots, like.shape[-2], self._sizes[index], like.shape[-1])
-            fresh = like.new_zeros(shape), like.new_zeros(shape)
+            fresh = tuple(like.new_zeros((slots, *shape)) for shape, like in kinds)
             if held is not None:
                 for new, old in zip(fresh, held, strict=True):
                     new[: old.shape[0]] = old
             held = self._layers[index] = fresh
         return held
+
+    def held(self, index: int) -> tuple[Tensor, ...]:
+        """What a layer of linear attention keeps, room for every slot in use being there."""
+        held = self._layers[index]
+        if held is None:
+            raise ValueError(f"layer {index} has kept nothing yet")
+        return self.states(index, held)
+
+    def begin(self, slots: Sequence[int], source: "Shelf", sources: Sequence[int]) -> None:
+        """Let the sequences in `slots` go on from the states of those in the slots `sources` of a shelf."""
+        for layer in source._linear:
+            held = source._layers[layer]
+            assert held is not None
+            whither, whence = (torch.tensor(one, device=held[0].device) for one in (slots, sources))
+            for mine, theirs in zip(self.states(layer, held), held, strict=True):
+                mine[whither] = theirs[whence]
 
     def addresses(self) -> list[int]:
         """Where its memory lies."""
@@ -115,7 +143,9 @@ class Shelf:
         self.places += places
         slots = [place.slot for place in places]
         for layer, held in enumerate(source._layers):
-            if held is not None:
+            if held is not None and layer in source._linear:
+                self.states(layer, held)
+            elif held is not None:
                 self.layer(layer, held[0][:, :, 0])
         source._copy(self, slots, list(range(first, len(self.places))))
         source.release([Place(source, slot) for slot in slots])
@@ -131,7 +161,7 @@ class Shelf:
             device = held[0].device
             whence, whither = (torch.tensor(slots, device=device) for slots in (sources, targets))
             for old, new in zip(held, into, strict=True):
-                new[whither, :, : old.shape[2]] = old[whence]
+                new[whither, :, : old.shape[2]] = old[whence]  # a larger slot has more positions
 
 
 class KeyValues:
@@ -201,6 +231,18 @@ class Cached(Protocol):
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
         ...
 
+    def linear_mask(self, width: int) -> LinearMask | None:
+        """For convolutions of this width over whole prompts; None where each row goes on by one token."""
+        ...
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """What `keep` was last given of each row in this layer of linear attention, [B, ..] each."""
+        ...
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """What each row goes on from, [B, ..] each."""
+        ...
+
 
 class Prefill:
     """Prompts read from their beginnings, [B, S], padded on the right; their keys go into the cache.
@@ -239,6 +281,18 @@ class Prefill:
             self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
         return self._kernel(q, k, v, self._masks[window], scale)
 
+    def linear_mask(self, width: int) -> LinearMask:
+        """Of the prompts, each a document."""
+        return LinearMask.of_lengths(self._lengths, self._length, width)
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        raise ValueError("a prompt goes on from nothing")
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """[B, ..] each, after the prompts' last tokens."""
+        for held, fresh in zip(self._shelf.states(layer, states), states, strict=True):
+            held[self._slots] = fresh
+
 
 class Decode:
     """One token of every row in the cache, step after step until rows come, go or change shelves.
@@ -275,6 +329,7 @@ class Decode:
         # [rows]: where each row of the cache stands among the R; None where there are no others.
         self.live = torch.tensor(live, device=device) if fixed else None
         self._lay_prompts(store, prompts, live, fixed)
+        self._begin_rows(prompts)
         added, before = [0] * start, [0] * start
         for row, place, prompt in zip(live, self._places, prompts, strict=True):
             added[row], before[row] = place.length, prompt.length
@@ -317,6 +372,29 @@ class Decode:
         is_one = len(self._shared) == 1 and self._shared[0].table.shape == (self.rows, 1)
         self._is_sorted = is_one and groups_of == list(range(self.rows))
         self._back = self._index([groups_of, index_of] if len(self._shared) == 1 else offset_of)
+
+    def _begin_rows(self, prompts: Sequence[Place]) -> None:
+        """Rows without a token of their own yet go on from their prompts' states."""
+        fresh: dict[tuple[Shelf, Shelf], list[tuple[int, int]]] = {}
+        for place, prompt in zip(self._places, prompts, strict=True):
+            if place.length == 0:
+                fresh.setdefault((place.shelf, prompt.shelf), []).append((place.slot, prompt.slot))
+        for (shelf, source), slots in fresh.items():
+            shelf.begin([slot for slot, _ in slots], source, [slot for _, slot in slots])
+
+    def linear_mask(self, width: int) -> None:
+        return None
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """[R, ..] each."""
+        held = [[one[: len(own.slots)] for one in own.shelf.held(layer)] for own in self._own]
+        return tuple(held[0]) if len(held) == 1 else tuple(torch.cat(parts) for parts in zip(*held, strict=True))
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """[R, ..] each."""
+        for own in self._own:
+            for held, fresh in zip(own.shelf.held(layer), states, strict=True):
+                held[: len(own.slots)] = fresh[own.rows]
 
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

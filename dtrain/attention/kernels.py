@@ -119,6 +119,7 @@ class Kernel:
     name: str
     abilities: Abilities
     note = ""
+    group: Any = None  # of context parallel, whose ranks hold the rows head-tail; None without
     takes_packing = False  # whether it computes from a `Packing`, where there is one
 
     def keys(

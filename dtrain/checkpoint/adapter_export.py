@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.adapter_files import AdapterFiles, adapter_weights
+from dtrain.checkpoint.file_rows import joints, places
 from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.huggingface_write import Entry, write_files
 from dtrain.checkpoint.merged import folded, merge
@@ -48,8 +49,7 @@ class StoredAdapter:
 
     @cached_property
     def files(self) -> WeightFiles:
-        parameters = {name: tuple(one.shape) for name, one in self.model.named_parameters()}
-        wanted = adapter_shapes(self.config, self.model.config, parameters)
+        wanted = adapter_shapes(self.config, self.model.config, self.parameters)
         return adapter_weights(self.directory, wanted, is_tied=self.model.config.tie_word_embeddings)
 
     @cached_property
@@ -58,12 +58,24 @@ class StoredAdapter:
 
     @cached_property
     def whole(self) -> tuple[str, ...]:
-        """The linear layers that are trained whole."""
+        """The linear layers that are trained whole, by their names in files."""
         return tuple(self.config.saved(linears(self.model.config)))
 
+    @cached_property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the model's own, by name."""
+        return {name: tuple(one.shape) for name, one in self.model.named_parameters()}
+
     def read(self, name: str) -> Tensor:
-        """The parameter that the model calls `name`, [its shape], as it is stored."""
+        """The parameter that the model calls `name`, or what the files join it in, [its shape], as it is stored."""
         return self.files.read(self._outer(name)[0])
+
+    def rows(self, name: str, part: str) -> Tensor:
+        """Of what the files join the module `part` in, the parameter `name`: the rows that are that module's."""
+        weights = f"{part}.weight"
+        (joint,) = joints(self.model, [weights])
+        rows = places(joint, self._outer(f"{part}.{name}")[0], self.parameters)[1][weights]
+        return rows.read(self.files)
 
     def saves(self, name: str) -> bool:
         """Whether the model's parameter of this name is trained whole."""
@@ -73,14 +85,15 @@ class StoredAdapter:
         """What reads the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
-            return lambda: self.read(name).to(dtype)
-        if parameter != "weight" or module not in self.adapted:
+            return lambda: self.rows(parameter, module).to(dtype)
+        low = self.adapted.get(self.model.config.whole(module))
+        if parameter != "weight" or low is None:
             return lambda: base().to(dtype)
 
         def read() -> Tensor:
-            a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
-            magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
-            return merge(base(), a, b, self.adapted[module].scale, magnitude, dtype)
+            a, b = self.read(f"{module}.lora_A"), self.rows("lora_B", module)
+            magnitude = self.rows("lora_magnitude", module) if self.config.dora else None
+            return merge(base(), a, b, low.scale, magnitude, dtype)
 
         return read
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtrain.checkpoint.file_rows import FileRows, joints, places
 from dtrain.checkpoint.files import Record, checksum, real, replace_text, write_new
-from dtrain.checkpoint.huggingface_write import Entry, SafetensorsFile, write_files
+from dtrain.checkpoint.huggingface_write import Entry, SafetensorsFile, joined, write_files
 from dtrain.checkpoint.merged import gathered
 from dtrain.checkpoint.model_files import CHAT_TEMPLATE, HELD, copy_companions
 from dtrain.checkpoint.peft_config import (
@@ -52,16 +53,23 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
     """
     directory = Path(directory)
     config, tensors = read_adapter_config(directory), model_tensors(model)
-    outer = {name: names for name in tensors if (names := peft_names(name, config, model.config))}
-    wanted = {one: tuple(tensors[name].shape) for name in outer for one in outer[name]}
+    shapes = {name: tuple(one.shape) for name, one in tensors.items() if peft_names(name, config, model.config)}
+    wanted: dict[str, tuple[int, ...]] = {}
+    sources: dict[str, FileRows] = {}
+    copies = []
+    for joint in joints(model, shapes):
+        first, *others = peft_names(joint.name, config, model.config)
+        shape, rows = places(joint, first, shapes)
+        sources |= rows
+        wanted |= dict.fromkeys([first, *others], shape)
+        copies += [(first, other) for other in others]
     files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
-    for first, *others in outer.values():
-        for other in others:
-            _refuse_differing(files, first, other)
-    for name, (source, *_) in outer.items():
+    for pair in copies:
+        _refuse_differing(files, *pair)
+    for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
         if local.numel():
-            files.copy_into(local, source, local_slices(tensors[name]))
+            files.copy_into(local, source.name, source.slices(local_slices(tensors[name])))
 
 
 def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
@@ -107,10 +115,16 @@ class AdapterFiles:
     def entries(self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None) -> list[Entry]:
         """What is written of tensors with these shapes and dtypes, by parameter name; other names are passed over. A
         tied embedding under both of PEFT's names. dtype: None for theirs."""
+        own = [name for name in sizes if peft_names(name, self.config, self.model)]
+
+        def entry(name: str) -> Entry:
+            shape, kept = sizes[name]
+            return Entry(name, shape, dtype or kept, partial(read, name))
+
         return [
-            Entry(outer, shape, dtype or own, partial(read, name))
-            for name, (shape, own) in sizes.items()
-            for outer in peft_names(name, self.config, self.model)
+            joined(outer, [entry(part) for part in joint.parts])
+            for joint in joints(self.model, own)
+            for outer in peft_names(joint.name, self.config, self.model)
         ]
 
     def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:

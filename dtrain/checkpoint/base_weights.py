@@ -18,6 +18,7 @@ from dtrain.checkpoint import hub, quantized
 from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.identity import digests
+from dtrain.checkpoint.merged import exact_names, wider
 from dtrain.checkpoint.model_files import CONFIG
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.store import MANIFEST, CheckpointStore
@@ -131,7 +132,7 @@ class BaseWeights:
         whole: tuple[str, ...] = (),
     ):
         is_stored_so = model.config.unquantized is not None
-        self.files, self.dtype = files, dtype
+        self.files, self.dtype, self._exact = files, dtype, exact_names(model)
         if in_4_bits or is_stored_so:
             own = getattr(torch, model.config.dtype or "float32")
             nf4.quantize_linears(model, dtype or own, whole)
@@ -141,7 +142,7 @@ class BaseWeights:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """That of the files; of weights that they have in 4 bits what these were computed in."""
-        return self.files.stored[self._sources[name]].dtype or self._coded[name].weight_dtype
+        return self.files.stored[self._sources[name].name].dtype or self._coded[name].weight_dtype
 
     def read(self, name: str) -> Tensor:
         """The weight `name`, whole, [its shape], as it was trained, in a dtype that holds that."""
@@ -150,5 +151,5 @@ class BaseWeights:
             codes, scales = (torch.empty_like(one, device="cpu") for one in (layer.weight_codes, layer.weight_scales))
             quantized.fill(self.files, source, codes, scales)
             return nf4.dequantize(codes, scales, layer.weight_dtype)
-        stored = self.files.read(source)
-        return stored if self.dtype is None else stored.to(self.dtype)
+        stored = source.read(self.files)
+        return stored if self.dtype is None else stored.to(wider(self.dtype, name in self._exact))

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from dtrain.checkpoint.adapter_export import StoredAdapter
 from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.base_weights import BaseWeights, RunFacts, step_around, trained_beside
+from dtrain.checkpoint.file_rows import joints
 from dtrain.checkpoint.huggingface import check_fit
-from dtrain.checkpoint.huggingface_write import Entry, Layout, layout_of, write_entries
+from dtrain.checkpoint.huggingface_write import Entry, Layout, joined, layout_of, write_entries
+from dtrain.checkpoint.merged import exact_names, wider
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles
@@ -60,7 +62,10 @@ def export(
             raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
         layout = layout_of(source)
         model, files = _model(layout), WeightFiles(source)
-        entries = [layout.entry(files, name, wanted) for name in check_fit(model, files).values()]
+        places, exact = check_fit(model, files), exact_names(model)
+        kept = {places[name].name for name in exact}
+        names = dict.fromkeys(rows.name for rows in places.values())
+        entries = [layout.entry(files, name, wanted and wider(wanted, name in kept)) for name in names]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
     return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
@@ -142,7 +147,7 @@ def _export_step(
 def _entries(
     model: nn.Module,
     layout: Layout,
-    dtype: torch.dtype | None,
+    asked: torch.dtype | None,
     saved: Stored,
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
@@ -151,8 +156,10 @@ def _entries(
     """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
     them."""
     tensors = model_tensors(model)
-    known = aliases(model)
-    for name in [*saved, *(one for one in tensors if one not in saved)]:
+    known, exact = aliases(model), exact_names(model)
+
+    def entry(name: str) -> Entry:
+        dtype = asked and wider(asked, name in exact)
         if name in saved and read is not None:
             own, weight = saved[name][1], partial(read, name)
         elif base is not None:
@@ -162,7 +169,11 @@ def _entries(
         if base is not None and adapter is not None:
             own = base.dtype_of(name)
         act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
-        yield Entry(layout.name(model, known[name]), tuple(tensors[name].shape), dtype or own, act)
+        return Entry(name, tuple(tensors[name].shape), dtype or own, act)
+
+    for joint in joints(model, [*saved, *(one for one in tensors if one not in saved)]):
+        parts = [entry(part) for part in joint.parts]
+        yield joined(layout.name(model, known.get(joint.name, [joint.name])), parts)
 
 
 def _write_form(

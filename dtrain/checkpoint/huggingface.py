@@ -8,6 +8,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from dtrain.checkpoint import quantized
+from dtrain.checkpoint.file_rows import FileRows, joints, places
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
@@ -43,27 +44,30 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
         if name.endswith(quantized.CODES):
             quantized.fill(files, source, tensors[name], tensors[quantized.scales_of(name)])
         elif local.numel():
-            files.copy_into(local, source, local_slices(tensors[name]))
+            files.copy_into(local, source.name, source.slices(local_slices(tensors[name])))
 
 
-def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, str]:
-    """For every tensor of `model` (on any device, meta too) its name in `files`; of a weight in 4 bits for its codes.
-    Raises what `read_weights` lists."""
-    names = aliases(model)
-    sources: dict[str, str] = {}
+def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
+    """For every tensor of `model` (on any device, meta too) where it lies in `files`; of a weight in 4 bits for its
+    codes. Raises what `read_weights` lists."""
+    names, tensors = aliases(model), base_tensors(model)
+    sources: dict[str, FileRows] = {}
     used: set[str] = set()
     missing, misfits = [], []
-    for name, tensor in base_tensors(model).items():
-        known = [quantized.file_name(one) for one in names[name]]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for joint in joints(model, tensors):
+        name, *others = joint.parts
+        known = [quantized.file_name(one) for one in names.get(joint.name, [joint.name])]
         found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
         used.update(found)
         if not found:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
-        sources[name] = found[0]
+        shape, rows = places(joint, found[0], shapes)
+        sources |= rows
         beside = quantized.companions(files, found[0])
         used.update(beside)
-        misfits += _misfits(files, found[0], tuple(tensor.shape), name.endswith(quantized.CODES), bool(beside))
+        misfits += _misfits(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
     left = sorted(files.stored.keys() - used)
     unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
     if missing or misfits or unexpected:
@@ -105,6 +109,12 @@ def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
 def passed_over(model: nn.Module, name: str) -> bool:
     """Whether a tensor of the files is known to be none of the model's."""
     patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
+    return carried(model, name) or any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def carried(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
+    patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 

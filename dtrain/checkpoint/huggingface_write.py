@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
-from dtrain.checkpoint.huggingface import candidate_names, passed_over
+from dtrain.checkpoint.huggingface import candidate_names, carried
 from dtrain.checkpoint.merged import WholeWeight, whole_weights
 from dtrain.checkpoint.model_files import (
     CHAT_TEMPLATE,
@@ -122,9 +123,9 @@ class Layout:
 
     def copied(self, model: nn.Module) -> list[Entry]:
         """The tensors that go through from the source as they are, for `model` has no part in them."""
-        if self.files is None or not has_untrained_parts(self.config):
+        if self.files is None:
             return []
-        return [self.entry(self.files, name) for name in self.files.stored if passed_over(model, name)]
+        return [self.entry(self.files, name) for name in self.files.stored if carried(model, name)]
 
     def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
         """The tensor `name` of `files`, to be written in `dtype` or its own."""
@@ -149,8 +150,17 @@ def layout_of(source: Path) -> Layout:
 
 
 def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
-    written = dtype if dtype is not None and weight.dtype.is_floating_point else weight.dtype
+    written = weight.written(dtype)
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
+
+
+def joined(name: str, parts: Sequence[Entry]) -> Entry:
+    """The tensor `name` whose rows are those of `parts`, one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return dataclasses.replace(first, name=name)
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return Entry(name, shape, first.dtype, lambda: torch.cat([part.read().to(first.dtype) for part in parts]))
 
 
 def write_entries(
@@ -166,12 +176,15 @@ def write_entries(
     """Write `entries`, what is trained of `model`, and what is copied, to `out`, or to where that leads as a symbolic
     link. Collective; see `write_directory`."""
     copied, out = layout.copied(model), real(out)
-    trained = {entry.dtype for entry in entries}
-    foreign = trained - _KINDS.keys()
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += torch.Size(entry.shape).numel()
+    foreign = sizes.keys() - _KINDS.keys()
     if foreign:
         raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
-    write_files(files, lambda partial: _finish(partial, files, layout, trained), out, replace=replace, ranks=ranks)
+    dtype = sizes.most_common(1)[0][0]
+    write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)
 
 
 def write_files(
@@ -297,15 +310,14 @@ class SafetensorsFile:
         self._attempt(write)
 
 
-def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]) -> None:
+def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, dtype: torch.dtype) -> None:
     if len(files) > 1:
         places = {entry.name: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
     config = text_only(layout.config) if layout.text_tower_alone else layout.config
-    if len(trained) == 1:
-        config = with_dtype(config, str(*trained).removeprefix("torch."))
+    config = with_dtype(config, str(dtype).removeprefix("torch."))
     write_config(config, partial)
     copy_companions(layout.source, partial)
     if layout.companions is not None:

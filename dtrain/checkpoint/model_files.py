@@ -74,11 +74,18 @@ def indexed_files(directory: Path) -> dict[str, list[str]]:
     return files
 
 
+# Of a multimodal model, by its architecture or model_type: those of its text tower.
+_TEXT_TOWERS = {
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+}
+_TEXT_TOWERS |= {"gemma3": _TEXT_TOWERS["Gemma3ForConditionalGeneration"]}
+_TEXT_TOWERS |= {"qwen3_5": _TEXT_TOWERS["Qwen3_5ForConditionalGeneration"]}
+
+
 def has_untrained_parts(config: dict[str, Any]) -> bool:
     """Whether a model of this config.json has weights that dtrain reads past: a vision tower and its projector."""
-    return "Gemma3ForConditionalGeneration" in (config.get("architectures") or []) or (
-        config.get("model_type") == "gemma3" and "text_config" in config
-    )
+    return _text_tower(config) is not None
 
 
 def text_only(config: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +94,15 @@ def text_only(config: dict[str, Any]) -> dict[str, Any]:
     for key in ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
-    return text | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    architecture, kind = _text_tower(config) or ("", "")
+    return text | {"architectures": [architecture], "model_type": kind}
+
+
+def _text_tower(config: dict[str, Any]) -> tuple[str, str] | None:
+    """Its architecture and model_type; None for a model that is one."""
+    names = [*(config.get("architectures") or []), config.get("model_type")]
+    found = next((_TEXT_TOWERS[name] for name in names if isinstance(name, str) and name in _TEXT_TOWERS), None)
+    return found if "text_config" in config or config.get("architectures") else None
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import hub
+from dtrain.checkpoint.file_rows import joints, places
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
 from dtrain.errors import UserError
 from dtrain.json_files import SMALL, loads, read_json
@@ -109,9 +110,10 @@ def base_of(directory: Path) -> Path:
 
 
 def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
-    """PEFT's names for the parameter `name` of a model of this kind: of an adapter, or of a module that is trained
-    whole; none for another. A tied embedding is written under two."""
+    """PEFT's names for the parameter `name` of a model of this kind, or for what the files join it in: of an adapter,
+    or of a module that is trained whole; none for another. A tied embedding is written under two."""
     module, _, parameter = name.rpartition(".")
+    module = model.whole(module)
     if is_adapter(name):
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [_outer(f"{module}.{kind}", model)]
@@ -257,7 +259,7 @@ def adapter_shapes(
     """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
     those of adapted layers, and what is trained whole."""
     shapes = linears(model)
-    wanted = dict(parameters)
+    wanted = {one.name: places(one, one.name, parameters)[0] for one in joints(model, parameters)}
     for name, low in config.adapted(shapes).items():
         rows, columns = shapes[name]
         wanted |= {f"{name}.lora_A": (low.rank, columns), f"{name}.lora_B": (rows, low.rank)}

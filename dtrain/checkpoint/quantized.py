@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint.file_rows import FileRows
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.models.nf4 import LEVELS, quantize
 from dtrain.models.nf4_config import BLOCK
@@ -71,16 +72,17 @@ def stored_misfits(files: WeightFiles, weight: str, shape: tuple[int, int]) -> l
 
 
 @torch.no_grad()
-def fill(files: WeightFiles, weight: str, codes: Tensor, scales: Tensor) -> None:
-    """Fill what this rank holds of codes uint8 [out, in/2] and scales int32 [out, in/64] from `weight` in `files`. A
-    tile of the file is in memory at once. No collective. Raises ValueError where it does not hold the same blocks of
-    both."""
+def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) -> None:
+    """Fill what this rank holds of codes uint8 [out, in/2] and scales int32 [out, in/64] from the rows `source` of a
+    weight in `files`. A tile of the file is in memory at once. No collective. Raises ValueError where it does not hold
+    the same blocks of both."""
     if not local_tensor(codes).numel():
         return
-    (rows, half), (same_rows, blocks) = local_slices(codes), local_slices(scales)
+    (rows, half), (same_rows, blocks), weight = local_slices(codes), local_slices(scales), source.name
     across = slice(2 * half.start, 2 * half.stop)
     if rows != same_rows or across != slice(BLOCK * blocks.start, BLOCK * blocks.stop):
         raise ValueError(f"{weight}: this rank holds codes {rows}, {half} and scales {same_rows}, {blocks}")
+    rows = source.slices((rows,))[0]
     columns = 2 * codes.shape[1]
     stored = _Stored.open(files, weight, columns) if files.stored[weight].kind == "U8" else None
     codes, scales = local_tensor(codes), local_tensor(scales)

@@ -20,7 +20,7 @@ from typing import Any
 
 from dtrain import json_files
 from dtrain.data import formats
-from dtrain.data.columns import renamed
+from dtrain.data.columns import how_to_map, renamed
 from dtrain.errors import UserError
 from dtrain.ranges import nearest
 
@@ -28,6 +28,7 @@ KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 CSV_FIELD_BYTES = 2**31 - 1
+_PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
 Stream = io.BufferedReader | gzip.GzipFile
 
@@ -121,9 +122,10 @@ def kind_of(file: Path, key: str = "data.train.path") -> str:
     ending = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     kind = KINDS.get(ending)
     if kind is None or (kind == "parquet" and suffixes[-1] == ".gz"):
+        table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
         raise UserError(
             f"{key}: {file} is none of the files that dtrain reads: {', '.join(KINDS)}, all but the last also as .gz; "
-            'plain text goes into a .jsonl, a line for each: {"text": "..."}'
+            + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
         )
     return kind
 
@@ -160,10 +162,10 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
         except json.JSONDecodeError as problem:
             raise UserError(
                 f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "
-                f"each line of the file must be one whole JSON object{_quotes(text[problem.pos : problem.pos + 1])}"
+                f"each line of the file must be one whole JSON object{_mend(text, Path(file).name)}"
             ) from problem
         except UnicodeDecodeError as problem:
-            raise UserError(f"{file}:{line}: this line is not UTF-8 text ({problem}); convert it to UTF-8") from problem
+            raise UserError(f"{file}:{line}: {_no_text(row, problem)}") from problem
         except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
             raise UserError(f"{file}:{line}: Python cannot read this line: {problem}; mend it") from problem
     if not isinstance(row, dict):
@@ -171,9 +173,21 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
     return row
 
 
-def _quotes(found: str) -> str:
-    """What to add where a name begins with another quote than JSON's."""
-    return f', its names and texts in "double" quotes, not {found}' if found and found in "'\u2018\u201c\u00ab" else ""
+def _mend(text: str, name: str) -> str:
+    """How to mend a line that is not JSON, where it shows what it is."""
+    if text.strip() in ("{", "["):
+        return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
+    if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
+        return f'. Its quotes are of a page, {text.lstrip("{ ")[0]}: JSON has "'
+    return ". It looks like Python's own notation: write it with json.dumps" if text.startswith("{'") else ""
+
+
+def _no_text(row: bytes, problem: UnicodeDecodeError) -> str:
+    if row.startswith(b"\x1f\x8b"):
+        return "the file is gzipped; give it a name that ends in .gz"
+    if row.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the file is UTF-16 text; `iconv -f UTF-16 -t UTF-8` converts it"
+    return f"this line is not UTF-8 text ({problem}); convert it to UTF-8"
 
 
 def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
@@ -210,45 +224,10 @@ def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], 
         row = renamed(row, columns, key, strict=True) if columns else row
         found = formats.detect(row, kind) if name == "auto" else name
         if found is None:
-            raise UserError(formats.describe_unknown(row, kind) + ("" if columns else _how_to_map(row, kind, key)))
+            raise UserError(formats.describe_unknown(row, kind) + ("" if columns else how_to_map(row, kind, key)))
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem
     return found
-
-
-_ASKED = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human")
-_ANSWERED = ("completion", "answer", "response", "output", "solution", "reply", "target", "assistant")
-
-
-def _how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
-    """The end of a refusal of `row`, whose format is not known: `columns` as its values and names suggest them."""
-    if len(row) == 1 and (mark := next((mark for mark in ";\t|" if mark in str(next(iter(row)))), "")):
-        return f". If {mark!r} separates its columns: dtrain reads commas, so save the file with commas"
-    if formats.detect(row, "examples" if kind == "pairs" else "pairs"):
-        return ""
-    texts = [str(column) for column, value in row.items() if isinstance(value, str)]
-    chats = {str(column): value[0] for column, value in row.items() if isinstance(value, list) and value}
-    talks = [column for column, first in chats.items() if isinstance(first, dict) and {"role", "from"} & {*first}]
-
-    def named(like: tuple[str, ...], other: int) -> str:
-        return next((text for text in texts if text.lower() in like), texts[other])
-
-    if kind == "pairs":
-        ours = ("prompt", "chosen", "rejected")
-        theirs = [*texts, *talks][:3]
-        pairs = list(zip(ours[-len(theirs) :], theirs, strict=True)) if len(theirs) > 1 else []
-    elif talks:
-        pairs = [("conversations" if "from" in chats[talks[0]] else "messages", talks[0])]
-    elif kind == "prompts":
-        pairs = [("question", named(_ASKED, 0))] if texts else []
-    elif len(texts) > 1:
-        asked = named(_ASKED, 0)
-        texts.remove(asked)
-        pairs = [("prompt", asked), ("completion", named(_ANSWERED, -1))]
-    else:
-        pairs = [("text", texts[0])] if texts else []
-    mapped = ", ".join(f"{mine}: {json.dumps(its) if ' ' in its else its}" for mine, its in pairs)
-    return f", or map them: '{key}={{{mapped}}}', for one" if pairs else ""
 
 
 def _first_character(stream: Stream) -> bytes:
@@ -309,9 +288,10 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
                 json_files.check_shape(row)
                 break
             except json.JSONDecodeError as problem:
-                at = line + buffer.count("\n", position, problem.pos)
+                at, found = line + buffer.count("\n", position, problem.pos), buffer[problem.pos : problem.pos + 1]
                 if not more():
-                    raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}") from problem
+                    after = " (a comma before the ] is one too many)" if found == "]" else ""
+                    raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}{after}") from problem
             except (ValueError, RecursionError) as problem:
                 raise UserError(f"{file}:{line}: Python cannot read this row: {problem}; mend it") from problem
         yield line, row, end - position

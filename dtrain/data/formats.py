@@ -107,7 +107,8 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
         return refuse_preference()
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
-        return refuse_single(single, kind)
+        judged = "; dtrain has no loss for single replies with a label (KTO)" if row.get("label") is not None else ""
+        return refuse_single(single, kind) + judged
     if kind == "pairs":
         known = (
             f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
@@ -187,9 +188,12 @@ def read_list(value: Any, key: str) -> list[Any]:
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The row's tools, or None."""
+    """The row's tools, or None. `functions` is OpenAI's former way to give them."""
     if row.get("tools") in (None, "", []):
-        return None
+        functions = row.get("functions")
+        if not isinstance(functions, list) or not all(isinstance(one, dict) and "name" in one for one in functions):
+            return None
+        return [{"type": "function", "function": one} for one in functions] or None
     tools = read_list(row["tools"], "tools")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
@@ -211,6 +215,9 @@ def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool
     if not entries:
         raise UserError(f"{key} is an empty list; give at least one user and one assistant message")
     pairs = [_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries)]
+    if any(isinstance(entry, dict) and entry.get("function_call") is not None for entry in entries):
+        for message, _ in pairs:  # most templates know an answer of a tool by this role alone
+            message["role"] = "tool" if message["role"] == "function" else message["role"]
     return [message for message, _ in pairs], [train for _, train in pairs]
 
 
@@ -220,6 +227,8 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     message = {name: value for name, value in entry.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _sharegpt_message(message, key)
+    elif key.startswith("conversations[") and str(message.get("role")) in SHAREGPT_ROLES:
+        message["role"] = SHAREGPT_ROLES[message["role"]]
     role = message.get("role")
     if not isinstance(role, str):
         raise UserError(f"{key} has no role; give it one of {', '.join(ROLES)}")
@@ -231,6 +240,8 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
             + f"; known are {', '.join(ROLES)}"
         )
     train = _train_flag(message, key)
+    if "function_call" in message:  # OpenAI's former way
+        message = {"tool_calls": [{"type": "function", "function": message.pop("function_call")}], **message}
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
     if "content" in message:

@@ -202,6 +202,11 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
         lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
+    if noun == "samples" and 0 < meta["trained_tokens"] <= meta["samples"]:
+        lines.append(
+            f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "
+            "alone; `dtrain preview` shows it"
+        )
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
         lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")

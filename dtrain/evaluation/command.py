@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data", metavar="DATA", nargs="+", help="JSON lines (or CSV, parquet) of prompts, as GRPO's data"
     )
-    judged = "a reward's name or import path, options as JSON after =; may be repeated (default: math_exact)"
+    usual = "default: math_exact, or text_exact where most answers hold no number"
+    judged = f"a reward's name or import path, options as JSON after =; may be repeated ({usual})"
     parser.add_argument("--reward", action="append", metavar="FN[={...}]", help=judged)
     parser.add_argument(
         "--samples", type=at_least(1), default=1, metavar="N", help="answers to each prompt (default: 1)"

@@ -24,7 +24,9 @@ from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
 from dtrain.rollout.request import Completion, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
+from dtrain.rollout.rewards.math_answers import answer_in
 
+MANY = 0.2  # of the answers, cut at their longest
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
 
 
@@ -90,12 +92,14 @@ class Report:
 
     def as_table(self) -> str:
         rows = [("prompts", f"{self.prompts} × {self.samples}"), ("reward", _shown(self.reward, self.reward_stderr))]
-        if len(self.rewards) > 1:
+        if len(self.rewards) == 1:
+            rows[1] = ("reward", f"{rows[1][1]} by {next(iter(self.rewards))}")
+        else:
             rows += [(f"  {name}", _shown(value)) for name, value in self.rewards.items()]
         rows += [(f"pass@{k}", f"{value:.1%}") for k, value in self.passes.items()]
         rows += [
             ("tokens", f"{self.completion_len:.1f} on average, at most {self.completion_len_max}"),
-            ("truncated", f"{self.truncated_frac:.1%}"),
+            ("truncated", f"{self.truncated_frac:.1%}" + "; raise --max-new-tokens" * (self.truncated_frac > MANY)),
         ]
         if self.unknown:
             rows.append(("without reward", str(self.unknown)))
@@ -114,7 +118,7 @@ def evaluate(asked: Namespace) -> Report:
     asked: the command's arguments. Raises UserError.
     """
     start, out = time.perf_counter(), asked.out
-    rewards = [read_reward(text) for text in asked.reward or ["math_exact"]]
+    rewards = [read_reward(text) for text in asked.reward or [usual_reward(asked.data)]]
     device = choose_device(asked.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
@@ -168,6 +172,23 @@ def read_reward(text: str) -> Reward:
             f'--reward {text}: the options after = must be a JSON object, such as regex={{"pattern": "yes"}}'
         )
     return Reward(name, kwargs=kwargs)
+
+
+def usual_reward(data: Sequence[str]) -> str:
+    """The reward of data where none is asked for, by its first answers: math_exact, or text_exact where fewer than half
+    of them hold a number or a mark of an answer. Rows that are wrong are told later. Raises UserError for files that
+    cannot be read."""
+    found: list[bool] = []
+    for file in resolve(data, "DATA"):
+        chunk = next(read_chunks(file), None)
+        for line, row in chunk.rows if chunk else ():
+            try:
+                columns = parse(str(file), line, row)
+                answer = normalise_prompt(columns, detect(columns, "prompts") or "messages").columns.get("answer")
+            except UserError:
+                continue
+            found += [answer_in(str(answer)) is not None] if answer not in (None, "") else []
+    return "text_exact" if found and 2 * sum(found) < len(found) else "math_exact"
 
 
 def pass_at(k: int, samples: int, right: int) -> float:

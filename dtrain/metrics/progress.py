@@ -5,6 +5,7 @@ there are the same lines without control characters, one every few seconds.
 """
 
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from typing import TextIO
@@ -14,7 +15,8 @@ from tqdm import tqdm
 SECONDS_BETWEEN_LINES = 5.0  # where output is piped
 LINES_OF_A_RUN = 20  # that stay on a terminal, or one each `LONGEST_SILENCE` seconds
 LONGEST_SILENCE = 60.0
-STEPS_TO_GUESS_BY = 3  # the first of which is slower than the others
+STEPS_TO_GUESS_BY = 3  # the first, which is slower than the others, not counted
+SECONDS_TO_GUESS_BY = 1.0
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 
 _BOLD, _DIM, _YELLOW, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
@@ -36,13 +38,14 @@ class Progress:
         self._first = self._total = 0
         self._started = self._last_line = 0.0
         self._is_guessed = False
+        self._second: tuple[int, float] | None = None  # the first step that was done, and when
 
     def start(self, step: int, total_steps: int) -> None:
         """`step` steps of `total_steps` are done."""
         self._first, self._total = step, total_steps
         self._started = time.monotonic()
         self._last_line = float("-inf")
-        self._is_guessed = False
+        self._is_guessed, self._second = False, None
         if self._is_terminal:
             self._bar = tqdm(total=total_steps, initial=step, file=self._stream, dynamic_ncols=True, bar_format=BAR)
 
@@ -51,18 +54,37 @@ class Progress:
         step, now = int(row["step"]), time.monotonic()
         done, ends = step - self._first, step == self._total
         left = (now - self._started) / max(1, done) * (self._total - step)
-        if not self._is_guessed and done >= STEPS_TO_GUESS_BY and not ends:
+        if self._second is None:
+            self._second = step, now
+        elif (
+            not self._is_guessed
+            and done >= STEPS_TO_GUESS_BY
+            and not ends
+            and now - self._second[1] >= SECONDS_TO_GUESS_BY
+        ):
             self._is_guessed = True
-            if left >= LONGEST_SILENCE:
-                self.say(
-                    f"{'time':<10}about {tqdm.format_interval(left)} for the {self._total - step} steps that are left"
-                )
-        if self._is_due(step, done, now) or ends:
-            self._last_line = now
-            self.say(f"step {step}/{self._total}  {_summary(row)}{_left(left, self._bar)}")
-        if self._bar is not None:
+            guess = (now - self._second[1]) / (step - self._second[0]) * (self._total - step)
+            if guess >= LONGEST_SILENCE:
+                self.say(f"{'time':<10}about {tqdm.format_interval(guess)} for the {self._total - step} steps left")
+        if self._bar is not None:  # before the line, behind which it is drawn again
             self._bar.set_postfix_str(_short(row), refresh=False)
             self._bar.update(step - self._bar.n)
+        if self._is_due(step, done, now) or ends:
+            self._last_line = now
+            self.say(self._line(row, left))
+
+    def _line(self, row: Mapping[str, int | float], left: float) -> str:
+        """The numbers of a step: on a terminal in columns, as many as fit into its width."""
+        if self._bar is None:
+            whole = f"step {int(row['step'])}/{self._total}  {'  '.join(_fields(row).values())}"
+            return f"{whole}  {tqdm.format_interval(left)} left"
+        line = f"step {int(row['step']):>{len(str(self._total))}}/{self._total}"
+        room = self._bar.format_dict["ncols"] or shutil.get_terminal_size((1000, 0)).columns
+        for name, field in _fields(row).items():
+            field = f"  {field:<{_WIDTHS.get(name, 0)}}".replace(" tokens/s", " tok/s")
+            if len(line) + len(field.rstrip()) <= room:
+                line += field
+        return line.rstrip()
 
     def _is_due(self, step: int, done: int, now: float) -> bool:
         since = now - self._last_line
@@ -108,11 +130,6 @@ def _coloured(line: str) -> str:
     return re.sub(r"^([a-z]+)( {2,}|: )", rf"{_BOLD}\1{_END}\2", line)
 
 
-def _left(seconds: float, bar: tqdm | None) -> str:
-    """The bar says it itself."""
-    return "" if bar is not None else f"  {tqdm.format_interval(seconds)} left"
-
-
 _SHOWN = {
     "loss": lambda value: f"loss {value:.4f}",
     "reward_mean": lambda value: f"reward {value:.3f}",
@@ -124,8 +141,11 @@ _SHOWN = {
 }
 
 
-def _summary(row: Mapping[str, int | float]) -> str:
-    return "  ".join(show(row[name]) for name, show in _SHOWN.items() if name in row)
+_WIDTHS = {"grad_norm": 17, "tokens_per_sec": 14}  # of the fields that differ in length, " tokens/s" written out
+
+
+def _fields(row: Mapping[str, int | float]) -> dict[str, str]:
+    return {name: show(row[name]) for name, show in _SHOWN.items() if name in row}
 
 
 def _short(row: Mapping[str, int | float]) -> str:

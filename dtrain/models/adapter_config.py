@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.models.config import ModelConfig
+from dtrain.models.config import FULL, LINEAR, SLIDING, ModelConfig
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
@@ -120,31 +120,52 @@ def is_adapter(name: str) -> bool:
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear layer of the decoder of `config`, by its module's name, in the model's order."""
+    """[out, in] of every linear layer of the decoder of `config`, by its module's name in files, in the model's
+    order."""
+    layers = {kind: _of_layer(config, kind) for kind in set(config.layer_types)}
+    return {
+        f"model.layers.{number}.{name}": shape
+        for number, kind in enumerate(config.layer_types)
+        for name, shape in layers[kind].items()
+    }
+
+
+def _of_layer(config: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
+    """[out, in] of the linear layers in a layer of this type."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = {
-        "self_attn.q_proj": (query, hidden),
+        "self_attn.q_proj": (query * (1 + config.attention_gate), hidden),
         "self_attn.k_proj": (key, hidden),
         "self_attn.v_proj": (key, hidden),
         "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
-    return {
-        f"model.layers.{number}.{name}": shape
-        for number in range(config.num_hidden_layers)
-        for name, shape in layer.items()
-    }
+    if kind == LINEAR and config.linear is not None:
+        keys, values, heads = config.linear.keys, config.linear.values, config.linear.value_heads
+        rows = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        layer = {f"linear_attn.in_proj_{part}": (count, hidden) for part, count in rows.items()}
+        layer["linear_attn.out_proj"] = (hidden, values)
+    mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    joined: dict[str, tuple[int, int]] = {}
+    for name, (rows_of, columns) in {**layer, **mlp}.items():
+        whole = config.whole(name)
+        joined[whole] = joined.get(whole, (0, columns))[0] + rows_of, columns
+    return joined
 
 
 def modules(config: ModelConfig) -> list[str]:
-    """The names of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
+    """The names in files of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
     norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.architecture.startswith(("Qwen3", "Gemma3")):
-        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+    if config.architecture.startswith("Olmo"):
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
     if config.architecture.startswith("Gemma3"):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    numbers = range(config.num_hidden_layers)
-    return [*ENDS, "model.norm", *linears(config), *(f"model.layers.{n}.{norm}" for n in numbers for norm in norms)]
+    more = {LINEAR: ["linear_attn.norm", "linear_attn.conv1d"]}
+    if config.architecture.startswith(("Qwen3", "Gemma3", "Olmo")):
+        more |= dict.fromkeys((FULL, SLIDING), ["self_attn.q_norm", "self_attn.k_norm"])
+    of_layers = [
+        f"model.layers.{number}.{name}"
+        for number, kind in enumerate(config.layer_types)
+        for name in [*norms, *more.get(kind, [])]
+    ]
+    return [*ENDS, "model.norm", *linears(config), *of_layers]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.batch import Batch, document_ids, documents, sum_by_document
-from dtrain.models.adapter_config import PARAMETERS, AdapterConfig
+from dtrain.models.adapter_config import PARAMETERS, AdapterConfig, linears
 from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
@@ -108,19 +108,23 @@ class Adapter:
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]. seed: of dropout."""
+    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]. Layers that the files join
+    share A, as the adapter of the joint layer has it. seed: of dropout."""
     state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     numbers = {name: number for number, name in enumerate(layers)}
-    for name, low in config.adapted(layers).items():
-        layer = layers[name]
-        rows, columns = layer.out_features, layer.in_features
-        shapes: dict[str, tuple[int, ...]] = {"lora_A": (low.rank, columns), "lora_B": (rows, low.rank)}
-        shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
-        dtype = layer.weight.dtype
-        for parameter, shape in shapes.items():
-            layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-        layer.adapter = Adapter(low.scale, config.dora, numbers[name], state)
+    for name, low in config.adapted(linears(model.config)).items():
+        first, *others = model.config.parts(name)
+        for part in (first, *others):
+            layer = layers[part]
+            rows, columns = layer.out_features, layer.in_features
+            shapes: dict[str, tuple[int, ...]] = {"lora_A": (low.rank, columns), "lora_B": (rows, low.rank)}
+            shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
+            dtype = layer.weight.dtype
+            for parameter, shape in shapes.items():
+                layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+            layer.lora_A = layers[first].lora_A
+            layer.adapter = Adapter(low.scale, config.dora, numbers[first], state)
     return state
 
 
@@ -161,7 +165,7 @@ def init_adapters(model: CausalLM, seed: int) -> None:
         held, local = local_slices(a), local_tensor(a)
         rows, columns = (torch.arange(part.start, part.stop, device=local.device) for part in held)
         flat = rows[:, None] * a.shape[1] + columns
-        drawn = uniform(flat, key(seed, f"{name}.lora_A")).mul_(2).sub_(1)
+        drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
         local.copy_(drawn.mul_(1 / math.sqrt(layer.in_features)))
         local_tensor(layer.lora_B).zero_()
         if layer.adapter is not None and layer.adapter.dora:

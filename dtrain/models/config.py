@@ -5,8 +5,8 @@ absent the default is transformers' for that family. Rotary scaling has a file o
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,40 @@ from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.models.fields import Fields, shown
 from dtrain.models.quantization_config import unquantized
-from dtrain.models.rope_config import Rope, read_gemma_ropes, read_rope
+from dtrain.models.rope_config import Rope, read_gemma_ropes, read_olmo_ropes, read_rope
 
-__all__ = ["FULL", "SLIDING", "ModelConfig", "Rope", "parse_config", "read_config"]
+__all__ = ["FULL", "LINEAR", "SLIDING", "LinearAttention", "ModelConfig", "Rope", "parse_config", "read_config"]
 
 MOST_PARAMETERS = 10**14
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The sizes of layers of linear attention. width: of the convolution, in tokens."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Elements of one row's state."""
+        return self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -40,27 +67,54 @@ class ModelConfig:
     rms_norm_eps: float
     initializer_range: float
     tie_word_embeddings: bool
-    layer_types: tuple[str, ...]  # FULL or SLIDING, one a layer
+    layer_types: tuple[str, ...]  # FULL, SLIDING or LINEAR, one a layer
     sliding_window: int | None  # keys that a SLIDING layer sees, the query's own included; None without such layers
     ropes: dict[str, Rope]  # by layer type
     attention_scale: float  # what q·k is multiplied by
+    attention_gate: bool = False  # whether q_proj gives a gate of attention's output beside the queries
+    linear: LinearAttention | None = None  # of LINEAR layers
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     final_logit_softcapping: float | None = None
+    unturned: tuple[int, ...] = ()  # the layers without rotary positions
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # what logits are divided by
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None  # its embedding starts at zero and gets no gradient as an input, as in transformers
     dtype: str | None = None  # of the weights in the files, such as "bfloat16"
     is_text_tower: bool = False  # one part of a multimodal checkpoint
     unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
+    # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
+
+    def parts(self, name: str) -> list[str]:
+        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins."""
+        parent, _, module = name.rpartition(".")
+        return [f"{parent}.{part}" for part in self.fused[module]] if module in self.fused else [name]
+
+    def whole(self, name: str) -> str:
+        """The module of the files that the model's module `name` is, or is a part of."""
+        parent, _, module = name.rpartition(".")
+        return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
+
+    @property
+    def linear_key_heads(self) -> int | None:
+        return None if self.linear is None else self.linear.key_heads
 
     @property
     def parameters(self) -> int:
         """How many there are in the matrices; norms and biases are left out."""
-        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
-        return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
+        heads = (2 + self.attention_gate) * self.num_attention_heads + 2 * self.num_key_value_heads
+        linear = self.layer_types.count(LINEAR)
+        widths = (self.num_hidden_layers - linear) * self.head_dim * heads
+        if self.linear is not None:
+            widths += linear * (2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads)
+        layers = self.hidden_size * (widths + 3 * self.num_hidden_layers * self.intermediate_size)
+        return layers + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -194,19 +248,22 @@ _ACTIVATIONS = {
 }
 
 
-def _with_one_rope(fields: Fields, **values: Any) -> ModelConfig:
-    rope = read_rope(fields, values["max_position_embeddings"])
+def _with_one_rope(fields: Fields, share: float | None = None, theta: float = 10_000.0, **values: Any) -> ModelConfig:
+    """share, theta: as `read_rope` takes them."""
+    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share, theta)
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
 
-def _layer_types(fields: Fields, count: int, default: list[str], fixed: bool = False) -> tuple[str, ...]:
+def _layer_types(
+    fields: Fields, count: int, default: list[str], fixed: bool = False, kinds: tuple[str, str] = (FULL, SLIDING)
+) -> tuple[str, ...]:
     """`layer_types` as written, or the default; where the family fixes them, what is written must agree."""
     written = fields.get("layer_types")
     if written is None:
         return tuple(default)
-    if not isinstance(written, list) or not all(kind in (FULL, SLIDING) for kind in written):
-        fields.problem(f"layer_types {shown(written)}: entries must be {FULL} or {SLIDING}")
+    if not isinstance(written, list) or not all(kind in kinds for kind in written):
+        fields.problem(f"layer_types {shown(written)}: entries must be {' or '.join(kinds)}")
     elif len(written) != count:
         fields.problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
     elif fixed and written != default:
@@ -274,6 +331,142 @@ def _qwen_layers(fields: Fields, count: int) -> dict[str, Any]:
     return {"layer_types": types, "sliding_window": _used_window(fields, types, window)}
 
 
+# What published Qwen3.5 checkpoints may leave out.
+_QWEN3_5_DEFAULTS = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32_768,
+}
+
+
+def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+    fields = fields.over(_QWEN3_5_DEFAULTS)
+    fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, which is carried along
+    fields.known("attn_output_gate", "mamba_ssm_dtype")
+    for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")):
+        if fields.get(key) not in (None, value):
+            fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
+    common = _common(architecture, fields, kv_heads=4, head_dim=256, tie=tie)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    interval = fields.integer("full_attention_interval", 4)
+    types = _layer_types(
+        fields, count, [LINEAR if (n + 1) % interval else FULL for n in range(count)], kinds=(FULL, LINEAR)
+    )
+    linear = LinearAttention(
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        width=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+    )
+    if linear.value_heads % linear.key_heads:
+        fields.problem(
+            f"linear_num_value_heads {linear.value_heads} is not a multiple of linear_num_key_heads {linear.key_heads}"
+        )
+    rope = read_rope(fields, common["max_position_embeddings"], common["head_dim"], share=0.25)
+    fields.refuse_the_rest()
+    joined = ("in_proj_qkv", "conv1d")
+    return ModelConfig(
+        **common,
+        layer_types=types,
+        sliding_window=None,
+        ropes=dict.fromkeys(types, rope),
+        qkv_bias=bias,
+        o_bias=bias,
+        attention_gate=True,
+        linear=linear,
+        is_text_tower=is_text_tower,
+        fused={one: tuple(f"{one.removesuffix('_qkv')}_{part}" for part in "qkv") for one in joined},
+        unnamed=("decay",),
+    )
+
+
+def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
+    fields.known("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return _text_tower(architecture, fields, _qwen3_5, tie=False)
+
+
+def _phi3(architecture: str, fields: Fields) -> ModelConfig:
+    fields = fields.over({"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000})
+    common = _common(architecture, fields, pad=32_000)
+    window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    return _with_one_rope(fields, 1.0, **common, layer_types=types, sliding_window=window, fused=fused)
+
+
+_OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
+
+
+def _olmo2(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over(_OLMO_DEFAULTS), pad=1)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [FULL] * count, fixed=True)
+    return _with_one_rope(fields, **common, layer_types=types, sliding_window=None, qkv_bias=bias, o_bias=bias)
+
+
+def _olmo3(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over(_OLMO_DEFAULTS), pad=1)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
+    ropes = read_olmo_ropes(fields, common["max_position_embeddings"], FULL, SLIDING)
+    window = _used_window(fields, types, _written_window(fields))
+    fields.refuse_the_rest()
+    return ModelConfig(**common, layer_types=types, sliding_window=window, ropes=ropes, qkv_bias=bias, o_bias=bias)
+
+
+_SMOLLM3_DEFAULTS = {"bos_token_id": 128_000, "eos_token_id": 128_001, "max_position_embeddings": 32_768}
+
+
+def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over(_SMOLLM3_DEFAULTS), kv_heads=4, pad=128_004, tie=True)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    fields.known("max_window_layers")  # of Qwen2, whose config was the model's first
+    interval = fields.integer("no_rope_layer_interval", 4)
+    written = fields.get("no_rope_layers")  # 1 for a layer that is rotated
+    turned = [int((index + 1) % interval != 0) for index in range(count)] if written is None else written
+    if not isinstance(turned, list) or any(one not in (0, 1) for one in turned) or len(turned) < count:
+        fields.problem(f"no_rope_layers {shown(written)}: must be a list of 0 and 1, one a layer")
+        turned = [1] * count
+    unturned = tuple(index for index in range(count) if not turned[index])
+    window = fields.optional_integer("sliding_window")
+    window = window if fields.flag("use_sliding_window", False) else None
+    default = [SLIDING if window is not None and index in unturned else FULL for index in range(count)]
+    types = _layer_types(fields, count, default)
+    return _with_one_rope(
+        fields,
+        theta=2_000_000.0,
+        **common,
+        layer_types=types,
+        sliding_window=_used_window(fields, types, window),
+        unturned=unturned,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def _granite(architecture: str, fields: Fields) -> ModelConfig:
+    common = _common(architecture, fields := fields.over({"bos_token_id": 1, "eos_token_id": 2}))
+    common["attention_scale"] = fields.number("attention_multiplier", 1.0)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    return _with_one_rope(
+        fields,
+        **common,
+        layer_types=_layer_types(fields, count, [FULL] * count, fixed=True),
+        sliding_window=None,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_scaling=fields.number("logits_scaling", 1.0),
+    )
+
+
 # What the published Gemma3 checkpoints leave out of their text_config.
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
@@ -318,18 +511,23 @@ def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
     """The text tower: `text_config` describes it, the rest of the file images and tokens."""
     fields.known("vision_config", "mm_tokens_per_image", "initializer_range", "audio_config")
     fields.known("boi_token_index", "eoi_token_index", "image_token_index")
+    return _text_tower(architecture, fields, _gemma3, tie=True)
+
+
+def _text_tower(architecture: str, fields: Fields, read: Callable[..., ModelConfig], tie: bool) -> ModelConfig:
+    """What `read` makes of `text_config`; tie: the family's default of tie_word_embeddings."""
     text = fields.get("text_config") or {}
     if not isinstance(text, dict):
         fields.problem(f"text_config {shown(text)} is no object")
         text = {}
     # The files' own end-of-turn tokens stand at the top, beside those of the text model.
     outer = {key: fields.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if fields.get(key) is not None}
-    tie = None if fields.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings", True)
-    if tie is not None and text.get("tie_word_embeddings", tie) != tie:
+    said = None if fields.get("tie_word_embeddings") is None else fields.flag("tie_word_embeddings", tie)
+    if said is not None and text.get("tie_word_embeddings", said) != said:
         fields.problem("tie_word_embeddings is not the same at the top and in text_config")
     fields.refuse_the_rest()
     inner = Fields({**text, **outer}, fields.problems, prefix="text_config.")
-    return _gemma3(architecture, inner, tie=True if tie is None else tie, is_text_tower=True)
+    return read(architecture, inner, tie=tie if said is None else said, is_text_tower=True)
 
 
 _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
@@ -337,6 +535,13 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Phi3ForCausalLM": _phi3,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "SmolLM3ForCausalLM": _smollm3,
+    "GraniteForCausalLM": _granite,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_multimodal,
 }
@@ -347,6 +552,13 @@ _MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
 }

@@ -138,19 +138,24 @@ def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:
 def tables(
     rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Rope, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sign·sin, each [B or 1, S, 1, head_dim] in `dtype`, for positions [B or 1, S]; `rotate` wants both.
+    """cos and sign·sin, each [B or 1, S, 1, turned] in `dtype`, for positions [B or 1, S]; `rotate` wants both. turned:
+    the dimensions of a head that are rotated, all or its first ones.
 
     Computed in max(float32, dtype). held: where the frequencies on the device stay for the next call, of like sizes.
     """
     wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
     if rope not in held:
-        held[rope] = frequencies(rope, head_dim, wide).to(positions.device, non_blocking=True)
+        held[rope] = frequencies(rope, int(head_dim * rope.share), wide).to(positions.device, non_blocking=True)
     turn = held[rope]
-    angles = positions[..., None].to(wide) * turn  # [B, S, head_dim / 2]
+    angles = positions[..., None].to(wide) * turn  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
     return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """x [B, S, H, hd] with its halves (x1, x2) turned: (x1·cos − x2·sin, x2·cos + x1·sin)."""
+    """x [B, S, H, hd] with its halves (x1, x2) turned: (x1·cos − x2·sin, x2·cos + x1·sin); those of its first
+    dimensions where the tables are for these alone."""
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turned], cos, signed_sin), x[..., turned:]], -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)

@@ -64,6 +64,5 @@ class Gemma3ForCausalLM(CausalLM):
         return [f"language_model.model.{inner}", f"model.language_model.{inner}"]
 
     @property
-    def ignored_checkpoint_names(self) -> tuple[str, ...]:
-        images = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",) if self.config.is_text_tower else ()
-        return super().ignored_checkpoint_names + images
+    def carried_checkpoint_names(self) -> tuple[str, ...]:
+        return (r"(model\.)?(vision_tower|multi_modal_projector)\..*",) if self.config.is_text_tower else ()

@@ -18,7 +18,8 @@ from dtrain.randomness import key, uniform
 @torch.no_grad()
 def init_weights(model: CausalLM, seed: int) -> None:
     """Fill every parameter by `model.initial`, with transformers' distributions: normal(0, initializer_range) for
-    matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases.
+    matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
+    uniform(0.01, 16) for the decay of linear attention.
 
     Parameters may be plain or DTensors; a rank draws what it holds. Normals are drawn in float64, then rounded to the
     parameter's dtype. No collective.
@@ -29,6 +30,10 @@ def init_weights(model: CausalLM, seed: int) -> None:
         kind = next(kind for pattern, kind in model.initial.items() if fnmatchcase(name, pattern))
         if kind == "normal":
             _fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
+        elif kind == "decay":
+            (held,) = local_slices(parameter)
+            places = torch.arange(held.start, held.stop, device=local.device)
+            local.copy_(uniform(places, key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
         else:
             local.fill_(1.0 if kind == "ones" else 0.0)
         if name == "model.embed_tokens.weight" and config.pad_token_id is not None:

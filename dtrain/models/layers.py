@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.models import nf4
-from dtrain.models.config import SLIDING, ModelConfig, Rope
+from dtrain.models.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
 from dtrain.parallel.placement import LocalParameters, local_tensor
 from dtrain.parallel.tensor import (
@@ -128,7 +128,19 @@ class RMSNorm(LocalParameters):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class Attention(Block):
+class Mixer(Block):
+    """What a layer mixes tokens with: `project` before, `forward` between tokens, `output` after."""
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """hidden [B, S, D], normed -> what `forward` takes before the mask"""
+        raise NotImplementedError
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """What `forward` gives -> [B, S, D]"""
+        raise NotImplementedError
+
+
+class Attention(Mixer):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions. `kernel` is set when the model is built."""
 
     kernel: Kernel
@@ -147,21 +159,29 @@ class Attention(Block):
         self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
         hidden, heads = self.enter(hidden), (-1, self.head_dim)
-        q = self.q_proj(hidden).unflatten(-1, heads)  # [B, S, H, hd]
+        q, *more = self.queries(hidden)  # [B, S, H, hd]
         k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *rotary), rotate(k, *rotary), v
+        return rotate(q, *rotary), rotate(k, *rotary), v, *more
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, D] -> queries [B, S, H, hd], and what else a family's `forward` takes after the values"""
+        return (self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)),)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
         """What `project` gives -> [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
         if cache is not None:
             return cache.attend(self.index, q, k, v, self.scale).flatten(2)
         return self.kernel(q, k, v, mask, self.scale).flatten(2)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[B, S, H · hd] -> [B, S, D]"""
+        return self.o_proj(mixed)
 
 
 class GatedMLP(Block):
@@ -190,9 +210,14 @@ class Layer(nn.Module):
     input_layernorm: "RMSNorm"
     regions: "tuple[Region, Region] | None" = None
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
-        return self.self_attn.project(self.input_layernorm(hidden), (cos, sin))
+    @property
+    def mixer(self) -> Mixer:
+        return self.self_attn
+
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> q [B, S, H, hd], k and v [B, S, kv, hd], or what
+        else the mixer takes"""
+        return self.mixer.project(self.input_layernorm(hidden), (cos, sin))
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]"""
@@ -201,22 +226,34 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
-        return after(hidden, self.self_attn(*before(hidden, *rotary), mask, cache))
+        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
 
 
 class PreNormLayer(Layer):
-    """A norm before attention and one before the MLP, each in its residual branch."""
+    """A norm before attention and one before the MLP, each in its residual branch. A family with another mixer makes it
+    in `add_mixer`."""
 
-    def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        qk_norm: type[nn.Module] | None = None,
+        norm: type["RMSNorm"] | None = None,
+    ):
         super().__init__()
-        self.self_attn = Attention(config, index, qk_norm)
+        norm = norm or RMSNorm
+        self.add_mixer(config, index, qk_norm)
         self.mlp = GatedMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
+        """Give the layer its mixer: attention."""
+        self.self_attn = Attention(config, index, qk_norm)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
-        hidden = hidden + self.self_attn.o_proj(attended)
+        hidden = hidden + self.mixer.output(attended)
         del attended  # the MLP needs its memory
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -247,8 +284,10 @@ class Decoder(Stack):
         seq_ids: Tensor | None = None,
         cache: Cached | None = None,
         packing: "Packing | None" = None,
+        tokens: int | None = None,
     ) -> Tensor:
-        """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]."""
+        """`CausalLM.hidden_states`, cut as the modules' styles say: [B, S, D]. tokens: of a row, without what sequence
+        parallel has padded; None: all."""
         config, device, kernel = self.config, input_ids.device, self.kernel
         hidden = self._embed(input_ids)  # [B, S, D]
         length = input_ids.shape[1]
@@ -267,7 +306,9 @@ class Decoder(Stack):
             if rope not in rotary:
                 rotary[rope] = tables(rope, config.head_dim, turned, hidden.dtype, turns)
             masks[kind] = None
-            if cache is None:
+            if kind == LINEAR:
+                masks[kind] = self.linear_mask(seq_ids, tokens or length, cache)
+            elif cache is None:
                 window = config.sliding_window if kind == SLIDING else None
                 visibility = Visibility(length, length, window, rows=len(input_ids), packing=packing)
                 if keys is not None:
@@ -281,6 +322,11 @@ class Decoder(Stack):
             hidden = run(hidden, rotary[config.ropes[kind]], masks[kind], cache)
         return self.norm(hidden)
 
+    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> Any:
+        """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens as
+        `states` takes it."""
+        raise NotImplementedError
+
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(input_ids)
         if self.embed_scale is None:
@@ -293,7 +339,7 @@ class CausalLM(ParallelModel):
     """A decoder and its head; the families derive from it. Built by `models.build`, never by hand.
 
     config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
-    "normal" (std config.initializer_range), "ones" or "zeros".
+    "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
@@ -311,9 +357,14 @@ class CausalLM(ParallelModel):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """One parameter for embedding and head where the config says so; again after anything that replaced it."""
+        """One parameter for embedding and head where the config says so, and one A for the adapters of layers that the
+        files join; again after anything that replaced them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        if self.adapters is not None:
+            layers = {name: one for name, one in self.named_modules() if isinstance(one, Linear) and one.adapter}
+            for name, layer in layers.items():
+                layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 
     def use_kernel(self, kernel: Kernel) -> None:
         """One kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
@@ -388,6 +439,12 @@ class CausalLM(ParallelModel):
         return [name]
 
     @property
+    def carried_checkpoint_names(self) -> tuple[str, ...]:
+        """Patterns (re.fullmatch) of tensors in the files that are parts which dtrain does not train, a vision tower:
+        an export has them as they are."""
+        return ()
+
+    @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
         return (r".*\.rotary_emb\.inv_freq",)  # a buffer that transformers once saved
@@ -396,6 +453,7 @@ class CausalLM(ParallelModel):
         """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
         parameter, whose gradient is not computed.
 
+        A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
         PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
         keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
         """
@@ -405,8 +463,9 @@ class CausalLM(ParallelModel):
             products = [one for one in products if one is not self.model.embed_tokens.weight]
         count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
         window = config.sliding_window or seq_len
-        reach = [min(seq_len, window) if kind == SLIDING else seq_len for kind in config.layer_types]
-        return count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach)
+        reach = [min(seq_len, window) if kind == SLIDING else seq_len for kind in config.layer_types if kind != LINEAR]
+        states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
+        return count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach) + 18.0 * states
 
 
 def weights_in(parameter: Tensor) -> int:

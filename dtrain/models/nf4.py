@@ -76,12 +76,14 @@ def quantize_linears(model: "CausalLM", dtype: torch.dtype, except_for: Collecti
     """Let the linear layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in] as
     two frozen parameters, weight_codes uint8 [out, in/2] and weight_scales int32 [out, in/64].
 
-    dtype: what they compute in. except_for: the names of layers that stay as they are, beside those that the model's
-    own checkpoint leaves so. Sizes must fit (`nf4_config.misfits`). `read_weights` fills the parameters.
+    dtype: what they compute in. except_for: the names in files of layers that stay as they are, beside those that the
+    model's own checkpoint leaves so. Sizes must fit (`nf4_config.misfits`). `read_weights` fills the parameters.
     """
-    for name in linears(model.config):
-        if name not in except_for and not skips(model.config.unquantized or (), name):
-            cast("Linear", model.get_submodule(name)).quantize(dtype)
+    config = model.config
+    for name in linears(config):
+        if name not in except_for and not skips(config.unquantized or (), name):
+            for part in config.parts(name):
+                cast("Linear", model.get_submodule(part)).quantize(dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -10,16 +10,28 @@ from dtrain.models.adapter_config import AdapterConfig, linears
 from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
+from dtrain.models.granite import GraniteForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
 from dtrain.models.nf4 import quantize_linears
+from dtrain.models.olmo import OlmoForCausalLM
+from dtrain.models.phi import Phi3ForCausalLM
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from dtrain.models.qwen3_5 import Qwen3_5ForCausalLM
+from dtrain.models.smollm import SmolLM3ForCausalLM
 
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Olmo2ForCausalLM": OlmoForCausalLM,
+    "Olmo3ForCausalLM": OlmoForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
 }
@@ -45,7 +57,7 @@ def build(
     )
     with torch.device("meta"):
         model = FAMILIES[config.architecture](config)
-    model.to(dtype)
+    hold_in(model, dtype)
     if adapter is not None:
         model.adapters = add_adapters(model, adapter)
     if device.type != "meta":
@@ -53,6 +65,14 @@ def build(
     model.tie_weights()
     model.use_kernel(chosen)
     return model
+
+
+def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """`model.to(dtype)`; what must keep its precision (`keeps_precision` of its module) in float32 at least."""
+    model.to(dtype)
+    for module in model.modules():
+        if getattr(module, "keeps_precision", False):
+            module.to(torch.promote_types(dtype, torch.float32))
 
 
 def from_pretrained(

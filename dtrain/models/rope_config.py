@@ -11,11 +11,13 @@ from dtrain.models.fields import Fields, shown
 class Rope:
     """Rotary embedding of one kind of layer. `kind`: default, linear, llama3 or yarn; the other fields belong to some.
 
-    table_scale multiplies cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4).
+    share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor). table_scale multiplies
+    cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4).
     """
 
     kind: str = "default"
     theta: float = 10_000.0
+    share: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -35,37 +37,68 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(fields: Fields, max_positions: int) -> Rope:
-    """The rope of a model whose layers all share it."""
+def read_rope(
+    fields: Fields, max_positions: int, head_dim: int, share: float | None = None, theta: float = 10_000.0
+) -> Rope:
+    """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
+    rope_theta; no share where it rotates whole heads alone."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
-    theta = _base(fields, "rope_theta", 10_000.0)
+    theta = _base(fields, "rope_theta", theta)
     original = fields.optional_integer("original_max_position_embeddings")
-    partial = fields.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated")
-    return _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original)
+    if share is None:
+        _whole_heads(fields)
+    else:
+        share = _share(fields, share)
+    rope = _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share)
+    turned = int(head_dim * rope.share)
+    if turned < 2 or turned % 2:
+        fields.problem(
+            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {turned} dimensions, and "
+            "rotary embeddings need pairs"
+        )
+    return rope
 
 
 def read_gemma_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
     """Gemma3's two: scaling belongs to the full layers, and the sliding ones have a base of their own."""
-    nested = fields.get("rope_parameters") or {}
-    if not isinstance(nested, dict) or set(nested) - {full, sliding}:
-        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {full} and {sliding}")
-        nested = {}
-    scaling = fields.get("rope_scaling") or {}
     theta = _base(fields, "rope_theta", 1_000_000.0)
     local_theta = _base(fields, "rope_local_base_freq", 10_000.0)
-    kinds = ("default", "linear", "llama3")
-    full_written = nested.get(full) or {}
-    if isinstance(full_written, dict) and isinstance(scaling, dict):
-        full_written = {**full_written, **scaling}
+    return _by_kind(fields, max_positions, {full: theta, sliding: local_theta}, ("default", "linear", "llama3"))
+
+
+def read_olmo_ropes(fields: Fields, max_positions: int, full: str, sliding: str) -> dict[str, Rope]:
+    """OLMo 3's two: scaling belongs to the full layers, and both have one base."""
+    theta = _base(fields, "rope_theta", 500_000.0)
+    if theta != 500_000.0:
+        # transformers 4 gives it to all layers, 5 to full ones.
+        fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {full} and under {sliding}")
+    return _by_kind(fields, max_positions, {full: theta, sliding: theta}, tuple(_PARAMETERS))
+
+
+def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...]) -> dict[str, Rope]:
+    """The ropes of full layers, to which `rope_scaling` belongs, and of sliding ones; thetas: their bases."""
+    full = next(iter(thetas))
+    nested = fields.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or set(nested) - set(thetas):
+        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {' and '.join(thetas)}")
+        nested = {}
+    scaling, written = fields.get("rope_scaling") or {}, {kind: nested.get(kind) or {} for kind in thetas}
+    if isinstance(written[full], dict) and isinstance(scaling, dict):
+        written[full] = {**written[full], **scaling}
     return {
-        full: _rope(fields, f"rope_parameters.{full}", full_written, theta, max_positions, kinds),
-        sliding: _rope(
-            fields, f"rope_parameters.{sliding}", nested.get(sliding) or {}, local_theta, max_positions, kinds
-        ),
+        kind: _rope(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
+        for kind, theta in thetas.items()
     }
+
+
+def _whole_heads(fields: Fields) -> None:
+    if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
+
+
+def _share(fields: Fields, default: float) -> float:
+    return fields.number("partial_rotary_factor", default, most=1.0)
 
 
 def _base(fields: Fields, key: str, default: float) -> float:
@@ -81,19 +114,22 @@ def _rope(
     max_positions: int,
     kinds: tuple[str, ...],
     original: int | None = None,
+    share: float | None = None,
 ) -> Rope:
     if not isinstance(written, dict):
         fields.problem(f"{where} {shown(written)} is no object")
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
     inner.known("type", "original_max_position_embeddings")
+    inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
     kind = inner.get("rope_type") or written.get("type") or "default"
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
     theta = _base(inner, "rope_theta", theta)
-    if inner.number("partial_rotary_factor", 1.0) != 1.0:
-        inner.problem("partial_rotary_factor: only whole heads are rotated")
+    if share is None:
+        _whole_heads(inner)
+    share = 1.0 if share is None else _share(inner, share)
     length = 0
     if kind in ("llama3", "yarn"):
         length = original or inner.integer("original_max_position_embeddings", max_positions)
@@ -112,7 +148,7 @@ def _rope(
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _yarn_scale(inner, values["factor"])
     inner.refuse_the_rest()
-    return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
+    return Rope(kind=kind, theta=theta, share=share, original_max_positions=length, **values)
 
 
 def _yarn_scale(fields: Fields, factor: float) -> float:

@@ -90,7 +90,7 @@ def in_words(style: str | Style | ParallelStyle) -> str:
     return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
 
 
-_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "head_norm"}
+_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "head_norm", "heads"}
 
 
 def _contradictions(

@@ -15,6 +15,8 @@ class ModelSizes(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def intermediate_size(self) -> int: ...
+    @property
+    def linear_key_heads(self) -> int | None: ...
 
 
 def misfits(model: ModelSizes, tp: int) -> list[str]:
@@ -34,6 +36,9 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
     if not _shares(model.num_key_value_heads, tp):
         kv = model.num_key_value_heads
         problems.append(f"parallel.tp={tp} and the model's {kv} KV heads: neither divides the other")
+    if model.linear_key_heads is not None and model.linear_key_heads % tp:
+        linear = model.linear_key_heads
+        problems.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
     if _leaves_one_empty(model.vocab_size, tp):
         problems.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
     if _leaves_one_empty(model.intermediate_size, tp):

@@ -60,6 +60,7 @@ def shard_with_policies(
 
     Gradients are summed: the loss already divides by the count of the global batch.
     """
+    keep_exact(model, mesh, precision, offload)
     layers = list(model.model.layers)
     default = reshard_after_forward == "default"
     reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
@@ -76,6 +77,22 @@ def shard_with_policies(
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
     for name in ("with_head", "hidden_states", "next_logits"):
         register_fsdp_forward_method(model, name)
+
+
+def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
+    """A unit of its own for each module that says `keeps_precision`: it computes in float32 where the others compute in
+    half. A unit stays gathered from the forward to the backward."""
+    wide = torch.promote_types(precision.param_dtype or torch.float32, torch.float32)
+    if precision.param_dtype in (None, wide):
+        return
+    exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
+    for module in model.modules():
+        if getattr(module, "keeps_precision", False):
+            fully_shard(module, mesh=mesh, mp_policy=exact, offload_policy=offload, reshard_after_forward=False)
+            unit = cast(_Unit, module)
+            unit.reshards_after_forward = False
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager

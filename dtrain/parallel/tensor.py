@@ -133,8 +133,10 @@ class Stack(nn.Module):
         seq_ids: Tensor | None = None,
         cache: Any = None,
         packing: Any = None,
+        tokens: int | None = None,
     ) -> Tensor:
-        """[B, S] ids, positions and documents -> hidden states [B, S, D], cut as the styles of the modules within."""
+        """[B, S] ids, positions and documents -> hidden states [B, S, D], cut as the styles of the modules within.
+        tokens: of a row, without what sequence parallel has padded; None: all."""
         raise NotImplementedError
 
     def forward(
@@ -160,7 +162,7 @@ class Stack(nn.Module):
             input_ids = F.pad(input_ids, (0, missing))
             position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
             seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
-        hidden = self.states(input_ids, position_ids, seq_ids, None, packing)  # [B, (S + missing)/tp, D]
+        hidden = self.states(input_ids, position_ids, seq_ids, None, packing, length)  # [B, (S + missing)/tp, D]
         return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
 
 
@@ -238,6 +240,12 @@ def head_norm(module: LocalParameters, tp: TensorParallel) -> None:
     _place(module, tp, "weight", Replicate(), grad=Partial())
 
 
+def heads(module: LocalParameters, tp: TensorParallel) -> None:
+    """A module in a block whose parameters have rows for each head or channel: a rank has those of its heads."""
+    for name in module._parameters:
+        _place(module, tp, name, Shard(0))
+
+
 def vocab_embedding(module: VocabEmbedding, tp: TensorParallel) -> None:
     """A `VocabEmbedding` of this rank's rows of the vocabulary."""
     _place(module, tp, "weight", Shard(0))
@@ -261,6 +269,7 @@ STYLES: dict[str, Style] = {
     "colwise_kv": colwise_kv,
     "decoder": decoder,
     "head_norm": head_norm,
+    "heads": heads,
     "rowwise": rowwise,
     "sequence": sequence,
     "vocab_embedding": vocab_embedding,

@@ -29,9 +29,9 @@ def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
     config = adapter_of(asdict(recipe.lora))
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-    whole = set(config.saved(modules))
+    whole = {module for module in modules if config.saved([model.config.whole(module)])}
     if recipe.lora.quantize == "nf4":
-        quantize_linears(model, dtype, whole)
+        quantize_linears(model, dtype, {model.config.whole(module) for module in whole})
     frozen = {
         parameter
         for parameter, known in _names(model).items()
@@ -63,8 +63,12 @@ def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Pa
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    floats = (one for one in frozen if one.is_floating_point())
-    copies = {one: nn.Parameter(one.detach().to(dtype), requires_grad=False) for one in floats}
+    exact = {
+        one for module in model.modules() if getattr(module, "keeps_precision", False) for one in module.parameters()
+    }
+    wide = torch.promote_types(dtype, torch.float32)
+    floats = ((one, wide if one in exact else dtype) for one in frozen if one.is_floating_point())
+    copies = {one: nn.Parameter(one.detach().to(own), requires_grad=False) for one, own in floats}
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None and held in copies:

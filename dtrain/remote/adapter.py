@@ -85,10 +85,10 @@ def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mappi
     if is_plain or config.dora:
         return config, tensors
     layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
-    rank = max(tensors[f"{name}.lora_A"].shape[0] for name in layers)
-    for name, layer in layers.items():
-        assert layer.adapter is not None
-        for one in (f"{name}.lora_A", f"{name}.lora_B"):
-            tensors[one] = folded(one, tensors[one], rank, layer.adapter.scale)
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
+    for name, tensor in tensors.items():
+        adapter = layers[name.rpartition(".")[0]].adapter
+        assert adapter is not None
+        tensors[name] = folded(name, tensor, rank, adapter.scale)
     plain = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})
     return plain, tensors

@@ -122,10 +122,12 @@ def read_beside(model: CausalLM, directory: Path) -> CausalLM:
         )
     first = next(model.parameters())
     beside = models.build(model.config, first.dtype, "meta", adapter=config)
+    held: dict[nn.Parameter, nn.Parameter] = {}  # layers that the files join share A
     for layer in adapted_layers(beside).values():
         for name, meta in layer._parameters.items():
             if name in PARAMETERS and meta is not None:
-                empty = torch.empty_like(meta, device=first.device)
-                layer._parameters[name] = nn.Parameter(empty, requires_grad=False)
+                if meta not in held:
+                    held[meta] = nn.Parameter(torch.empty_like(meta, device=first.device), requires_grad=False)
+                layer._parameters[name] = held[meta]
     read_adapter(beside, directory)
     return beside

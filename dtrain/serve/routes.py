@@ -83,7 +83,11 @@ class Service:
         kind, coding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
         if head.length and not (_JSON.fullmatch(kind.lower()) and coding.lower() == "identity"):
             what = f"not {kind[:80]!r} and {coding[:80]!r}"
-            raise ApiError(415, f"send a body as Content-Type: application/json, without Content-Encoding, {what}")
+            raise ApiError(
+                415,
+                f"send a body as Content-Type: application/json, without Content-Encoding, {what} "
+                "(curl: -H 'Content-Type: application/json')",
+            )
         most = ASK_BYTES if path in self.ask else CONTROL_BYTES
         if head.length > most:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")

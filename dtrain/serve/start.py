@@ -19,6 +19,13 @@ from dtrain.serve.updates import Updates
 from dtrain.serve.worker import EngineThread
 
 
+def _ask(url: str, chats: bool) -> str:
+    """A command that asks the server something."""
+    path = "chat/completions" if chats else "completions"
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}' if chats else '{"prompt": "Hello"}'
+    return f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
+
+
 def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> None:
     """Serve a directory's model (as `dtrain generate` takes it) until a signal; see `server.serve`, which raises.
 
@@ -57,6 +64,8 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
     beside = "".join(f", with its adapter {name}" for name in parser.adapters)
     say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device}{beside})")
+    if key is None:
+        say(_ask(f"http://{shown}:{server.server_port}", template is not None))
     serve(server, grace=asked.grace, watch=asked.watch, say=say)
 
 

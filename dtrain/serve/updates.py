@@ -10,13 +10,14 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint.file_rows import joints
 from dtrain.checkpoint.huggingface import check_fit, read_weights
 from dtrain.checkpoint.merged import merge_in_place
 from dtrain.checkpoint.safetensor_files import WeightFiles
@@ -113,9 +114,9 @@ class Updates:
     def check(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a broadcast of these names, dtypes and shapes would fit: asked before a group waits for it."""
         info = self._info(check(body, TENSORS))
-        lacking = {id(tensor) for tensor in self._tensors.values()} - {id(self._tensors[name]) for name in info}
+        lacking = {id(tensors[0]) for tensors in self._tensors.values()} - {id(self._tensors[name][0]) for name in info}
         if lacking:
-            names = sorted(name for name, tensor in self._tensors.items() if id(tensor) in lacking)
+            names = sorted(name for name, tensors in self._tensors.items() if id(tensors[0]) in lacking)
             raise ApiError(400, f"the update lacks {len(names)} tensors, the first {names[0]}", "names")
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
@@ -166,7 +167,9 @@ class Updates:
                 with torch.no_grad():
                     for bucket in buckets:
                         for name, tensor in receiver.receive_bucket(bucket):
-                            self._tensors[name].copy_(tensor)
+                            parts = self._tensors[name]
+                            for part, rows in zip(parts, _rows(tensor, parts), strict=True):
+                                part.copy_(rows)
             except RuntimeError as error:  # torch's word for a sender that is gone
                 raise ApiError(504, f"the broadcast broke off: {_first_line(error)}") from error
             if version is not None:
@@ -192,21 +195,29 @@ class Updates:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name not in self._tensors:
                 raise ApiError(400, f"the model has no tensor {name!r}", "names")
-            if list(self._tensors[name].shape) != shape:
-                raise ApiError(400, f"{name} is {shape}, the model has {list(self._tensors[name].shape)}", "shapes")
+            parts = self._tensors[name]
+            own = list(parts[0].shape) if len(parts) == 1 else [sum(map(len, parts)), *parts[0].shape[1:]]
+            if own != shape:
+                raise ApiError(400, f"{name} is {shape}, the model has {own}", "shapes")
             info[name] = (torch.Size(shape), DTYPES[dtype])
         return info
 
 
-def _by_every_name(model: CausalLM) -> dict[str, Tensor]:
-    """The model's tensors under all names that it and checkpoints know them by; a tied one under both."""
-    names = aliases(model)
-    found: dict[str, Tensor] = {}
-    for first, tensor in model_tensors(model).items():
-        data = tensor.detach()
-        for name in names[first]:
+def _by_every_name(model: CausalLM) -> dict[str, list[Tensor]]:
+    """The model's tensors under all names that it and checkpoints know them by, a tied one under both: one tensor, or
+    those whose rows are joined under that name."""
+    names, tensors = aliases(model), model_tensors(model)
+    found: dict[str, list[Tensor]] = {}
+    for joint in joints(model, tensors):
+        data = [tensors[part].detach() for part in joint.parts]
+        for name in names.get(joint.name, [joint.name]):
             found.update(dict.fromkeys([name, *model.checkpoint_names(name)], data))
     return found
+
+
+def _rows(tensor: Tensor, parts: list[Tensor]) -> Sequence[Tensor]:
+    """What of `tensor` each of the `parts` is."""
+    return [tensor] if len(parts) == 1 else tensor.split([len(part) for part in parts])
 
 
 def _sha256(tensor: Tensor) -> str:

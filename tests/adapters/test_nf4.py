@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.checkpoint import quantized
+from dtrain.checkpoint.file_rows import FileRows
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.errors import UserError
@@ -220,7 +221,7 @@ def test_bitsandbytes_second_quantization_is_undone_to_the_bit(tmp_path):
     files = WeightFiles(tmp_path)
     assert quantized.stored_misfits(files, "w", (75, 256)) == []
     read_codes, read_scales = torch.zeros_like(codes), torch.zeros_like(scales)
-    quantized.fill(files, "w", read_codes, read_scales)
+    quantized.fill(files, FileRows("w"), read_codes, read_scales)
     assert torch.equal(read_codes, codes) and digest(read_scales) == stored["dequantized"]
     assert digest(dequantize(read_codes, read_scales, torch.float32)) == stored["weight"]
 

@@ -11,7 +11,7 @@ import torch
 
 from dtrain import models
 from dtrain.cli import main
-from dtrain.evaluation.evaluate import pass_at, read_reward
+from dtrain.evaluation.evaluate import pass_at, read_reward, usual_reward
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 from tests.serve.serving import make_model, naive
@@ -101,6 +101,26 @@ def test_pass_at_k_is_the_chance_of_a_draw_without_replacement():
         for k in range(1, 6):
             draws = [any(index < right for index in some) for some in combinations(range(5), k)]
             assert pass_at(k, 5, right) == pytest.approx(fmean(draws), abs=1e-12)
+
+
+def test_words_are_judged_as_words_where_nothing_else_is_asked_for(root, monkeypatch, capsys):
+    """math_exact finds no number in "tac", so that a right answer would earn nothing."""
+    ids, _ = naive(root / "model", [8, 5, 6, 9], 3)
+    right = {"question": "w5 w6", "answer": " ".join(f"w{token}" for token in ids)}
+    plain = [
+        {"question": "q", "answer": "tac"},
+        {"question": "q", "answer": "red"},
+        {"question": "q", "answer": "7 men"},
+    ]
+    kinds = {"numbers": [{"question": "q", "answer": "#### 4"}, {"question": "q", "answer": "x"}], "words": plain}
+    for name, rows in {**kinds, "right": [{**right, "answer": "x"}, {**right, "answer": "y"}, right]}.items():
+        (root / f"kind-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(root)
+    assert [usual_reward([f"kind-{name}.jsonl"]) for name in kinds] == ["math_exact", "text_exact"]
+    status, out, _ = run(root, monkeypatch, capsys, "kind-right.jsonl", "--max-new-tokens", "3")
+    lines = dict(line.split("  ", 1) for line in out.splitlines())
+    assert status == 0 and lines["reward"].strip() == "0.3333 ± 0.3333 by text_exact"
+    assert lines["truncated"].strip() == "100.0%; raise --max-new-tokens"
 
 
 def test_options_of_a_reward():

@@ -215,7 +215,7 @@ def test_a_terminal_gets_a_bar_with_everything():
     plain = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
     last = plain.split("\r")[-1]
     assert "3/3" in last and "loss 1.2500 999 tok/s" in last
-    assert "step 2/3  loss 1.2500  grad norm 0.5  lr 1.00e-05  999 tokens/s  0.2 GiB\n" in plain
+    assert "step 2/3  loss 1.2500  grad norm 0.5      lr 1.00e-05  999 tok/s    0.2 GiB\n" in plain
     assert "saved 2\n" in plain and plain != stream.getvalue()
 
 
@@ -233,6 +233,32 @@ def test_a_bar_is_whole_at_80_columns_and_its_lines_are_few(total, monkeypatch):
     drawn = [line for line in re.split(r"[\r\n]", plain) if "|" in line and not line.endswith("<?")]
     assert drawn and all(len(line) <= 80 and line.rstrip().endswith("reward 0.123 123k tok/s") for line in drawn)
     assert 1 <= plain.count("step ") <= 22
+    assert all(len(line) <= 80 for line in re.split(r"[\r\n]", plain) if line.startswith("step "))
+
+
+def test_the_bar_behind_a_line_is_of_its_step():
+    stream = Terminal()
+    bar = Progress(stream)
+    bar.start(0, 40)
+    for step in range(1, 41):
+        bar.update({"step": step, "loss": 1.25, "grad_norm": 10.0 ** -(step % 4), "lr": 1e-5, "mem_gib": 0.25})
+    bar.close()
+    plain = re.sub(r"\x1b\[\d*[mA]", "", stream.getvalue())
+    behind = re.findall(r"step +(\d+)/40  .*\n\r.*\| (\d+)/40 ", plain)
+    assert len(behind) >= 20 and all(step == drawn for step, drawn in behind)
+    lines = [line for line in re.split(r"[\r\n]", plain) if line.startswith("step ")]
+    assert len({line.index("  lr ") for line in lines}) == 1
+
+
+def test_the_time_that_is_left_is_not_guessed_by_the_first_step(monkeypatch):
+    monkeypatch.setattr("dtrain.metrics.progress.time.monotonic", lambda: next(clock))
+    for steps, told in ((30, []), (300, ["time      about 04:57 for the 297 steps left"])):
+        stream, clock = io.StringIO(), iter([0.0, *map(float, range(30, 70))])  # half a minute, then a second each
+        run = Progress(stream)
+        run.start(0, steps)
+        for step in range(1, 30):
+            run.update({"step": step, "loss": 1.0})
+        assert [line for line in stream.getvalue().splitlines() if line.startswith("time")] == told
 
 
 def test_what_a_model_says_does_not_steer_the_terminal():

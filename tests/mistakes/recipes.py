@@ -307,7 +307,7 @@ PASTED = (
     _one("run.dir={root}/loop", "loop", "ymlink", links={"loop": "loop"}),
     _one("data.train.path={root}/away.jsonl", "away.jsonl: it is a link to gone.jsonl, which is no file",
          links={"away.jsonl": "gone.jsonl"}),
-    _one("data.train.path={root}/pasted.jsonl", "pasted.jsonl:1: this line is not JSON", "not \u201c",
+    _one("data.train.path={root}/pasted.jsonl", "pasted.jsonl:1: this line is not JSON", "quotes are of a page, \u201c",
          files={"pasted.jsonl": "{\u201ctext\u201d: 1}\n"}),
     _one((), "steps is no key of a recipe", "U+00A0, no-break space", "type a blank",
          files={"nbsp.yaml": "train:\n\u00a0 steps: 3\n\u00a0 epochs: null\n"}, base="nbsp.yaml"),

@@ -5,6 +5,8 @@ import warnings
 import torch
 import transformers
 
+from dtrain.checkpoint.file_rows import joints
+
 VOCAB = 97
 
 _TINY = dict(
@@ -56,6 +58,37 @@ def _qwen3(**more):
     return transformers.Qwen3Config(**{**_TINY, "head_dim": 16, **more})
 
 
+def _phi3(**more):
+    return transformers.Phi3Config(**{**_TINY, **more})
+
+
+def _olmo3(**more):
+    ropes = {
+        "full_attention": {**_YARN, "attention_factor": 1.2, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    base = dict(num_hidden_layers=4, sliding_window=9, rope_parameters=ropes)
+    return transformers.Olmo3Config(**{**_TINY, **base, **more})
+
+
+def _granite(**more):
+    multipliers = dict(embedding_multiplier=3.0, residual_multiplier=0.22, attention_multiplier=0.2, logits_scaling=5.0)
+    return transformers.GraniteConfig(**{**_TINY, **multipliers, **more})
+
+
+def _qwen3_5(**more):
+    sizes = dict(
+        num_hidden_layers=4,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+    return transformers.Qwen3_5TextConfig(**{**_TINY, **sizes, **more})
+
+
 VARIANTS = {
     "llama2": lambda: _llama(num_key_value_heads=4),
     "llama3": lambda: _llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
@@ -82,6 +115,25 @@ VARIANTS = {
     "qwen3-yarn-mscale": lambda: _qwen3(
         rope_parameters={**_YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}
     ),
+    "phi3": lambda: _phi3(sliding_window=11),
+    "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
+    "olmo2": lambda: transformers.Olmo2Config(**_TINY),
+    "olmo2-biases": lambda: transformers.Olmo2Config(**{**_TINY, "num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": lambda: _olmo3(),
+    "olmo3-tied": lambda: _olmo3(tie_word_embeddings=True, layer_types=["full_attention", "sliding_attention"] * 2),
+    "smollm3": lambda: transformers.SmolLM3Config(**{**_TINY, "no_rope_layer_interval": 2}),
+    "smollm3-window": lambda: transformers.SmolLM3Config(
+        **_TINY, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=9, tie_word_embeddings=False
+    ),
+    "granite": lambda: _granite(tie_word_embeddings=True),
+    "granite-biases": lambda: _granite(attention_bias=True, mlp_bias=True, residual_multiplier=1.5),
+    "qwen3.5": lambda: _qwen3_5(),
+    "qwen3.5-tied": lambda: _qwen3_5(
+        tie_word_embeddings=True,
+        linear_num_value_heads=2,
+        linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention"] * 2,
+    ),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
@@ -98,6 +150,12 @@ _CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
+    "olmo2": transformers.Olmo2ForCausalLM,
+    "olmo3": transformers.Olmo3ForCausalLM,
+    "smollm3": transformers.SmolLM3ForCausalLM,
+    "granite": transformers.GraniteForCausalLM,
+    "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
 }
 
@@ -123,6 +181,14 @@ def make_multimodal():
         text_config=_gemma().to_dict(), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
     )
     return randomise(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    """The gradients of a model, ours or transformers', by the names of files."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    whole = {one.name: torch.cat([found[part] for part in one.parts]) for one in joints(model, found)}
+    names = getattr(model, "checkpoint_names", lambda name: [name])
+    return {names(name)[0]: grad for name, grad in whole.items()}
 
 
 @torch.no_grad()

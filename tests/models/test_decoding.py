@@ -21,7 +21,21 @@ def store_of(model):
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("variant", ["llama3.1", "mistral-window", "qwen2-window", "qwen3", "gemma3-softcap"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama3.1",
+        "mistral-window",
+        "qwen2-window",
+        "qwen3",
+        "gemma3-softcap",
+        "qwen3.5",
+        "qwen3.5-tied",
+        "olmo3",
+        "smollm3-window",
+        "granite",
+    ],
+)
 @torch.no_grad()
 def test_cached_decoding_is_a_whole_forward(variant):
     """Prompts shorter and longer than the window, on shelves of two sizes; three rows of one, and rows that outgrow

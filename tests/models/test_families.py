@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as HfGemma3RMSNorm
@@ -12,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from dtrain import models
 from dtrain.models.gemma3 import Gemma3RMSNorm
 from dtrain.models.layers import RMSNorm
-from tests.models.oracle import VARIANTS, VOCAB, make, make_multimodal, packed_rows, save
+from tests.models.oracle import VARIANTS, VOCAB, grads, make, make_multimodal, packed_rows, save
 
 LENGTH = 90  # more than one block of queries on a CPU, and more than every window
 
@@ -21,15 +22,17 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
 
 
+# Rounding in float32 grows in linear layers and in norms over all heads: transformers' own distance to float64 is as
+# large.
+TIMES = {"qwen3.5": 20.0, "qwen3.5-tied": 20.0, "olmo2-biases": 10.0}
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request, tmp_path_factory):
     theirs = make(request.param)
     directory = save(theirs, tmp_path_factory.mktemp("checkpoint"))
+    theirs.times = TIMES.get(request.param, 1.0)
     return theirs, directory
-
-
-def grads(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def assert_same_grads(ours, theirs, tolerance=1e-5):
@@ -45,11 +48,11 @@ def test_logits_and_gradients(pair):
     ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     theirs.zero_grad()
     expected, logits = theirs(ids).logits, ours(ids)
-    assert relative(logits, expected) < 1e-5
+    assert relative(logits, expected) < 1e-5 * theirs.times
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     expected.backward(weights)
     logits.backward(weights)
-    assert_same_grads(ours, theirs, 2e-5)
+    assert_same_grads(ours, theirs, 2e-5 * theirs.times)
 
 
 def test_packed_documents_are_as_if_alone(pair):
@@ -65,9 +68,9 @@ def test_packed_documents_are_as_if_alone(pair):
         for document in range(int(owners[row].max()) + 1):
             mine = owners[row] == document
             expected = theirs(ids[row, mine][None]).logits
-            assert relative(logits[row, mine], expected[0]) < 1e-5
+            assert relative(logits[row, mine], expected[0]) < 1e-5 * theirs.times
             expected.backward(weights[row, mine][None])
-    assert_same_grads(ours, theirs, 2e-5)
+    assert_same_grads(ours, theirs, 2e-5 * theirs.times)
     assert logits.isfinite().all()
 
 
@@ -76,7 +79,7 @@ def test_right_padding_needs_no_mask(pair):
     ours = models.from_pretrained(directory)
     ids = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert relative(ours(ids)[0, :50], theirs(ids[:1, :50]).logits[0]) < 1e-5
+        assert relative(ours(ids)[0, :50], theirs(ids[:1, :50]).logits[0]) < 1e-5 * theirs.times
 
 
 class Dtypes(TorchDispatchMode):
@@ -111,11 +114,45 @@ def in_float64(model, head_dim):
         eps = module.eps if gemma else module.variance_epsilon
         return lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (module.weight + gemma)
 
+    def delta_net(module):
+        """The gated delta rule token by token, as arXiv:2412.06464 writes it."""
+        keys, values = module.key_dim, module.value_dim
+        heads, repeats = module.num_v_heads, module.num_v_heads // module.num_k_heads
+
+        def unit(x):
+            x = x.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, 2)
+            return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+        def forward(hidden_states, **_):
+            hidden = hidden_states
+            x = module.in_proj_qkv(hidden)
+            padded = F.pad(x.mT, (module.conv_kernel_size - 1, 0))
+            mixed = F.silu(F.conv1d(padded, module.conv1d.weight, groups=x.shape[-1])).mT
+            q, k, v = mixed.split([keys, keys, values], -1)
+            q, k, v = unit(q) * module.head_k_dim**-0.5, unit(k), v.unflatten(-1, (heads, -1))
+            beta = module.in_proj_b(hidden).sigmoid()
+            decay = (-module.A_log.exp() * F.softplus(module.in_proj_a(hidden) + module.dt_bias)).exp()
+            state, out = x.new_zeros(len(x), heads, module.head_k_dim, module.head_v_dim), []
+            for t in range(x.shape[1]):
+                state = state * decay[:, t, :, None, None]
+                wrong = v[:, t] - (k[:, t, :, None] @ state)[:, :, 0]
+                state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * wrong)[:, :, None]
+                out.append((q[:, t, :, None] @ state)[:, :, 0])
+            out = torch.stack(out, 1)
+            out = out / (out.square().mean(-1, keepdim=True) + module.norm.variance_epsilon).sqrt()
+            normed = out * module.norm.weight
+            gate = F.silu(module.in_proj_z(hidden))
+            return module.out_proj(normed.flatten(2) * gate)
+
+        return forward
+
     def rotary(theta):
-        turn = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
+        turned = int(head_dim * model.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        turn = torch.tensor([theta ** (-2 * i / turned) for i in range(turned // 2)], dtype=torch.float64)
 
         def forward(x, position_ids, layer_type=None):
             base = turn if layer_type is None else rotary(model.config.rope_parameters[layer_type]["rope_theta"]).turn
+            position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids  # one for each axis of an image
             angles = (position_ids[..., None] * base).repeat(1, 1, 2)
             return angles.cos(), angles.sin()
 
@@ -123,21 +160,29 @@ def in_float64(model, head_dim):
         return forward
 
     for module in model.modules():
-        if "RMSNorm" in type(module).__name__:
-            module.forward = norm(module, "Gemma" in type(module).__name__)
+        kind = type(module).__name__
+        if "RMSNorm" in kind and not kind.endswith("Gated"):
+            module.forward = norm(module, "Gemma" in kind or "Qwen3_5" in kind)
+        if kind.endswith("GatedDeltaNet"):
+            module.forward = delta_net(module)
         if "ScaledWordEmbedding" in type(module).__name__:
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
     model.model.rotary_emb.forward = rotary(model.config.rope_parameters.get("rope_theta", 1.0))
     return model.double()
 
 
-@pytest.mark.parametrize("variant", ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3"])
+FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
+FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases"]
+
+
+@pytest.mark.parametrize("variant", FREED)
 def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path):
     theirs = make(variant)
-    if variant == "gemma3":
+    if variant.startswith(("gemma3", "olmo3")):
         for parameters in theirs.config.rope_parameters.values():
             parameters.update(rope_type="default")
-            parameters.pop("factor", None)
+            for name in parameters.keys() - {"rope_type", "rope_theta"}:
+                del parameters[name]
     save(theirs, tmp_path)
     ours = models.from_pretrained(tmp_path, dtype=torch.float64)
     theirs = in_float64(theirs, ours.config.head_dim)
@@ -147,11 +192,10 @@ def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path):
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected.backward(weights)
     logits.backward(weights)
-    for name, parameter in theirs.named_parameters():
-        assert relative(grads(ours)[name], parameter.grad) < 1e-11, name
+    assert_same_grads(ours, theirs, 1e-11)
 
 
-@pytest.mark.parametrize("variant", ["llama3.2", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("variant", ["llama3.2", "qwen2", "qwen3", "gemma3", "qwen3.5", "olmo3", "smollm3", "granite"])
 def test_bfloat16_rounds_where_transformers_does(variant, tmp_path):
     theirs = make(variant)
     save(theirs, tmp_path)

@@ -48,7 +48,9 @@ def test_splitmix64_is_the_published_generator():
     assert (1 * gamma + 1234567) & mask == (1234567 + gamma) & mask
 
 
-@pytest.mark.parametrize("variant", ["llama-pad", "llama-biases", "qwen3-biases", "gemma3-untied"])
+@pytest.mark.parametrize(
+    "variant", ["llama-pad", "llama-biases", "qwen3-biases", "gemma3-untied", "olmo3", "smollm3", "granite-biases"]
+)
 def test_distributions_are_those_of_transformers(variant):
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(VARIANTS[variant]())

@@ -21,12 +21,12 @@ def test_frequencies_are_transformers_bits(variant):
     for kind, rope in ours.ropes.items():
         nested = theirs.model_type == "gemma3_text"
         if rope.kind == "default":
-            dim = ours.head_dim
+            dim = int(ours.head_dim * rope.share)
             expected, scale = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
         else:
             init = ROPE_INIT_FUNCTIONS[rope.kind]
             expected, scale = init(theirs, "cpu", layer_type=kind if nested else None)
-        assert torch.equal(frequencies(rope, ours.head_dim, torch.float32), expected)
+        assert torch.equal(frequencies(rope, int(ours.head_dim * rope.share), torch.float32), expected)
         assert rope.table_scale == scale
 
 

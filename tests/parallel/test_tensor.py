@@ -32,6 +32,9 @@ MODELS = {
     "qwen2, its biases": ("qwen2", {}),
     "qwen3, one KV head": ("qwen3", {"num_key_value_heads": 1}),
     "gemma3": ("gemma3", {"intermediate_size": 47}),
+    "olmo3, shared KV heads": ("olmo3", {"attention_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "llama, uneven MLP": ("llama", {"intermediate_size": 50}),
 }
 

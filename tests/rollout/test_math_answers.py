@@ -19,6 +19,7 @@ from dtrain.rollout.rewards.math_answers import answer_in, read
 from dtrain.rollout.rewards.math_exact import math_exact
 from dtrain.rollout.rewards.numeric import numeric
 from dtrain.rollout.rewards.regex import regex
+from dtrain.rollout.rewards.text_exact import text_exact
 
 EQUAL = [  # what a completion says, what the data has
     ("The answer is 42.", "42"),
@@ -170,6 +171,14 @@ def test_tags_in_order_once_each():
     assert format_tags(["a</x>"], tags=["x"], prefix="<x>") == [1.0]
 
 
+def test_text():
+    given = ["a  b", "A b", "a", "", "7"]
+    assert text_exact(given, answer=["a b\n", "a b", "a b", "a", 7]) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert text_exact(given, answer=["a b", "a b", None, "", "8"], ignore_case=True) == [1.0, 1.0, None, None, 0.0]
+    with pytest.raises(UserError, match="gold"):
+        text_exact(["a"], column="gold", answer=["a"])
+
+
 def test_json():
     for text, valid in (("1", 1), (" [1, 2] ", 1), ("NaN", 0), ("", 0), ("{'a': 1}", 0), ("9" * 9000, 1), ("[1] x", 0)):
         assert json_valid([text]) == [valid], text[:9]
@@ -187,6 +196,8 @@ def test_any_text_gives_a_number_soon(text):
         numeric([text], answer=["1"]),
         format_tags([text]),
         json_valid([text]),
+        text_exact([text], answer=["a b"]),
+        text_exact(["a b"], answer=[text]),
         regex([text], pattern="a+b"),
     ]
     assert all(type(score) is float for (score,) in scores)

@@ -1,6 +1,7 @@
 """`dtrain serve` as a process of its own: tokens, streams, bad requests, new weights, and how it ends."""
 
 import json
+import shlex
 import signal
 import socket
 import threading
@@ -298,6 +299,19 @@ def test_weights_from_directories_once_they_are_whole(model, root):
         assert "refused" in process.lines[-1] and any("version 8 of the weights" in line for line in process.lines)
     finally:
         process.kill()
+
+
+def test_the_command_that_is_shown_is_answered(model, server):
+    process = Process(model)
+    assert process.url
+    wait_until(lambda: len(process.lines) > 1)
+    words = shlex.split(process.lines[1])
+    assert words[0] == "curl" and words[2:4] == ["-H", "Content-Type: application/json"] and words[4] == "-d"
+    path, body = words[1].removeprefix(process.url), json.loads(words[5])
+    status, answer = ask(process.url, path, {**body, "max_tokens": 2})
+    assert status == 200 and answer["object"].endswith("completion") and answer["choices"][0], answer
+    assert process.end(signal.SIGINT) == 130
+    assert not any("curl" in line for line in server.lines)  # it wants a key, which is not shown
 
 
 def test_it_ends_in_order(server):

@@ -12,7 +12,8 @@ also name a class, which is made with the options and then called.
     find, options                   an import path or a name to a function; the options of those of our own
     scoring, calls                  `Rewards` scores with a list of them, in a process of its own; what that does
     math_exact, math_answers        those that come with dtrain: right answers, and reading them
-    numeric, regex, json_valid      numbers, patterns, JSON
+    text_exact, regex, json_valid   words, patterns, JSON
+    numeric                         numbers that are close
     format_tags, length_penalty     layout, length
 """
 

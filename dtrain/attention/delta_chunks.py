@@ -1,0 +1,369 @@
+"""The gated delta rule by chunks, and its derivative (Yang et al., Gated Delta Networks,
+arXiv:2412.06464, section 3.3).
+
+Of each document and value head, token by token, with S [K, V] zero at the document's beginning:
+
+    S ← exp(g_t) · S        S ← S + β_t · k_t (v_t − k_tᵀ S)ᵀ        o_t = Sᵀ q_t
+
+Within a chunk of C tokens the updates are one unit lower triangular system, solved for all chunks together; between
+chunks the state is carried one after the other. The derivative is written out: between forward and backward nothing but
+the inputs is held, the rest is computed again. Decays are differences of logarithms within one document, and what
+another document holds is masked: no infinity enters a product. In a forward no product is changed in place: selective
+activation checkpointing keeps them.
+
+Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 64
+GROUP = 2**19  # elements of the values that are computed at a time, on a CPU
+EPS = 1e-6  # of the l2 norm, as in transformers
+
+
+class Exchange(Protocol):
+    """How the rows' first states are found, where a row is a piece of a longer one."""
+
+    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+        """maps [B, Hv, K, K + V]: a row's last state is M · first + U. The first states [B, Hv, K, V], and what
+        `backward` wants."""
+        ...
+
+    def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
+        """grads [B, Hv, K, V]: of each row's first state, by the row's own outputs. The gradients of the rows' last
+        states, by the outputs of all that follow."""
+        ...
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor | None = None,
+    real: Tensor | None = None,
+    state: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over rows, in max(float32, the dtype).
+
+    q, k [B, S, Hk, K], neither normalised nor scaled; v [B, S, Hv, V]; g (≤ 0) and beta [B, S, Hv]. segments [B, S]
+    counts the documents that began at or before a token, 0 for those that go on from `state` [B, Hv, K, V] (None:
+    zeros). real [B, S]: False where nothing is read, written or decayed, and the output is 0. Gives [B, S, Hv, V] in
+    v's dtype and the last state [B, Hv, K, V]; with an `exchange`, `state` is None and collectives are those of its.
+    """
+    return _Chunked.apply(q, k, v, g, beta, segments, real, state, exchange)
+
+
+class _Rows(NamedTuple):
+    """How rows are cut: `chunks` chunks of `size` tokens; masks of [N, B, 1, 1, C, ..] or without rows."""
+
+    length: int
+    chunks: int
+    size: int
+    dtype: torch.dtype
+    visible: Tensor  # [N, B, 1, 1, C, C] or [C, C]: j at or before i, in one document
+    from_start: Tensor | None  # [N, B, 1, 1, C]: the state before the chunk is of the token's document
+    to_end: Tensor | None  # [N, B, 1, 1, C]: the state after the chunk is
+    real: Tensor | None  # [N, B, 1, 1, C]
+
+    @classmethod
+    def of(cls, values: Tensor, segments: Tensor | None, real: Tensor | None) -> "_Rows":
+        length = values.shape[1]
+        size = min(CHUNK, length)
+        count = -(-length // size)
+        visible = torch.ones(size, size, dtype=torch.bool, device=values.device).tril_()
+        from_start = to_end = None
+
+        def cut(stream: Tensor) -> Tensor:
+            """[B, S] -> [N, B, 1, 1, C]; what fills the last chunk goes on as the row's last token"""
+            if missing := count * size - length:
+                stream = torch.cat([stream, stream[:, -1:].expand(-1, missing)], 1)
+            return stream.unflatten(1, (count, size)).transpose(0, 1)[:, :, None, None]
+
+        if segments is not None:
+            ids = cut(segments)
+            before = torch.cat([torch.zeros_like(ids[:1, ..., -1:]), ids[:-1, ..., -1:]])
+            visible = visible & (ids[..., :, None] == ids[..., None, :])
+            from_start, to_end = ids == before, ids == ids[..., -1:]
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        return cls(length, count, size, dtype, visible, from_start, to_end, None if real is None else cut(real))
+
+    def lay(self, x: Tensor, key_heads: int) -> Tensor:
+        """[B, S, H, ..] -> [N, B, Hk, H / Hk, C, ..], a copy; zeros fill the last chunk."""
+        rows, _, heads = x.shape[:3]
+        shape = (self.chunks, rows, heads, self.size, *x.shape[3:])
+        order = (1, 0, 3, 2, *range(4, len(shape)))  # to [B, N, C, H, ..]
+        out = torch.empty(shape, dtype=self.dtype, device=x.device)
+        into, whole = out.permute(order), self.length // self.size
+        into[:, :whole] = x[:, : whole * self.size].unflatten(1, (whole, self.size)) if whole else into[:, :0]
+        if left := self.length - whole * self.size:
+            out[whole:] = 0
+            into[:, whole, :left] = x[:, whole * self.size :]
+        return out.unflatten(2, (key_heads, heads // key_heads))
+
+    def back(self, x: Tensor) -> Tensor:
+        """`lay` undone: [B, S, H, ..]."""
+        x = x.flatten(2, 3)
+        tokens = x.permute(1, 0, 3, 2, *range(4, x.dim()))  # [B, N, C, H, ..]
+        return tokens.flatten(1, 2)[:, : self.length]
+
+
+class _Inside(NamedTuple):
+    """What chunks are by themselves. q, k are normalised, q scaled; their inverse norms [.., C, 1] beside them."""
+
+    q: Tensor  # [N, B, Hk, 1, C, K]
+    k: Tensor
+    v: Tensor  # [N, B, Hk, r, C, V]
+    inverse_q: Tensor
+    inverse_k: Tensor
+    beta: Tensor  # [N, B, Hk, r, C]
+    start: Tensor  # [N, B, Hk, r, C]: decay from the chunk's beginning to a token
+    end: Tensor  # [N, B, Hk, r, C]: from a token to the chunk's end
+    whole: Tensor  # [N, B, Hk, r, 1, 1]
+    decay: Tensor  # [N, B, Hk, r, C, C]: from j to i
+    kk: Tensor  # [N, B, Hk, 1, C, C]
+    qk: Tensor
+    inverse: Tensor  # [N, B, Hk, r, C, C]: of the system
+    scores: Tensor  # [N, B, Hk, r, C, C]
+    u: Tensor  # [N, B, Hk, r, C, V]: what is written if the state is zero
+    w: Tensor  # [N, B, Hk, r, C, K]: what the state takes away of it
+
+
+def _inside(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Inside:
+    heads = k.shape[2]
+    q, k, v, g, beta = (rows.lay(x, heads) for x in (q, k, v, g, beta))
+    if rows.real is not None:
+        g, beta = g.masked_fill_(~rows.real, 0), beta.masked_fill_(~rows.real, 0)
+        q = q.masked_fill_(~rows.real[..., None], 0)
+    scale = q.shape[-1] ** -0.5
+    inverse_q, inverse_k = (torch.linalg.vecdot(x, x).add_(EPS).rsqrt_()[..., None] for x in (q, k))
+    q, k = q.mul_(inverse_q * scale), k.mul_(inverse_k)
+    sums = _sums(rows, g)
+    decay = (sums[..., :, None] - sums[..., None, :]).masked_fill_(~rows.visible, -torch.inf).exp_()
+    start, end = sums.exp(), (sums[..., -1:] - sums).exp_()
+    if rows.from_start is not None and rows.to_end is not None:
+        start, end = start.masked_fill_(~rows.from_start, 0), end.masked_fill_(~rows.to_end, 0)
+    kk, qk = k @ k.mT, q @ k.mT
+    system = (decay * kk).mul_(beta[..., None])
+    unit = torch.eye(rows.size, dtype=rows.dtype, device=q.device)
+    inverse = torch.linalg.solve_triangular(system, unit.expand_as(system), upper=False, unitriangular=True)
+    by_beta = inverse * beta[..., None, :]
+    u = by_beta @ v
+    w = by_beta.mul_(start[..., None, :]) @ k
+    scores = torch.mul(qk, decay, out=system)
+    whole = start[..., -1, None, None]
+    return _Inside(q, k, v, inverse_q, inverse_k, beta, start, end, whole, decay, kk, qk, inverse, scores, u, w)
+
+
+def _sums(rows: _Rows, g: Tensor) -> Tensor:
+    """[.., C]: of each token and those before it in the chunk and its document, each document by itself."""
+    if rows.from_start is None:
+        return g.cumsum(-1)
+    return (rows.visible.to(g.dtype) @ g[..., None])[..., 0]
+
+
+def _sums_back(rows: _Rows, grad: Tensor) -> Tensor:
+    if rows.from_start is None:
+        return grad.flip(-1).cumsum(-1).flip(-1)
+    return (rows.visible.to(grad.dtype).mT @ grad[..., None])[..., 0]
+
+
+def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the first state [B, Hk, r, K, V]: those before each chunk [N, ..], what is written [N, .., C, V], the last
+    state."""
+    states = torch.empty(len(inside.u), *state.shape, dtype=state.dtype, device=state.device)
+    written = torch.empty_like(inside.u)
+    for n in range(len(states)):
+        states[n] = state
+        written[n] = new = inside.u[n] - inside.w[n] @ state
+        state = state * inside.whole[n] + inside.k[n].mT @ (new * inside.end[n][..., None])
+    return states, written, state
+
+
+def _maps(inside: _Inside) -> Tensor:
+    """[B, Hk, r, K, K + V]: M and U, the last state being M · first + U."""
+    size = inside.k.shape[-1]
+    shape = (*inside.w.shape[1:-2], size, size)
+    unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device).expand(shape)
+    state = torch.cat([unit, unit.new_zeros(*shape[:-1], inside.u.shape[-1])], -1)
+    for n in range(len(inside.u)):
+        taken = inside.w[n] @ state
+        new = torch.cat([taken[..., :size], taken[..., size:] - inside.u[n]], -1)  # the negative of what is written
+        state = state * inside.whole[n] - inside.k[n].mT @ new.mul_(inside.end[n][..., None])
+    return state
+
+
+def _carry_back(
+    inside: _Inside, by_scores: Tensor, by_start: Tensor, last: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
+    last state's: those of the states after each chunk, of what is written, and of the first state."""
+    after, written = torch.empty_like(by_start), torch.empty_like(by_scores)
+    state = torch.zeros_like(by_start[0]) if last is None else last
+    for n in reversed(range(len(after))):
+        after[n] = state
+        written[n] = new = by_scores[n] + (inside.k[n] @ state).mul_(inside.end[n][..., None])
+        state = (state * inside.whole[n]).add_(by_start[n]).sub_(inside.w[n].mT @ new)
+    return after, written, state
+
+
+class _Heads(NamedTuple):
+    """Key heads that are computed together, and their value heads."""
+
+    keys: slice
+    values: slice
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+        return [q[:, :, self.keys], k[:, :, self.keys], *(one[:, :, self.values] for one in (v, g, beta))]
+
+
+def _groups(rows: _Rows, k: Tensor, v: Tensor) -> list[_Heads]:
+    """On a CPU as few heads at a time as fill a cache, which also bounds the memory; elsewhere all."""
+    heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
+    size = heads
+    if k.device.type == "cpu":
+        each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
+        size = max(1, min(heads, GROUP // each))
+    starts = range(0, heads, size)
+    return [_Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, segments, real, state, exchange):
+        rows = _Rows.of(v, segments, real)
+        groups = _groups(rows, k, v)
+        chunks: Iterable[_Inside] = (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
+        first, kept = state, None
+        if exchange is not None:
+            chunks = list(chunks)
+            first, kept = exchange.forward(torch.cat([_maps(inside).flatten(1, 2) for inside in chunks], 1))
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
+        for (_, values), inside in zip(groups, chunks, strict=True):
+            states, written, after = _carry(inside, _first(first, values, inside))
+            reads = torch.addcmul(inside.scores @ written, inside.q @ states, inside.start[..., None])
+            out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
+        ctx.save_for_backward(q, k, v, g, beta, segments, real, first, kept)
+        ctx.exchange, ctx.of_state = exchange, None if state is None else state.dtype
+        return out, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, last):
+        q, k, v, g, beta, segments, real, first, kept = ctx.saved_tensors
+        rows = _Rows.of(v, segments, real)
+        groups = _groups(rows, k, v)
+        chunks: Iterable[_Reversed] = (
+            _reversed(rows, _inside(rows, *heads.of(q, k, v, g, beta)), grad[:, :, heads.values], first, heads.values)
+            for heads in groups
+        )
+        if ctx.exchange is not None:
+            chunks = list(chunks)
+            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in chunks]
+            last = ctx.exchange.backward(torch.cat(alone, 1), kept)
+        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v, g, beta)]
+        of_first = torch.empty_like(last)
+        for heads, one in zip(groups, chunks, strict=True):
+            after, new, before = _carry_back(
+                one.inside, one.by_scores, one.by_start, last[:, heads.values].unflatten(1, one.inside.u.shape[2:4])
+            )
+            of_first[:, heads.values] = before.flatten(1, 2)
+            grads = _inside_back(rows, one.inside, one.grad, one.states, one.written, after, new)
+            for into, some in zip(heads.of(*results), grads, strict=True):
+                into.copy_(rows.back(some))
+        return *results, None, None, None if ctx.of_state is None else of_first.to(ctx.of_state), None
+
+
+def _first(states: Tensor | None, values: slice, inside: _Inside) -> Tensor:
+    """The first states of some heads, [B, Hk, r, K, V]; states [B, Hv, K, V]."""
+    heads, size = inside.u.shape[2:4], (inside.k.shape[-1], inside.u.shape[-1])
+    if states is None:
+        return inside.u.new_zeros(inside.u.shape[1], *heads, *size)
+    return states[:, values].to(inside.u.dtype).unflatten(1, heads)
+
+
+class _Reversed(NamedTuple):
+    """What the way back needs of some heads: the chunks, the gradient of the outputs, what the way forth gave, and
+    what the outputs alone give to what is written and to the states before each chunk."""
+
+    inside: _Inside
+    grad: Tensor
+    states: Tensor
+    written: Tensor
+    by_scores: Tensor
+    by_start: Tensor
+
+
+def _reversed(rows: _Rows, inside: _Inside, grad: Tensor, first: Tensor | None, values: slice) -> _Reversed:
+    grad = rows.lay(grad, inside.k.shape[2])
+    if rows.real is not None:
+        grad = grad.masked_fill_(~rows.real[..., None], 0)
+    states, written, _ = _carry(inside, _first(first, values, inside))
+    by_start = inside.q.mT @ (grad * inside.start[..., None])
+    return _Reversed(inside, grad, states, written, inside.scores.mT @ grad, by_start)
+
+
+def _inside_back(
+    rows: _Rows, inside: _Inside, grad: Tensor, states: Tensor, written: Tensor, after: Tensor, new: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, g and beta, laid as they are; `grad` of the outputs, `after` of the states after each
+    chunk, `new` of what is written."""
+    q, k, v, beta = inside.q, inside.k, inside.v, inside.beta
+    read = grad @ states.mT  # [.., C, K]
+    of_start = _dot(read, q)
+    of_q = _shared(read.mul_(inside.start[..., None]))
+    kept = written @ after.mT  # [.., C, K]
+    of_end = _dot(kept, k).mul_(inside.end)  # of its logarithm
+    of_k = _shared(kept.mul_(inside.end[..., None]))
+    of_whole = (after * states).sum((-2, -1)).mul_(inside.whole[..., 0, 0])
+
+    # The system: (u, w) = inverse · (β v, β start k)
+    of_v = inside.inverse.mT @ new
+    of_w = inside.inverse.mT @ (new @ states.mT).neg_()
+    of_system = (of_v @ inside.u.mT).add_(of_w @ inside.w.mT).neg_()
+    by_key = _dot(of_w, k)
+    of_beta = _dot(of_v, v).addcmul_(by_key, inside.start)
+    of_start.addcmul_(by_key, beta)
+    of_v.mul_(beta[..., None])
+    of_k += _shared(of_w.mul_((beta * inside.start)[..., None]))
+
+    of_system = of_system.tril_(-1).mul_(inside.decay)
+    products = of_system * inside.kk
+    of_beta += products.sum(-1)
+    products.mul_(beta[..., None])
+    of_kk = _shared(of_system.mul_(beta[..., None]))
+    of_scores = (grad @ written.mT).mul_(inside.decay)
+    products.addcmul_(of_scores, inside.qk)
+    of_qk = _shared(of_scores)
+    of_q += of_qk @ k
+    of_k += of_qk.mT @ q + (of_kk + of_kk.mT) @ k
+
+    of_sums = products.sum(-1).sub_(products.sum(-2)).addcmul_(of_start, inside.start).sub_(of_end)
+    of_sums[..., -1] += of_end.sum(-1) + of_whole
+    of_g = _sums_back(rows, of_sums)
+    if rows.real is not None:
+        of_g, of_beta = of_g.masked_fill_(~rows.real, 0), of_beta.masked_fill_(~rows.real, 0)
+    scale = q.shape[-1] ** -0.5
+    of_q = _unnormed(of_q * scale, q / scale, inside.inverse_q)
+    return of_q, _unnormed(of_k, k, inside.inverse_k), of_v, of_g, of_beta
+
+
+def _unnormed(grad: Tensor, normed: Tensor, inverse: Tensor) -> Tensor:
+    return (grad - normed * _dot(grad, normed)[..., None]).mul_(inverse)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.linalg.vecdot(a, b)
+
+
+def _shared(grad: Tensor) -> Tensor:
+    """Summed over the value heads of a key head: [N, B, Hk, 1, ..]."""
+    return grad if grad.shape[3] == 1 else grad.sum(3, keepdim=True)

@@ -1,0 +1,90 @@
+"""OLMo 2 and 3 (arXiv:2501.00656, https://huggingface.co/allenai): Llama's parts with norms after attention and MLP.
+
+q and k are normed over all heads at once, so under tensor parallel a mean is taken over ranks. OLMo 3 has three sliding
+layers to each full one, and scales the rotary positions of full layers alone.
+"""
+
+import torch
+from torch import Tensor
+
+from dtrain.models.config import ModelConfig
+from dtrain.models.functions import rms_norm, rotate
+from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm, Rotary
+from dtrain.parallel.collectives import enter_region, leave_region
+
+
+class OlmoRMSNorm(RMSNorm):
+    """weight · norm(x), all in max(float32, x's dtype), rounded once at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), self.local("weight").to(wide), self.eps).to(x.dtype)
+
+    def scaled(self, x: Tensor, mean: Tensor) -> Tensor:
+        """x [..., size/tp] by the mean [..., 1] of the squares of all ranks' shares, in max(float32, x's dtype)."""
+        weight = self.local("weight").to(mean.dtype)
+        return (weight * (x.to(mean.dtype) * torch.rsqrt(mean + self.eps))).to(x.dtype)
+
+
+class OlmoAttention(Attention):
+    """Attention with norms over the whole projections of q and k."""
+
+    q_norm: OlmoRMSNorm
+    k_norm: OlmoRMSNorm
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        self.q_norm = OlmoRMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
+        self.k_norm = OlmoRMSNorm(config.num_key_value_heads * config.head_dim, config.rms_norm_eps)
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """As `Attention.project`; under tensor parallel one all-reduce [B, S, 2], forward and backward."""
+        hidden, heads = self.enter(hidden), (-1, self.head_dim)
+        q, k = self._normed(self.q_proj(hidden), self.k_proj(hidden))
+        v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        return rotate(q.unflatten(-1, heads), *rotary), rotate(k.unflatten(-1, heads), *rotary), v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, S, H · hd] and k [B, S, kv · hd], of which this rank may have some heads, normed over all"""
+        if self.tp is None:
+            return self.q_norm(q), self.k_norm(k)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        # A key head that several ranks have counts on each of them: the mean over ranks is the mean over heads.
+        means = torch.cat([one.to(wide).square().mean(-1, keepdim=True) for one in (q, k)], -1) / self.tp.size
+        of_q, of_k = enter_region(leave_region(means, self.tp.group), self.tp.group).split(1, -1)
+        return self.q_norm.scaled(q, of_q), self.k_norm.scaled(k, of_k)
+
+
+class OlmoLayer(Layer):
+    """A norm after attention and one after the MLP, each in its residual branch."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.self_attn = OlmoAttention(config, index)
+        self.mlp = GatedMLP(config)
+        self.post_attention_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """As `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
+        return self.self_attn.project(hidden, (cos, sin))
+
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        del attended  # the MLP needs its memory
+        return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
+
+
+class OlmoForCausalLM(CausalLM):
+    plan = {
+        **{name: style for name, style in DECODER_PLAN.items() if not name.endswith("input_layernorm")},
+        # A weight for each output of q_proj and k_proj, cut as these are.
+        "model.layers.*.self_attn.q_norm": "colwise",
+        "model.layers.*.self_attn.k_norm": "colwise_kv",
+        "model.layers.*.post_feedforward_layernorm": "sequence",
+    }
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Decoder(config, OlmoLayer, OlmoRMSNorm))

@@ -1,0 +1,226 @@
+"""Qwen3.5 and 3.6, dense, alone or as the text tower of a multimodal checkpoint (https://huggingface.co/Qwen).
+
+Three layers of gated delta net (linear attention, arXiv:2412.06464) to each of full attention, whose output is gated;
+norms multiply by 1 + weight, and a part of each head is rotated. What the files join, q, k and v of linear layers, the
+model holds apart (`ModelConfig.fused`). `attention.delta` has the arithmetic of linear attention.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.attention.decode import Cached
+from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.models.config import LINEAR, ModelConfig
+from dtrain.models.functions import rms_norm
+from dtrain.models.gemma3 import Gemma3RMSNorm
+from dtrain.models.layers import (
+    DECODER_PLAN,
+    Attention,
+    CausalLM,
+    Decoder,
+    Linear,
+    Mixer,
+    PreNormLayer,
+    RMSNorm,
+    Rotary,
+)
+from dtrain.parallel.placement import LocalParameters
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a gate; q_proj gives, head by head, queries and gate."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, qk_norm=Gemma3RMSNorm)
+        query = config.num_attention_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, 2 * query, bias=config.qkv_bias)
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, D] -> queries and gate, each [B, S, H, hd]"""
+        return self.q_proj(hidden).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+
+    def forward(  # type: ignore[override]  # it takes what its own `project` gives
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Any, cache: Cached | None = None
+    ) -> Tensor:
+        """As `Attention.forward`; gate [B, S, H, hd]."""
+        return super().forward(q, k, v, mask, cache) * gate.flatten(2).sigmoid()
+
+
+class Channels(LocalParameters):
+    """The weights [C, 1, W] of a convolution of each channel by itself."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class Decay(LocalParameters):
+    """The logarithm of what a token leaves of each head's state. Computed, and held, in float32 at least."""
+
+    keeps_precision = True
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+
+    def forward(self, a: Tensor) -> Tensor:
+        """[B, S, Hv] -> [B, S, Hv], at most 0, in max(float32, a's dtype)"""
+        wide = torch.promote_types(a.dtype, torch.float32)
+        rate, bias = self.local("A_log").to(wide), self.local("dt_bias").to(wide)
+        return -rate.exp() * F.softplus(a.to(wide) + bias)
+
+
+class GatedRMSNorm(RMSNorm):
+    """weight · norm(x) · silu(gate). Norm and gate in max(float32, x's dtype)."""
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[..., V], gate [..., V] -> [..., V] in x's dtype"""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed = self.local("weight") * rms_norm(x.to(wide), None, self.eps).to(x.dtype)
+        return (normed * F.silu(gate.to(wide))).to(x.dtype)
+
+
+class GatedDeltaNet(Mixer):
+    """Linear attention: the state of each value head is a matrix [K, V] that every token decays and corrects."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        if config.linear is None:
+            raise ValueError("a linear layer in a model without sizes for one")
+        self.index, self.sizes = index, config.linear
+        hidden, width = config.hidden_size, config.linear.width
+        keys, values, heads = config.linear.keys, config.linear.values, config.linear.value_heads
+        self.in_proj_q = Linear(hidden, keys, bias=False)
+        self.in_proj_k = Linear(hidden, keys, bias=False)
+        self.in_proj_v = Linear(hidden, values, bias=False)
+        self.in_proj_z = Linear(hidden, values, bias=False)
+        self.in_proj_b = Linear(hidden, heads, bias=False)
+        self.in_proj_a = Linear(hidden, heads, bias=False)
+        self.conv1d_q = Channels(keys, width)
+        self.conv1d_k = Channels(keys, width)
+        self.conv1d_v = Channels(values, width)
+        self.decay = Decay(heads)
+        self.norm = GatedRMSNorm(config.linear.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(values, hidden, bias=False)
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """hidden [B, S, D] -> what is convolved x [B, S, C] with its weights [C, W], the output's gate z [B, S,
+        Hv · V], the decay's input a and the strength of corrections beta [B, S, Hv]"""
+        hidden = self.enter(hidden)
+        x = torch.cat([self.in_proj_q(hidden), self.in_proj_k(hidden), self.in_proj_v(hidden)], -1)
+        weights = [one.local("weight") for one in (self.conv1d_q, self.conv1d_k, self.conv1d_v)]
+        weight = torch.cat(weights).squeeze(1)
+        return x, weight, self.in_proj_z(hidden), self.in_proj_a(hidden), self.in_proj_b(hidden).sigmoid()
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        z: Tensor,
+        a: Tensor,
+        beta: Tensor,
+        mask: LinearMask | None,
+        cache: Cached | None = None,
+    ) -> Tensor:
+        """What `project` gives -> [B, S, Hv · V], for `out_proj`"""
+        decay = self.decay.forward if cache is not None and cache.bare else self.decay
+        g = decay(a)
+        if cache is None:
+            assert mask is not None
+            out, _ = gated_delta(*self._heads(causal_conv(x, weight, mask)), g, beta, mask)
+        elif mask is not None:  # whole prompts
+            out, state = gated_delta(*self._heads(causal_conv(x, weight, mask)), g, beta, mask)
+            assert state is not None
+            cache.keep(self.index, last_window(x, mask), state)
+        else:
+            window, state = cache.states(self.index)
+            mixed, window = conv_step(x, weight, window)
+            out, state = delta_step(*self._heads(mixed), g, beta, state)
+            cache.keep(self.index, window, state)
+        return self.norm.gated(out, z.unflatten(-1, (-1, self.sizes.value_dim))).flatten(2)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[B, S, Hv · V] -> [B, S, D]"""
+        return self.out_proj(mixed)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, C] -> q and k [B, S, Hk, K], v [B, S, Hv, V], of the heads that this rank has"""
+        sizes = self.sizes
+        parts = 2 * sizes.keys + sizes.values
+        keys, values = (x.shape[-1] * one // parts for one in (sizes.keys, sizes.values))
+        q, k, v = x.split([keys, keys, values], -1)
+        return (
+            q.unflatten(-1, (-1, sizes.key_dim)),
+            k.unflatten(-1, (-1, sizes.key_dim)),
+            v.unflatten(-1, (-1, sizes.value_dim)),
+        )
+
+
+class Qwen3_5Layer(PreNormLayer):
+    """`linear_attn` or `self_attn`, as the layer's type says."""
+
+    linear_attn: GatedDeltaNet
+
+    def __init__(self, config: ModelConfig, index: int):
+        self.is_linear = config.layer_types[index] == LINEAR
+        super().__init__(config, index, norm=Gemma3RMSNorm)
+
+    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
+        """Give the layer its mixer."""
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config, index)
+        else:
+            self.self_attn = GatedAttention(config, index)
+
+    @property
+    def mixer(self) -> Mixer:
+        return self.linear_attn if self.is_linear else self.self_attn
+
+
+class Qwen3_5Decoder(Decoder):
+    """A decoder some of whose layers are linear."""
+
+    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> LinearMask | None:
+        """Of the rows' documents; with a cache of its prompts, None where each row goes on by a token."""
+        width = self.config.linear.width if self.config.linear else 0
+        return LinearMask.of(seq_ids, tokens, width, self.kernel.group) if cache is None else cache.linear_mask(width)
+
+
+class Qwen3_5ForCausalLM(CausalLM):
+    initial = {
+        "*.A_log": "decay",
+        "*.dt_bias": "ones",
+        "*.linear_attn.norm.weight": "ones",
+        "*norm.weight": "zeros",
+        "*.bias": "zeros",
+        "*": "normal",
+    }
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Qwen3_5Decoder(config, Qwen3_5Layer, Gemma3RMSNorm))
+        linear = {
+            "model.layers.*.linear_attn": "block",
+            "model.layers.*.linear_attn.in_proj_*": "colwise",
+            "model.layers.*.linear_attn.conv1d_*": "heads",
+            "model.layers.*.linear_attn.decay": "heads",
+            "model.layers.*.linear_attn.norm": "head_norm",
+            "model.layers.*.linear_attn.out_proj": "rowwise",
+        }
+        full = {"model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
+        types = set(config.layer_types)
+        plan = DECODER_PLAN if types != {LINEAR} else {k: v for k, v in DECODER_PLAN.items() if "self_attn" not in k}
+        self.plan = {**plan, **(linear if LINEAR in types else {}), **(full if types != {LINEAR} else {})}
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """Multimodal files call the text tower `model.language_model`."""
+        if not self.config.is_text_tower or name.startswith("lm_head."):
+            return [name]
+        return [f"model.language_model.{name.removeprefix('model.')}"]
+
+    @property
+    def carried_checkpoint_names(self) -> tuple[str, ...]:
+        return (r"mtp\..*", *((r"model\.visual\..*",) if self.config.is_text_tower else ()))

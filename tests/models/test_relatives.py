@@ -1,0 +1,47 @@
+"""Families of one file: transformers loads what is exported; fields that would change the numbers are refused."""
+
+import pytest
+import torch
+import transformers
+
+from dtrain import models
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.errors import UserError
+from tests.models.oracle import VARIANTS, VOCAB, make, save
+
+SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite"]
+
+
+@pytest.mark.parametrize("variant", SOME)
+@torch.no_grad()
+def test_transformers_loads_the_export_with_the_same_logits(variant, tmp_path):
+    source = save(make(variant), tmp_path / "source")
+    ours = models.from_pretrained(source)
+    for parameter in ours.parameters():
+        parameter.mul_(1.01)  # as after training
+    write_directory(ours, tmp_path / "out", source)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = theirs(ids).logits
+    assert (ours(ids) - expected).abs().max() < 2e-5 * expected.abs().max()
+    again = dict(models.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(again[name], parameter) for name, parameter in ours.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv 8.0: not a field"),
+        ("olmo2", {"layer_types": ["sliding_attention"] * 3}, "every layer is full_attention"),
+        ("olmo3", {"rope_parameters": {"rope_type": "yarn"}}, "must be nested under full_attention and sliding"),
+        ("olmo3", {"rope_theta": 10_000.0}, "say it in rope_parameters, under full_attention and under sliding"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0]: must be a list of 0 and 1, one a layer"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is set"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling 0: must be a number above 0"),
+        ("granite", {"num_local_experts": 8}, "num_local_experts 8: not a field"),
+    ],
+)
+def test_refused_by_name(variant, changes, message):
+    with pytest.raises(UserError) as error:
+        models.parse_config({**VARIANTS[variant]().to_dict(), **changes})
+    assert message in str(error.value)
