@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain import sizing
 from dtrain.config.schema import DataSource, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.models.layers import weights_in
-from dtrain.sizing import warmup_of
 
 if TYPE_CHECKING:
     from dtrain.trainer import Trainer
@@ -65,18 +65,14 @@ def _steps(trainer: "Trainer") -> str:
     if isinstance(schedule, list):
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:
-        warmup = warmup_of(schedule, total)
+        warmup = sizing.warmup_of(schedule, total)
         rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}" + f", {warmup} of warm-up" * (warmup > 0)
     return f"{total:,}{passes}; {rate}"
 
 
 def _notes(trainer: "Trainer") -> Iterator[str]:
     recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
-    if (warmup := warmup_of(recipe.scheduler, trainer.total_steps)) >= trainer.total_steps:
-        yield (
-            f"note: scheduler.warmup_steps={warmup} and the run has {trainer.total_steps} steps: the learning rate "
-            "never reaches optimizer.lr; fewer warm-up steps would let it"
-        )
+    yield from sizing.notes(recipe, trainer.total_steps)
     if recipe.data.max_length > longest:
         yield (
             f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "
