@@ -53,6 +53,19 @@ FAMILIES = {
         "attention_multiplier": 0.25,
         "logits_scaling": 2.0,
     },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",

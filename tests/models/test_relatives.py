@@ -7,9 +7,9 @@ import transformers
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
-from tests.models.oracle import VARIANTS, VOCAB, make, save
+from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
 
-SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite"]
+SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "ministral3"]
 
 
 @pytest.mark.parametrize("variant", SOME)
@@ -26,6 +26,37 @@ def test_transformers_loads_the_export_with_the_same_logits(variant, tmp_path):
     assert (ours(ids) - expected).abs().max() < 2e-5 * expected.abs().max()
     again = dict(models.from_pretrained(tmp_path / "out").named_parameters())
     assert all(torch.equal(again[name], parameter) for name, parameter in ours.named_parameters())
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_text_tower_is_transformers_on_texts_and_its_export_has_the_other_parts(name, tmp_path):
+    theirs = make_tower(name)
+    source = save(theirs, tmp_path / "source")
+    ours = models.from_pretrained(source)
+    assert ours.config.is_text_tower
+    ids = torch.randint(0, 89, (2, 40), generator=torch.Generator().manual_seed(0))
+    more = {"token_type_ids": torch.zeros_like(ids)} if name == "gemma3" else {}
+    expected, logits = theirs(input_ids=ids, **more).logits, ours(ids)
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    expected.backward(weights)
+    logits.backward(weights)
+    wanted = {one: grad.grad for one, grad in theirs.named_parameters() if grad.grad is not None}
+    for one, parameter in ours.named_parameters():
+        (grad,) = [wanted[called] for called in ours.checkpoint_names(one) if called in wanted]
+        assert (parameter.grad - grad).abs().max() < 2e-5 * grad.abs().max(), one
+
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.mul_(1.01)
+        write_directory(ours, tmp_path / "out", source)
+        again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        expected = again(input_ids=ids, **more).logits
+        assert (ours(ids) - expected).abs().max() < 2e-5 * expected.abs().max()
+    trained = {called for one, _ in ours.named_parameters() for called in ours.checkpoint_names(one)}
+    others = {one: value for one, value in again.named_parameters() if one not in trained}
+    before = dict(theirs.named_parameters())
+    assert others and all(torch.equal(before[one], value) for one, value in others.items())
 
 
 @pytest.mark.parametrize(
