@@ -8,7 +8,8 @@ Of each document and value head, token by token, with S [K, V] zero at the docum
 Within a chunk of C tokens the updates are one unit lower triangular system, solved for all chunks together; between
 chunks the state is carried one after the other. The derivative is written out: between forward and backward nothing but
 the inputs is held, the rest is computed again. Decays are differences of logarithms within one document, and what
-another document holds is masked: no infinity enters a product.
+another document holds is masked: no infinity enters a product. In a forward no product is changed in place: selective
+activation checkpointing keeps them.
 
 Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
 """
@@ -193,8 +194,8 @@ def _maps(inside: _Inside) -> Tensor:
     unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device).expand(shape)
     state = torch.cat([unit, unit.new_zeros(*shape[:-1], inside.u.shape[-1])], -1)
     for n in range(len(inside.u)):
-        new = inside.w[n] @ state  # the negative of what is written
-        new[..., size:] -= inside.u[n]
+        taken = inside.w[n] @ state
+        new = torch.cat([taken[..., :size], taken[..., size:] - inside.u[n]], -1)  # the negative of what is written
         state = state * inside.whole[n] - inside.k[n].mT @ new.mul_(inside.end[n][..., None])
     return state
 
@@ -248,7 +249,7 @@ class _Chunked(torch.autograd.Function):
         last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
         for (_, values), inside in zip(groups, chunks, strict=True):
             states, written, after = _carry(inside, _first(first, values, inside))
-            reads = (inside.q @ states).mul_(inside.start[..., None]).add_(inside.scores @ written)
+            reads = torch.addcmul(inside.scores @ written, inside.q @ states, inside.start[..., None])
             out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
         ctx.save_for_backward(q, k, v, g, beta, segments, real, first, kept)
         ctx.exchange, ctx.of_state = exchange, None if state is None else state.dtype

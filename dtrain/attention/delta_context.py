@@ -58,7 +58,7 @@ class Pieces:
         state = torch.zeros_like(pieces[0, ..., size:])
         found = [state] if head == 0 else []
         for piece in range(tail):
-            state = torch.matmul(pieces[piece, ..., :size], state).add_(pieces[piece, ..., size:])
+            state = pieces[piece, ..., :size] @ state + pieces[piece, ..., size:]
             if piece + 1 in self.mine:
                 found.append(state)
         return torch.stack(found, 1).flatten(0, 1), pieces[head + 1 :, ..., :size].clone()

@@ -18,6 +18,7 @@ from dtrain.checkpoint import hub, quantized
 from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.identity import digests
+from dtrain.checkpoint.merged import exact_names, wider
 from dtrain.checkpoint.model_files import CONFIG
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.store import MANIFEST, CheckpointStore
@@ -131,7 +132,7 @@ class BaseWeights:
         whole: tuple[str, ...] = (),
     ):
         is_stored_so = model.config.unquantized is not None
-        self.files, self.dtype = files, dtype
+        self.files, self.dtype, self._exact = files, dtype, exact_names(model)
         if in_4_bits or is_stored_so:
             own = getattr(torch, model.config.dtype or "float32")
             nf4.quantize_linears(model, dtype or own, whole)
@@ -151,4 +152,4 @@ class BaseWeights:
             quantized.fill(self.files, source, codes, scales)
             return nf4.dequantize(codes, scales, layer.weight_dtype)
         stored = source.read(self.files)
-        return stored if self.dtype is None else stored.to(self.dtype)
+        return stored if self.dtype is None else stored.to(wider(self.dtype, name in self._exact))

@@ -14,6 +14,7 @@ from dtrain.checkpoint.base_weights import BaseWeights, RunFacts, step_around, t
 from dtrain.checkpoint.file_rows import joints
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, joined, layout_of, write_entries
+from dtrain.checkpoint.merged import exact_names, wider
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles
@@ -61,10 +62,10 @@ def export(
             raise UserError(f"--{form}: {source} is a whole model, which has no adapter")
         layout = layout_of(source)
         model, files = _model(layout), WeightFiles(source)
-        entries = [
-            layout.entry(files, name, wanted)
-            for name in dict.fromkeys(one.name for one in check_fit(model, files).values())
-        ]
+        places, exact = check_fit(model, files), exact_names(model)
+        kept = {places[name].name for name in exact}
+        names = dict.fromkeys(rows.name for rows in places.values())
+        entries = [layout.entry(files, name, wanted and wider(wanted, name in kept)) for name in names]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
     return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
@@ -146,7 +147,7 @@ def _export_step(
 def _entries(
     model: nn.Module,
     layout: Layout,
-    dtype: torch.dtype | None,
+    asked: torch.dtype | None,
     saved: Stored,
     read: Callable[[str], Tensor] | None,
     base: BaseWeights | None,
@@ -155,9 +156,10 @@ def _entries(
     """Each tensor of `model`: those `saved` as `read` gives them, the others of the `base`, an adapter merged into
     them."""
     tensors = model_tensors(model)
-    known = aliases(model)
+    known, exact = aliases(model), exact_names(model)
 
     def entry(name: str) -> Entry:
+        dtype = asked and wider(asked, name in exact)
         if name in saved and read is not None:
             own, weight = saved[name][1], partial(read, name)
         elif base is not None:

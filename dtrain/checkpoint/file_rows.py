@@ -58,6 +58,9 @@ def joints(model: Any, names: Iterable[str]) -> list[Joint]:
 
 def _joint(config: ModelConfig, name: str) -> Joint:
     module, _, parameter = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    if last in config.unnamed:
+        return Joint(f"{parent}.{parameter}", (name,))
     if (whole := config.whole(module)) == module:
         return Joint(name, (name,))
     parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))

@@ -57,7 +57,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for joint in joints(model, tensors):
         name, *others = joint.parts
-        known = [quantized.file_name(one) for one in ([joint.name] if others else names[name])]
+        known = [quantized.file_name(one) for one in names.get(joint.name, [joint.name])]
         found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
         used.update(found)
         if not found:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ def layout_of(source: Path) -> Layout:
 
 
 def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> Entry:
-    written = dtype if dtype is not None and weight.dtype.is_floating_point else weight.dtype
+    written = weight.written(dtype)
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
@@ -175,12 +176,15 @@ def write_entries(
     """Write `entries`, what is trained of `model`, and what is copied, to `out`, or to where that leads as a symbolic
     link. Collective; see `write_directory`."""
     copied, out = layout.copied(model), real(out)
-    trained = {entry.dtype for entry in entries}
-    foreign = trained - _KINDS.keys()
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += torch.Size(entry.shape).numel()
+    foreign = sizes.keys() - _KINDS.keys()
     if foreign:
         raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
-    write_files(files, lambda partial: _finish(partial, files, layout, trained), out, replace=replace, ranks=ranks)
+    dtype = sizes.most_common(1)[0][0]
+    write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)
 
 
 def write_files(
@@ -306,15 +310,14 @@ class SafetensorsFile:
         self._attempt(write)
 
 
-def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, trained: set[torch.dtype]) -> None:
+def _finish(partial: Path, files: Mapping[str, list[Entry]], layout: Layout, dtype: torch.dtype) -> None:
     if len(files) > 1:
         places = {entry.name: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
     config = text_only(layout.config) if layout.text_tower_alone else layout.config
-    if len(trained) == 1:
-        config = with_dtype(config, str(*trained).removeprefix("torch."))
+    config = with_dtype(config, str(dtype).removeprefix("torch."))
     write_config(config, partial)
     copy_companions(layout.source, partial)
     if layout.companions is not None:

@@ -4,7 +4,7 @@ The model's own weights are read and not written, so that nothing is left to und
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,19 @@ _CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in pla
 @dataclass(frozen=True)
 class WholeWeight:
     """A weight of [shape]. names: all that the model knows it by. dtype: the base's own. `read(dtype)` gives it whole,
-    a new tensor or the model's own, on the device of its shards; collective: every rank calls it."""
+    a new tensor or the model's own, on the device of its shards; collective: every rank calls it. exact: it is written
+    in float32 at least."""
 
     names: list[str]
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[torch.dtype], Tensor]
     collective: bool
+    exact: bool = False
+
+    def written(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype that it is written in where `dtype` is asked for; None: its own."""
+        return self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
@@ -38,7 +44,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     still hold gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
     merged into it, and the adapter: an all-gather for each that is sharded."""
     layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
-    tensors, found = model_tensors(model), {}
+    tensors, exact, found = model_tensors(model), exact_names(model), {}
     for name, names in aliases(model).items():
         module, _, parameter = name.rpartition(".")
         layer = layers.get(module)
@@ -48,8 +54,19 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             name = f"{module}.weight"
             found[name] = _of_layer(layer, name)
         else:
-            found[name] = _as_it_is(tensors[name], names)
+            found[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
     return {one.name: _joined(one.name, [found[part] for part in one.parts]) for one in joints(model, found)}
+
+
+def exact_names(model: nn.Module) -> set[str]:
+    """The names in `model` of parameters that are held, and written, in float32 at least."""
+    modules = ((name, one) for name, one in model.named_modules() if getattr(one, "keeps_precision", False))
+    return {f"{name}.{parameter}" for name, one in modules for parameter in one._parameters}
+
+
+def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:
+    """`dtype`, or where a tensor is `exact` float32 at least."""
+    return torch.promote_types(dtype, torch.float32) if exact else dtype
 
 
 @torch.no_grad()
@@ -100,7 +117,7 @@ def gathered(tensor: Tensor) -> Tensor:
 def _joined(name: str, parts: list[WholeWeight]) -> WholeWeight:
     """One below the other. Every rank joins them, those too that do not keep the whole."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
 
     def read(dtype: torch.dtype) -> Tensor:
         return torch.cat([part.read(dtype) for part in parts])

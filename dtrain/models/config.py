@@ -89,6 +89,7 @@ class ModelConfig:
     unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
     # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
 
     def parts(self, name: str) -> list[str]:
         """The model's modules that the module `name` of the files is: itself, or those whose rows it joins."""
@@ -459,6 +460,7 @@ def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower
         linear=linear,
         is_text_tower=is_text_tower,
         fused={one: tuple(f"{one.removesuffix('_qkv')}_{part}" for part in "qkv") for one in joined},
+        unnamed=("decay",),
     )
 
 

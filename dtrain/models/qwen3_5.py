@@ -217,7 +217,6 @@ class Qwen3_5ForCausalLM(CausalLM):
 
     def checkpoint_names(self, name: str) -> list[str]:
         """Multimodal files call the text tower `model.language_model`."""
-        name = name.replace(".decay.", ".")
         if not self.config.is_text_tower or name.startswith("lm_head."):
             return [name]
         return [f"model.language_model.{name.removeprefix('model.')}"]

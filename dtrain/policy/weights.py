@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dtrain.checkpoint.merged import whole_weights
+from dtrain.checkpoint.merged import whole_weights, wider
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.policy.precision import Precision
@@ -32,9 +32,9 @@ class WeightsOut:
 
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info:
         """Name → (shape, dtype) of what will be sent, in its order, tied weights once; `dtype`: None for that of
-        computation. No collective."""
+        computation; what must keep its precision is sent in float32 at least. No collective."""
         dtype = dtype or self.precision.compute
-        return {name: (weight.shape, dtype) for name, weight in whole_weights(self.model).items()}
+        return {name: (weight.shape, wider(dtype, weight.exact)) for name, weight in whole_weights(self.model).items()}
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
@@ -44,7 +44,7 @@ class WeightsOut:
         dtype = dtype or self.precision.compute
         weights = whole_weights(self.model)
         for name in weights if names is None else names:
-            yield name, weights[name].read(dtype).to(self.device)
+            yield name, weights[name].read(wider(dtype, weights[name].exact)).to(self.device)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Meet `world_size` − 1 receivers at ip:port, where this run's rank 0 listens; its other ranks return at once.

@@ -1,0 +1,159 @@
+"""Qwen3.5 in files and on meshes: what an export carries, what keeps its precision, and the ways of training."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from dtrain import models
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.errors import Stopped
+from tests.models import oracle
+from tests.test_trainer import interrupt, metrics, run, trajectory, weights
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
+
+IDS = torch.arange(80).view(2, 40)
+
+
+@pytest.fixture
+def multimodal(tmp_path):
+    """A model with a vision tower and a head for several tokens, and its directory."""
+    vision = dict(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=2,
+        patch_size=4,
+        out_hidden_size=48,
+        num_position_embeddings=16,
+        temporal_patch_size=1,
+    )
+    tokens = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+    text = oracle.VARIANTS["qwen3.5"]().to_dict()
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
+    model = oracle.randomise(transformers.Qwen3_5ForConditionalGeneration(config))
+    source = oracle.save(model, tmp_path / "source")
+    file = source / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.randn(4, 4)}, file, metadata={"format": "pt"})
+    return model, source
+
+
+@torch.no_grad()
+def test_an_export_carries_the_vision_tower_and_the_head_for_several_tokens(multimodal, tmp_path):
+    theirs, source = multimodal
+    ours = models.from_pretrained(source)
+    expected = theirs(input_ids=IDS).logits
+    assert ((ours(IDS) - expected).abs().max() / expected.abs().max()) < 1e-4
+    write_directory(ours, tmp_path / "out", source)
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert torch.equal(again(input_ids=IDS).logits, expected)
+
+
+@torch.no_grad()
+def test_without_the_tower_s_weights_the_text_model_is_written(multimodal, tmp_path):
+    theirs, source = multimodal
+    ours = models.from_pretrained(source)
+    (source / "model.safetensors").unlink()
+    write_directory(ours, tmp_path / "out", source)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again).__name__ == "Qwen3_5ForCausalLM"
+    assert torch.equal(again(IDS).logits, theirs(input_ids=IDS).logits)
+
+
+def test_the_decay_keeps_its_precision(tmp_path):
+    source = oracle.save(oracle.make("qwen3.5"), tmp_path / "source")
+    model = models.from_pretrained(source, torch.bfloat16)
+    write_directory(model, tmp_path / "out", source, torch.bfloat16)
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    exact = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
+    assert exact == {name for name in before if name.endswith(("A_log", "dt_bias"))}
+    assert all(torch.equal(before[name], after[name]) for name in exact)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def sft(root, name, *overrides, family="qwen3.5"):
+    return tiny_recipe(root, "train.global_batch=12", "train.steps=4", *overrides, family=family, name=name)
+
+
+def dpo(root, name, *overrides):
+    pairs = root / "pairs.jsonl"
+    if not pairs.exists():
+        write_pairs(pairs)
+    shape = ["method=dpo", "train.global_batch=12", "train.steps=3", f"data.train.path={pairs}"]
+    return tiny_recipe(root, *shape, *overrides, family="qwen3.5", name=name)
+
+
+WAYS = {
+    "all layers computed again": (4, ["parallel.tp=2", "parallel.cp=2", "train.activation_checkpointing=full"]),
+    "all but products computed again": (2, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
+    "all but products, one rank": (1, ["train.activation_checkpointing=selective"]),
+    "MLPs computed again": (2, ["train.activation_checkpointing=mlp"]),
+    "reduced each time": (4, ["parallel.dp_replicate=2", "parallel.reduce_each=true"]),
+    "Muon": (4, ["parallel.tp=2", "optimizer.name=muon"]),
+    "an adapter": (4, ["parallel.tp=2", "lora={rank: 4}"]),
+    "DoRA with dropout": (4, ["parallel.tp=4", "lora={rank: 4, dora: true, dropout: 0.2}"]),
+    "an adapter of linear attention": (2, ["parallel.cp=2", "lora={rank: 3, target: [in_proj_qkv, out_proj]}"]),
+}
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_training_change_no_number(tmp_path, way):
+    ranks, options = WAYS[way]
+    same = [one for one in options if one.startswith(("lora", "optimizer"))]
+    one = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=4", *same))
+    many = run(sft(tmp_path, "many", "train.micro_batch=3", "checkpoint.every=4", *options), ranks)
+    found, expected = trajectory(many), trajectory(one)
+    for mine, right in zip(found, expected, strict=True):
+        assert mine[0] == pytest.approx(right[0], rel=1e-9) and mine[1] == pytest.approx(right[1], rel=1e-9)
+    mine, right = weights(many, 4), weights(one, 4)
+    assert mine.keys() == right.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.cp=2"), (4, "parallel.tp=2")])
+def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
+    one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
+    many = run(dpo(tmp_path, "many", "train.micro_batch=3", mesh), ranks)
+    for mine, right in zip(trajectory(many), trajectory(one), strict=True):
+        assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.tp=2"), (4, "parallel.cp=2")])
+def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
+    recipes = [tiny_grpo(tmp_path, "train.steps=2", family="qwen3.5", name="one")]
+    recipes.append(tiny_grpo(tmp_path, "train.steps=2", "train.micro_batch=1", mesh, family="qwen3.5", name="many"))
+    one, many = run(recipes[0]), run(recipes[1], ranks)
+    for mine, right in zip(metrics(many), metrics(one), strict=True):
+        assert mine["loss"] == pytest.approx(right["loss"], rel=1e-8, abs=1e-12)
+        assert mine["reward_mean"] == right["reward_mean"]
+
+
+@pytest.mark.turns(2)
+def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path):
+    save_weights(write_model(tmp_path / "model", "qwen3.5"))
+    start = ["model.init=pretrained", f"model.path={tmp_path / 'model'}", "checkpoint.every=1", "train.steps=1"]
+    start += ["train.micro_batch=6", "scheduler.warmup_steps=0"]
+    one = run(sft(tmp_path, "one", *start, "train.dtype=float32"))
+    two = run(sft(tmp_path, "two", *start, "train.dtype=bfloat16"), 2)
+    (mine,), (right,) = trajectory(two), trajectory(one)
+    assert mine[0] == pytest.approx(right[0], rel=2e-3) and mine[1] == pytest.approx(right[1], rel=2e-2)
+    held = weights(two, 1)
+    assert {str(held[name].dtype) for name in held if "A_log" in name} == {"torch.float32"}
+
+
+@pytest.mark.turns(4)
+def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
+    shape = ["train.micro_batch=3", "checkpoint.every=2"]
+    whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)
+    parts = sft(tmp_path, "parts", *shape, "parallel.tp=2")
+    with pytest.raises((Stopped, AssertionError), match="stopped after step"):
+        interrupt(parts, 2, 2)
+    found = run(sft(tmp_path, "parts", *shape, "parallel.cp=2"), 2)
+    for mine, right in zip(trajectory(found), trajectory(whole), strict=True):
+        assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
