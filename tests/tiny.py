@@ -53,6 +53,16 @@ FAMILIES = {
         "attention_multiplier": 0.25,
         "logits_scaling": 2.0,
     },
+    "granite4": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.25,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "rope",
+        "layer_types": ["attention", "attention"],
+    },
     "ministral3": {
         "architectures": ["Ministral3ForCausalLM"],
         "model_type": "ministral3",

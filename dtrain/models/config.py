@@ -529,8 +529,12 @@ def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
     )
 
 
-def _granite(architecture: str, fields: Fields) -> ModelConfig:
+def _granite(
+    architecture: str, fields: Fields, inner: int | None = None, fused: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelConfig:
+    """inner: an intermediate_size of another name."""
     common = _common(architecture, fields := fields.over({"bos_token_id": 1, "eos_token_id": 2}))
+    common["intermediate_size"] = inner or common["intermediate_size"]
     common["attention_scale"] = fields.number("attention_multiplier", 1.0)
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     return _with_one_rope(
@@ -544,7 +548,32 @@ def _granite(architecture: str, fields: Fields) -> ModelConfig:
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_scaling=fields.number("logits_scaling", 1.0),
+        fused=fused or {},
     )
+
+
+_DENSE = "only Granite 4's dense models are read, such as ibm-granite/granite-4.0-micro"
+# Of experts and mamba layers, which dense models do not have.
+_UNUSED = """num_experts_per_tok output_router_logits router_aux_loss_coef time_step_limit init_method mamba_n_heads
+mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias mamba_proj_bias"""
+
+
+def _granite_hybrid(architecture: str, fields: Fields) -> ModelConfig:
+    fields = fields.over({"intermediate_size": 11_008, "position_embedding_type": "none"})
+    fields.known(*_UNUSED.split(), "layers_block_type")
+    experts = fields.integer("num_local_experts", 8, minimum=0)
+    if experts:
+        fields.problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")
+    types = fields.get("layers_block_type") or fields.get("layer_types") or []
+    if not isinstance(types, list) or not types or any(kind not in ("attention", FULL) for kind in types):
+        fields.problem(f"layer_types {shown(types or 'missing')}: layers of mamba; {_DENSE}")
+    for key, only in (("position_embedding_type", "rope"), ("normalization_function", "rmsnorm")):
+        fields.choice(key, (only,), only)
+    # Said already; the rest of the file is that of Granite 3.
+    dense = fields.over({})
+    dense.drop("layer_types")
+    fused = {"input_linear": ("gate_proj", "up_proj")}
+    return _granite(architecture, dense, fields.integer("shared_intermediate_size", 1024), fused)
 
 
 # What the published Gemma3 checkpoints leave out of their text_config.
@@ -624,6 +653,7 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "Olmo3ForCausalLM": _olmo3,
     "SmolLM3ForCausalLM": _smollm3,
     "GraniteForCausalLM": _granite,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
     "Gemma3ForCausalLM": _gemma3,
@@ -645,6 +675,7 @@ _MODEL_TYPES = {
     "olmo3": "Olmo3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",

@@ -10,7 +10,7 @@ from dtrain.models.adapter_config import AdapterConfig, linears
 from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
-from dtrain.models.granite import GraniteForCausalLM
+from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
 from dtrain.models.mistral import MistralForCausalLM
@@ -36,6 +36,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Olmo3ForCausalLM": OlmoForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,

@@ -177,7 +177,7 @@ def query_scale(positions, beta, length):
 
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
-FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "ministral3-window"]
+FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 
 
 @pytest.mark.parametrize("variant", FREED)

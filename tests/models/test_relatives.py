@@ -9,7 +9,7 @@ from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
 from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
 
-SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "ministral3"]
+SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3"]
 
 
 @pytest.mark.parametrize("variant", SOME)
@@ -69,6 +69,9 @@ def test_a_text_tower_is_transformers_on_texts_and_its_export_has_the_other_part
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0]: must be a list of 0 and 1, one a layer"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is set"),
         ("granite", {"logits_scaling": 0}, "logits_scaling 0: must be a number above 0"),
+        ("granite4", {"num_local_experts": 8}, "num_local_experts 8: a mixture of experts; only Granite 4's dense"),
+        ("granite4", {"layer_types": ["mamba", "attention", "mamba"]}, "layers of mamba; only Granite 4's dense"),
+        ("granite4", {"position_embedding_type": None}, "position_embedding_type 'none' is not implemented"),
         ("granite", {"num_local_experts": 8}, "num_local_experts 8: not a field"),
     ],
 )
