@@ -7,6 +7,7 @@ import transformers
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
+from dtrain.models.adapter_config import linears, modules
 from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
 
 SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3"]
@@ -26,6 +27,16 @@ def test_transformers_loads_the_export_with_the_same_logits(variant, tmp_path):
     assert (ours(ids) - expected).abs().max() < 2e-5 * expected.abs().max()
     again = dict(models.from_pretrained(tmp_path / "out").named_parameters())
     assert all(torch.equal(again[name], parameter) for name, parameter in ours.named_parameters())
+
+
+@pytest.mark.parametrize("variant", SOME)
+def test_adapters_and_modules_to_save_name_transformers_modules(variant):
+    theirs = make(variant)
+    config = models.parse_config(VARIANTS[variant]().to_dict())
+    layers = {name: tuple(one.weight.shape) for name, one in theirs.named_modules() if isinstance(one, torch.nn.Linear)}
+    layers.pop("lm_head")
+    assert linears(config) == layers
+    assert sorted(modules(config)) == sorted(name for name, one in theirs.named_modules() if one._parameters)
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -57,6 +68,23 @@ def test_a_text_tower_is_transformers_on_texts_and_its_export_has_the_other_part
     others = {one: value for one, value in again.named_parameters() if one not in trained}
     before = dict(theirs.named_parameters())
     assert others and all(torch.equal(before[one], value) for one, value in others.items())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 weights are not trained: take the model in bf"),
+        ({"quant_method": "mxfp4"}, "mxfp4 weights are not trained: take the model in bfloat16, by the same name"),
+        ({"quant_method": "awq", "bits": 4}, "awq weights are not trained: take the model in bfloat16, by the same"),
+        ({"quant_method": "gptq", "bits": 4}, "-GPTQ-Int4"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "compressed-tensors weights are not"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes weights in 8 bits are not trained"),
+    ],
+)
+def test_weights_that_cannot_be_trained_are_refused_with_what_can(section, message):
+    with pytest.raises(UserError) as error:
+        models.parse_config({**TOWERS["ministral3"]().to_dict(), "quantization_config": section})
+    assert message in str(error.value) and "-BF16" in str(error.value)
 
 
 @pytest.mark.parametrize(
