@@ -32,6 +32,8 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
     of_it = "" if trained == count else f" ({part} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
+    if policy.model.config.is_text_tower and recipe.model.init != "scratch":
+        yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
     counted = asked.train.global_batch == "auto" or recipe.train.epochs is not None
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
     packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"

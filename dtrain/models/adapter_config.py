@@ -145,7 +145,10 @@ def _of_layer(config: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
         rows = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         layer = {f"linear_attn.in_proj_{part}": (count, hidden) for part, count in rows.items()}
         layer["linear_attn.out_proj"] = (hidden, values)
-    mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    parent, down = ("shared_mlp", "output_linear") if "input_linear" in config.fused else ("mlp", "down_proj")
+    mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
+        f"{parent}.{down}": (hidden, inner)
+    }
     joined: dict[str, tuple[int, int]] = {}
     for name, (rows_of, columns) in {**layer, **mlp}.items():
         whole = config.whole(name)

@@ -61,6 +61,10 @@ class Fields:
         fields._asked = self._asked
         return fields
 
+    def drop(self, key: str) -> None:
+        """Forget this field: it has been read."""
+        self._values = {name: value for name, value in self._values.items() if name != key}
+
     def problem(self, text: str) -> None:
         self.problems.append(self._prefix + text)
 

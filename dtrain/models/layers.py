@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dtrain.models.adapters import Adapter, AdapterState
     from dtrain.models.regions import Region
 
-Rotary = tuple[Tensor, Tensor]
+Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
 DECODER_PLAN = {
@@ -304,7 +304,7 @@ class Decoder(Stack):
         for kind in dict.fromkeys(config.layer_types):
             rope = config.ropes[kind]
             if rope not in rotary:
-                rotary[rope] = tables(rope, config.head_dim, turned, hidden.dtype, turns)
+                rotary[rope] = self.turns(rope, turned, hidden.dtype, turns)
             masks[kind] = None
             if kind == LINEAR:
                 masks[kind] = self.linear_mask(seq_ids, tokens or length, cache)
@@ -321,6 +321,10 @@ class Decoder(Stack):
             run = layer.forward if cache is not None and cache.bare else layer
             hidden = run(hidden, rotary[config.ropes[kind]], masks[kind], cache)
         return self.norm(hidden)
+
+    def turns(self, rope: Rope, positions: Tensor, dtype: torch.dtype, held: dict[Rope, Tensor] | None) -> Rotary:
+        """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
+        return tables(rope, self.config.head_dim, positions, dtype, held)
 
     def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> Any:
         """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens as
