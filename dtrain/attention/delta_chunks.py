@@ -192,29 +192,45 @@ def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
     return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
 
 
+class _Chunk(NamedTuple):
+    """What carries a state through one chunk; X: rows and value heads together."""
+
+    u: Tensor  # [X, C, V]
+    w: Tensor  # [X, C, K]
+    k: Tensor  # [X, C, K]: keys, decayed to the chunk's end
+    whole: Tensor  # [X, 1, 1]
+
+
+def _each(inside: _Inside) -> list[_Chunk]:
+    parts = inside.u, inside.w, inside.k * inside.end[..., None], inside.whole
+    return [_Chunk(*chunk) for chunk in zip(*(part.flatten(1, 3).unbind() for part in parts), strict=True)]
+
+
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From the first state [B, Hk, r, K, V]: those before each chunk [N, ..], what is written [N, .., C, V], the last
     state."""
-    states = torch.empty(len(inside.u), *state.shape, dtype=state.dtype, device=state.device)
+    states = torch.empty(len(inside.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
     written = torch.empty_like(inside.u)
-    for n in range(len(states)):
-        states[n] = state
-        written[n] = new = inside.u[n] - _product(inside.w[n], state)
-        state = state * inside.whole[n] + _product(inside.k[n].mT, new * inside.end[n][..., None])
-    return states, written, state
+    states[0] = state
+    flat = states.flatten(1, 3).unbind()
+    for chunk, new, before, after in zip(_each(inside), written.flatten(1, 3).unbind(), flat, flat[1:], strict=False):
+        torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=new)
+        torch.mul(before, chunk.whole, out=after).baddbmm_(chunk.k.mT, new)
+    return states[:-1], written, states[-1]
 
 
 def _maps(inside: _Inside) -> Tensor:
     """[B, Hk, r, K, K + V]: M and U, the last state being M · first + U."""
-    size = inside.k.shape[-1]
-    shape = (*inside.w.shape[1:-2], size, size)
-    unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device).expand(shape)
-    state = torch.cat([unit, unit.new_zeros(*shape[:-1], inside.u.shape[-1])], -1)
-    for n in range(len(inside.u)):
-        new = _product(inside.w[n], state)  # the negative of what is written
-        new[..., size:] -= inside.u[n]
-        state = state * inside.whole[n] - _product(inside.k[n].mT, new.mul_(inside.end[n][..., None]))
-    return state
+    chunks, size = _each(inside), inside.k.shape[-1]
+    unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device)
+    m = unit.expand(len(chunks[0].w), size, size)
+    u = m.new_zeros(len(m), size, inside.u.shape[-1])
+    for chunk in chunks:
+        taken = torch.baddbmm(chunk.w, chunk.w, m, beta=0)
+        m = torch.baddbmm(m * chunk.whole, chunk.k.mT, taken, alpha=-1)
+        new = torch.baddbmm(chunk.u, chunk.w, u, alpha=-1)
+        u = torch.baddbmm(u * chunk.whole, chunk.k.mT, new)
+    return torch.cat([m, u], -1).unflatten(0, inside.u.shape[1:4])
 
 
 def _carry_back(
@@ -222,13 +238,15 @@ def _carry_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
     last state's: those of the states after each chunk, of what is written, and of the first state."""
-    after, written = torch.empty_like(by_start), torch.empty_like(by_scores)
-    state = torch.zeros_like(by_start[0]) if last is None else last
-    for n in reversed(range(len(after))):
-        after[n] = state
-        written[n] = new = by_scores[n] + (inside.k[n] @ state).mul_(inside.end[n][..., None])
-        state = (state * inside.whole[n]).add_(by_start[n]).sub_(inside.w[n].mT @ new)
-    return after, written, state
+    states = by_start.new_empty(len(by_start) + 1, *by_start.shape[1:])
+    states[-1] = 0 if last is None else last
+    written = torch.empty_like(by_scores)
+    each, flat = _each(inside), states.flatten(1, 3).unbind()
+    scores, starts, news = (one.flatten(1, 3).unbind() for one in (by_scores, by_start, written))
+    for n in reversed(range(len(each))):
+        torch.baddbmm(scores[n], each[n].k, flat[n + 1], out=news[n])
+        torch.addcmul(starts[n], flat[n + 1], each[n].whole, out=flat[n]).baddbmm_(each[n].w.mT, news[n], alpha=-1)
+    return states[1:], written, states[0]
 
 
 class _Heads(NamedTuple):
