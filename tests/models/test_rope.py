@@ -19,7 +19,7 @@ def test_frequencies_are_transformers_bits(variant):
     theirs = VARIANTS[variant]()
     ours = parse_config(theirs.to_dict())
     for kind, rope in ours.ropes.items():
-        nested = theirs.model_type == "gemma3_text"
+        nested = "rope_theta" not in theirs.rope_parameters
         if rope.kind == "default":
             dim = int(ours.head_dim * rope.share)
             expected, scale = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
