@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain import config, models
+from dtrain.checkpoint.file_rows import joints
 from dtrain.cli import main
 from dtrain.config.schema import Lora
 from dtrain.errors import RecipeError, UserError
