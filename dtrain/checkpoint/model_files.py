@@ -79,6 +79,8 @@ _TEXT_TOWERS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
 }
+_TEXT_TOWERS["Gemma4ForConditionalGeneration"] = ("Gemma4ForCausalLM", "gemma4_text")
+_TEXT_TOWERS |= {"gemma4": _TEXT_TOWERS["Gemma4ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"gemma3": _TEXT_TOWERS["Gemma3ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"qwen3_5": _TEXT_TOWERS["Qwen3_5ForConditionalGeneration"]}
 

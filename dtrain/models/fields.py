@@ -61,6 +61,12 @@ class Fields:
         fields._asked = self._asked
         return fields
 
+    def without(self, key: str) -> "Fields":
+        """The same fields but one."""
+        fields = Fields({name: one for name, one in self._values.items() if name != key}, self.problems, self._prefix)
+        fields._asked = self._asked
+        return fields
+
     def problem(self, text: str) -> None:
         self.problems.append(self._prefix + text)
 

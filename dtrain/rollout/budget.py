@@ -40,8 +40,12 @@ def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int
     """
     config = model.config
     dtype = next(model.parameters()).dtype
-    heads = max(1, config.num_key_value_heads // tp)
-    per_position = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
+    widths = [
+        max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
+        for index, kind in enumerate(config.layer_types)
+        if config.key_sources[index] == index
+    ]
+    per_position = 2 * sum(widths) * dtype.itemsize
     tokens = max(1, free_memory(device, ranks) // per_position)
     return Budget(128, tokens, prefill=2048) if device.type == "cpu" else Budget(512, tokens, prefill=16384)
 
