@@ -48,7 +48,15 @@ class GatherKernel(ContextKernel):
         return self.inner.prepare(visibility, dtype, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
-        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).unbind(0)  # [B, S, kv, hd]
+        return self.over(q, *self.gathered(k, v, prepared), prepared, scale)
+
+    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
+        """[B, S/cp, kv, hd] each -> [B, S, kv, hd]"""
+        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).unbind(0)
+        return k, v
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+        """As `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
         return self.inner(q, k, v, prepared, scale)
 
 
@@ -74,7 +82,16 @@ class VarlenGatherKernel(PackedContextKernel):
         return [packing.over_gathered(window, self.rank, self.ranks)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
-        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)  # [B · S, kv, hd]
+        k, v = self.gather(k, v)
+        return self.attend_over(q, k, v, steps, scale)
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S/cp, kv, hd] each -> [B · S, kv, hd]"""
+        k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)
+        return k, v
+
+    def attend_over(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        """As `attend`, from what `gather` gave."""
         return over_keys(self.flash, q, k, v, steps[0], scale)
 
 

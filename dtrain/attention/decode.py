@@ -227,8 +227,9 @@ class Cached(Protocol):
     turns: dict[Any, Tensor]
     bare: bool
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False) -> Tensor:
+        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. held: whether `layer` has kept k and v already in
+        this forward, and another layer reads them."""
         ...
 
     def linear_mask(self, width: int) -> LinearMask | None:
@@ -265,21 +266,25 @@ class Prefill:
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
         self.last: Tensor | None = self._lengths - 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
-        held = self._shelf.layer(layer, k)
-        size = self._shelf.size(layer)
-        for tensor, fresh in zip(held, (k, v), strict=True):
-            if self._length > size:
-                start = (self._lengths - size).clamp(min=0)  # [B]
-                columns = (start[:, None] + torch.arange(size, device=k.device)).clamp(max=self._length - 1)
-                fresh = fresh[torch.arange(fresh.shape[0], device=k.device)[:, None], columns]  # [B, size, kv, hd]
-            tensor[self._slots, :, : fresh.shape[1]] = fresh.transpose(1, 2)
+        if not held:
+            self._write(layer, k, v)
         window = self._windows[layer]
         if window not in self._masks:
             visibility = Visibility(self._length, self._length, window)
             self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
         return self._kernel(q, k, v, self._masks[window], scale)
+
+    def _write(self, layer: int, *fresh_ones: Tensor) -> None:
+        """k and v [B, S, kv, hd], or the last of them that the layer keeps."""
+        size = self._shelf.size(layer)
+        for tensor, fresh in zip(self._shelf.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
+            if self._length > size:
+                start = (self._lengths - size).clamp(min=0)  # [B]
+                columns = (start[:, None] + torch.arange(size, device=fresh.device)).clamp(max=self._length - 1)
+                fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, hd]
+            tensor[self._slots, :, : fresh.shape[1]] = fresh.transpose(1, 2)
 
     def linear_mask(self, width: int) -> LinearMask:
         """Of the prompts, each a document."""
@@ -312,7 +317,7 @@ class Decode:
         self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
         self._places = store.rows_in_order()
         self._device = device
-        self._heads: Tensor | None = None  # [kv, 1], from the first step on
+        self._heads: dict[int, Tensor] = {}  # [kv, 1] by the number of key heads, from the first step on
         self._own: list[_Own] = []
         live: list[int] = []
         start = 0
@@ -466,7 +471,7 @@ class Decode:
         for place in self._places:
             place.length += 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False) -> Tensor:
         """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
@@ -474,26 +479,27 @@ class Decode:
         for own in self._own:
             view = own.views[window]
             keys, values = own.shelf.layer(layer, k)
-            keys[own.slots, :, view.spots] = k[own.rows, 0]
-            values[own.slots, :, view.spots] = v[own.rows, 0]
-            held = slice(len(own.slots)), slice(None), slice(view.keys)
+            if not held:
+                keys[own.slots, :, view.spots] = k[own.rows, 0]
+                values[own.slots, :, view.spots] = v[own.rows, 0]
+            seen = slice(len(own.slots)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
-            parts.append(_partial(grouped[own.rows], keys[held], values[held], bias))
+            parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
         added, parts = _cat(parts), []
-        if self._heads is None:
-            self._heads = torch.arange(key_heads, device=q.device)[:, None]
+        if key_heads not in self._heads:
+            self._heads[key_heads] = torch.arange(key_heads, device=q.device)[:, None]
         for shared in self._shared:
             view = shared.views[window]
             keys, values = shared.shelf.layer(layer, k)
             groups, count = shared.table.shape
-            held = slice(groups), slice(None), slice(view.keys)
+            seen = slice(groups), slice(None), slice(view.keys)
             queries = grouped
             if not self._is_sorted:
-                queries = grouped[shared.table[:, None], self._heads].flatten(2, 3)  # [G, kv, n · rep, hd]
+                queries = grouped[shared.table[:, None], self._heads[key_heads]].flatten(2, 3)  # [G, kv, n · rep, hd]
             bias = view.bias(q.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
                 bias = bias.expand(-1, -1, -1, heads // key_heads, -1)
-            parts.append(_partial(queries, keys[held], values[held], bias.flatten(2, 3)))
+            parts.append(_partial(queries, keys[seen], values[seen], bias.flatten(2, 3)))
         return _join(added, self._by_row(parts)).to(q.dtype).flatten(1, 2)[:, None]
 
     def _by_row(self, parts: Sequence[Part]) -> Part:

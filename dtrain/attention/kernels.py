@@ -135,6 +135,15 @@ class Kernel:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
         raise NotImplementedError
 
+    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values as `over` takes them, for several layers that read the same ones; as they are where nothing
+        is gathered."""
+        return k, v
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+        """The kernel's result from what `gathered` gave of k and v."""
+        return self(q, k, v, prepared, scale)
+
 
 class Span(NamedTuple):
     """A run of queries, the run of keys that holds all they see, and what is hidden in between.

@@ -112,6 +112,14 @@ class PackedKernel(Kernel):
         """As a kernel; q, k and v are of the tokens that the packing has."""
         raise NotImplementedError
 
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `gathered`, of the tokens that the packing has."""
+        return k, v
+
+    def attend_over(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+        """`attend` from what `gather` gave of k and v."""
+        return self.attend(q, k, v, steps, scale)
+
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
@@ -129,9 +137,25 @@ class PackedKernel(Kernel):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
         if not isinstance(prepared, Segmented):
             return self.masked(q, k, v, prepared, scale)
-        tokens, length = prepared.tokens, q.shape[1]
+        tokens = prepared.tokens
         out = self.attend(q[:, :tokens], k[:, :tokens], v[:, :tokens], prepared.steps, scale)
-        return out if tokens == length else F.pad(out, (0, 0, 0, 0, 0, length - tokens))
+        return _padded(out, q.shape[1])
+
+    def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
+        """As `Kernel.gathered`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
+        if not isinstance(prepared, Segmented):
+            return self.masked.gathered(k, v, prepared)
+        return self.gather(k[:, : prepared.tokens], v[:, : prepared.tokens])
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+        """As `Kernel.over`; q [B, S, H, hd]"""
+        if not isinstance(prepared, Segmented):
+            return self.masked.over(q, k, v, prepared, scale)
+        return _padded(self.attend_over(q[:, : prepared.tokens], k, v, prepared.steps, scale), q.shape[1])
+
+
+def _padded(out: Tensor, length: int) -> Tensor:
+    return out if out.shape[1] == length else F.pad(out, (0, 0, 0, 0, 0, length - out.shape[1]))
 
 
 class VarlenKernel(PackedKernel):

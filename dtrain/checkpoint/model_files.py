@@ -82,6 +82,8 @@ _TEXT_TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", "qwen2"),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "qwen3"),
 }
+_TEXT_TOWERS["Gemma4ForConditionalGeneration"] = ("Gemma4ForCausalLM", "gemma4_text")
+_TEXT_TOWERS |= {"gemma4": _TEXT_TOWERS["Gemma4ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"gemma3": _TEXT_TOWERS["Gemma3ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"qwen3_5": _TEXT_TOWERS["Qwen3_5ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"mistral3": _TEXT_TOWERS["Mistral3ForConditionalGeneration"]}

@@ -85,8 +85,10 @@ class Adapter:
         if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
-        # Sequence parallel has padded the sequence.
-        tokens = F.pad(tokens, (0, x.shape[1] - tokens.shape[1]))
+        tp = layer.cut if layer.cut is not None and layer.cut.sequence else None
+        # Sequence parallel has padded the sequence, and cut it outside of blocks.
+        tokens = F.pad(tokens, (0, x.shape[1] * (1 if tp is None else tp.size) - tokens.shape[1]))
+        tokens = tokens if tp is None else tokens.chunk(tp.size, 1)[tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)
         kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
         return x * (kept / (1 - share)).to(x.dtype)

@@ -14,9 +14,10 @@ from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.models.fields import Fields, shown
 from dtrain.models.quantization_config import unquantized
-from dtrain.models.rope_config import Rope, read_gemma_ropes, read_olmo_ropes, read_rope
+from dtrain.models.rope_config import Rope, read_gemma4_ropes, read_gemma_ropes, read_olmo_ropes, read_rope
 
-__all__ = ["FULL", "LINEAR", "SLIDING", "LinearAttention", "ModelConfig", "Rope", "parse_config", "read_config"]
+__all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
+__all__ += ["parse_config", "read_config"]
 
 MOST_PARAMETERS = 10**14
 FULL = "full_attention"
@@ -51,6 +52,24 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class KeyHeads:
+    """The heads of keys and values of layers of one kind; queries have heads of the same size. tied: whether keys and
+    values come from one projection."""
+
+    count: int
+    size: int
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A second table of embeddings, of which every layer has `size` columns. vocab: its rows."""
+
+    vocab: int
+    size: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder, with config.json's names where it has them. Sizes in elements, of the whole model."""
 
@@ -60,7 +79,7 @@ class ModelConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
+    num_key_value_heads: int  # as `head_dim`, of the kinds of layers that `key_heads` does not name
     head_dim: int
     max_position_embeddings: int
     hidden_act: str  # a key of models.functions.ACTIVATIONS
@@ -73,6 +92,10 @@ class ModelConfig:
     attention_scale: float  # what q·k is multiplied by
     attention_gate: bool = False  # whether q_proj gives a gate of attention's output beside the queries
     linear: LinearAttention | None = None  # of LINEAR layers
+    key_heads: Mapping[str, KeyHeads] = field(default_factory=dict)  # by layer type
+    shared_layers: int = 0  # the last layers, which read the keys and values of an earlier one of their type
+    shared_width: int = 1  # times intermediate_size: the MLPs of those
+    per_layer: PerLayer | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -105,16 +128,45 @@ class ModelConfig:
     def linear_key_heads(self) -> int | None:
         return None if self.linear is None else self.linear.key_heads
 
+    def heads_of(self, kind: str) -> KeyHeads:
+        """Of layers of type `kind`."""
+        return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim)
+
+    @property
+    def kv_heads(self) -> dict[str, int]:
+        """How many heads of keys there are, by the type of layers with attention."""
+        kinds = dict.fromkeys(kind for kind in self.layer_types if kind != LINEAR)
+        return {kind: self.heads_of(kind).count for kind in kinds}
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """Of each layer the one whose keys and values it reads: itself, or the last one of its type that has some."""
+        own = self.num_hidden_layers - self.shared_layers
+        last = {kind: index for index, kind in enumerate(self.layer_types[:own])}
+        return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
+
+    def inner_size(self, layer: int) -> int:
+        """Of the MLP of a layer, by its number."""
+        own = self.num_hidden_layers - self.shared_layers
+        return self.intermediate_size * (self.shared_width if layer >= own else 1)
+
     @property
     def parameters(self) -> int:
         """How many there are in the matrices; norms and biases are left out."""
-        heads = (2 + self.attention_gate) * self.num_attention_heads + 2 * self.num_key_value_heads
-        linear = self.layer_types.count(LINEAR)
-        widths = (self.num_hidden_layers - linear) * self.head_dim * heads
-        if self.linear is not None:
-            widths += linear * (2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads)
-        layers = self.hidden_size * (widths + 3 * self.num_hidden_layers * self.intermediate_size)
-        return layers + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
+        hidden, widths = self.hidden_size, 0
+        for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
+            widths += 3 * self.inner_size(index)
+            if kind == LINEAR and self.linear is not None:
+                widths += 2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads
+                continue
+            heads = self.heads_of(kind)
+            keys = 0 if source != index else (2 - heads.tied) * heads.count
+            widths += heads.size * ((2 + self.attention_gate) * self.num_attention_heads + keys)
+        vocabulary = (2 - self.tie_word_embeddings) * self.vocab_size * hidden
+        if self.per_layer is not None:
+            widths += (self.num_hidden_layers + 2 * self.num_hidden_layers) * self.per_layer.size
+            vocabulary += self.per_layer.vocab * self.num_hidden_layers * self.per_layer.size
+        return hidden * widths + vocabulary
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -570,8 +622,7 @@ def _granite_hybrid(architecture: str, fields: Fields) -> ModelConfig:
     for key, only in (("position_embedding_type", "rope"), ("normalization_function", "rmsnorm")):
         fields.choice(key, (only,), only)
     # Said already; the rest of the file is that of Granite 3.
-    dense = fields.over({})
-    dense.drop("layer_types")
+    dense = fields.without("layer_types")
     fused = {"input_linear": ("gate_proj", "up_proj")}
     return _granite(architecture, dense, fields.integer("shared_intermediate_size", 1024), fused)
 
@@ -623,6 +674,109 @@ def _gemma3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
     return _text_tower(architecture, fields, _gemma3, tie=True)
 
 
+# What published Gemma4 checkpoints may leave out.
+_GEMMA4_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
+
+def _gemma4(architecture: str, fields: Fields, tie: bool = True, is_text_tower: bool = False) -> ModelConfig:
+    fields = fields.over(_GEMMA4_DEFAULTS)
+    fields.must_be_off("enable_moe_block", "mixture of experts is not implemented; the dense models are E2B, E4B, 31B")
+    fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which are off
+    if fields.get("use_bidirectional_attention") == "vision":  # among an image's tokens; text is causal
+        fields = fields.without("use_bidirectional_attention")
+    common = _common(architecture, fields, activation=("hidden_activation", None), head_dim=256, pad=0, tie=tie)
+    common["attention_scale"] = 1.0  # q and k are normed, and their weights trained to it
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [SLIDING if (index + 1) % 6 else FULL for index in range(count)])
+    types = (*types[:-1], FULL)  # as transformers has it, whatever is written
+    heads = _gemma4_heads(fields, types, common)
+    shared = fields.integer("num_kv_shared_layers", 0, minimum=0)
+    if missing := sorted(set(types) - set(types[: max(0, count - shared)])):
+        fields.problem(
+            f"num_kv_shared_layers {shared} of {count}: no layer before these has keys of {' and '.join(missing)}"
+        )
+        shared = 0
+    size = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
+    rows = fields.integer("vocab_size_per_layer_input", 262_144)
+    if size and rows < common["vocab_size"]:
+        fields.problem(
+            f"vocab_size_per_layer_input {rows} is less than vocab_size {common['vocab_size']}: the tokens beyond it "
+            "have no row"
+        )
+    max_positions, sizes = common["max_position_embeddings"], {kind: one.size for kind, one in heads.items()}
+    values = {
+        **common,
+        "layer_types": types,
+        "sliding_window": _used_window(fields, types, _written_window(fields)),
+        "ropes": read_gemma4_ropes(fields, max_positions, FULL, SLIDING, sizes),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
+        "key_heads": heads,
+        "shared_layers": shared,
+        "shared_width": 2 if fields.flag("use_double_wide_mlp", False) else 1,
+        "per_layer": PerLayer(rows, size) if size else None,
+    }
+    fields.refuse_the_rest()
+    return ModelConfig(**values, is_text_tower=is_text_tower)
+
+
+def _gemma4_heads(fields: Fields, types: tuple[str, ...], common: Mapping[str, Any]) -> dict[str, KeyHeads]:
+    """Full layers have sizes of their own: `global_head_dim` and `num_global_key_value_heads`, or, where transformers
+    has written the file, `per_layer_config`, an object for each layer."""
+    tied = fields.flag("attention_k_eq_v", False)
+    size = fields.integer("global_head_dim", 512)
+    count = fields.optional_integer("num_global_key_value_heads") if tied else None
+    fields.known("num_global_key_value_heads")  # without attention_k_eq_v it says nothing
+    own = {"head_dim": size} | ({} if count is None else {"num_key_value_heads": count})
+    written = fields.get("per_layer_config")
+    if written is None:
+        written = {str(index): own for index, kind in enumerate(types) if kind == FULL}
+    problem = (
+        f"per_layer_config {shown(written)}: must give head_dim and num_key_value_heads, alike in layers of a type"
+    )
+    heads: dict[str, KeyHeads] = {}
+    for index, kind in enumerate(types):
+        one = written.get(str(index), {}) if isinstance(written, dict) else None
+        if not isinstance(one, dict) or set(one) - {"head_dim", "num_key_value_heads"}:
+            fields.problem(problem)
+            one = {}
+        of_layer = Fields(one, fields.problems, prefix=f"per_layer_config.{index}.")
+        found = KeyHeads(
+            of_layer.integer("num_key_value_heads", common["num_key_value_heads"]),
+            of_layer.integer("head_dim", common["head_dim"]),
+            tied and kind == FULL,
+        )
+        if heads.setdefault(kind, found) != found:
+            fields.problem(problem)
+    for kind, found in heads.items():
+        if common["num_attention_heads"] % found.count:
+            queries = common["num_attention_heads"]
+            fields.problem(f"num_attention_heads {queries} is not a multiple of the {found.count} KV heads of {kind}")
+        if found.size % 2:
+            fields.problem(f"head_dim {found.size} of {kind} is odd, rotary embeddings need pairs")
+    return heads
+
+
+def _gemma4_multimodal(architecture: str, fields: Fields) -> ModelConfig:
+    fields.known("vision_config", "audio_config", "initializer_range", "vision_soft_tokens_per_image")
+    fields.known("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
+    fields.known("image_token_id", "video_token_id", "audio_token_id")
+    return _text_tower(architecture, fields, _gemma4, tie=True)
+
+
 def _text_tower(architecture: str, fields: Fields, read: Callable[..., ModelConfig], tie: bool) -> ModelConfig:
     """What `read` makes of `text_config`; tie: the family's default of tie_word_embeddings."""
     text = fields.get("text_config") or {}
@@ -658,6 +812,8 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_multimodal,
+    "Gemma4ForCausalLM": _gemma4,
+    "Gemma4ForConditionalGeneration": _gemma4_multimodal,
 }
 
 # For files without `architectures`, such as those that models from scratch are described by.
@@ -680,4 +836,6 @@ _MODEL_TYPES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }

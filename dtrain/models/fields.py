@@ -61,9 +61,11 @@ class Fields:
         fields._asked = self._asked
         return fields
 
-    def drop(self, key: str) -> None:
-        """Forget this field: it has been read."""
-        self._values = {name: value for name, value in self._values.items() if name != key}
+    def without(self, key: str) -> "Fields":
+        """The same fields but one."""
+        fields = Fields({name: one for name, one in self._values.items() if name != key}, self.problems, self._prefix)
+        fields._asked = self._asked
+        return fields
 
     def problem(self, text: str) -> None:
         self.problems.append(self._prefix + text)

@@ -11,7 +11,7 @@ other logits at 100,000 tokens.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,9 @@ def frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / head_dim
     powers = rope.theta**exponents
     plain = 1.0 / powers
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        plain[int(rope.share * head_dim // 2) :] = 0  # these stay as they are
+    if rope.kind in ("linear", "proportional"):
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
@@ -136,7 +138,7 @@ def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:
 
 
 def tables(
-    rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Rope, Tensor] | None = None
+    rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """cos and sign·sin, each [B or 1, S, 1, turned] in `dtype`, for positions [B or 1, S]; `rotate` wants both. turned:
     the dimensions of a head that are rotated, all or its first ones.
@@ -144,9 +146,10 @@ def tables(
     Computed in max(float32, dtype). held: where the frequencies on the device stay for the next call, of like sizes.
     """
     wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
-    if rope not in held:
-        held[rope] = frequencies(rope, int(head_dim * rope.share), wide).to(positions.device, non_blocking=True)
-    turn = held[rope]
+    turned = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
+    if (rope, turned) not in held:
+        held[rope, turned] = frequencies(rope, turned, wide).to(positions.device, non_blocking=True)
+    turn = held[rope, turned]
     angles = positions[..., None].to(wide) * turn  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
     return torch.cat([cos, cos], -1).to(dtype).unsqueeze(2), torch.cat([-sin, sin], -1).to(dtype).unsqueeze(2)

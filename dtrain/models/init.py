@@ -14,6 +14,8 @@ from dtrain.models.layers import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.randomness import key, uniform
 
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
+
 
 @torch.no_grad()
 def init_weights(model: CausalLM, seed: int) -> None:
@@ -36,11 +38,13 @@ def init_weights(model: CausalLM, seed: int) -> None:
             local.copy_(uniform(places, key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
         else:
             local.fill_(1.0 if kind == "ones" else 0.0)
-        if name == "model.embed_tokens.weight" and config.pad_token_id is not None:
+        if name in _EMBEDDINGS and config.pad_token_id is not None:
             held = local_slices(parameter)[0]
-            row = config.pad_token_id % config.vocab_size
+            row = config.pad_token_id % parameter.shape[0]
             if held.start <= row < held.stop:
                 local[row - held.start] = 0.0
+    for buffer in model.buffers():  # factors, which are not trained
+        buffer.fill_(1.0)
 
 
 def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:

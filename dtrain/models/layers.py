@@ -65,9 +65,11 @@ class Linear(LocalParameters, nn.Linear):
 
     adapter: "Adapter | None" = None
     tp: TensorParallel | None = None
+    cut: TensorParallel | None = None  # set by the style `sequence`, which may cut the tokens that it sees
     weight_codes: nn.Parameter
     weight_scales: nn.Parameter
     weight_dtype: torch.dtype  # of computation, where the weight is held in 4 bits
+    key_heads: int | None = None  # of a layer that gives keys or values: how many heads of them
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_magnitude: nn.Parameter
@@ -147,17 +149,18 @@ class Attention(Mixer):
 
     def __init__(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None = None):
         super().__init__()
+        heads = config.heads_of(config.layer_types[index])
         self.index = index
-        self.head_dim = config.head_dim
+        self.head_dim = heads.size
         self.scale = config.attention_scale
-        hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
-        key = config.num_key_value_heads * config.head_dim
+        hidden, query = config.hidden_size, config.num_attention_heads * heads.size
         self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden, key, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden, key, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, heads.count * heads.size, bias=config.qkv_bias)
+        self.k_proj.key_heads = self.v_proj.key_heads = heads.count
         self.o_proj = Linear(query, hidden, bias=config.o_bias)
-        self.q_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = qk_norm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.q_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(heads.size, config.rms_norm_eps) if qk_norm else None
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
@@ -185,11 +188,11 @@ class Attention(Mixer):
 
 
 class GatedMLP(Block):
-    """down(act(gate(x)) · up(x))."""
+    """down(act(gate(x)) · up(x)). inner: its size, where it is not `intermediate_size`."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, inner: int | None = None):
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
         self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
         self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
@@ -299,13 +302,14 @@ class Decoder(Stack):
         turns, turned = None if cache is None else cache.turns, positions
         if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
             turned = positions.expand(len(input_ids), -1)
-        rotary: dict[Rope, Rotary] = {}
+        made: dict[tuple[Rope, int], Rotary] = {}
+        rotary: dict[str, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
-            rope = config.ropes[kind]
-            if rope not in rotary:
-                rotary[rope] = self.turns(rope, turned, hidden.dtype, turns)
-            masks[kind] = None
+            rope = config.ropes[kind], config.heads_of(kind).size
+            if rope not in made:
+                made[rope] = self.turns(*rope, turned, hidden.dtype, turns)
+            rotary[kind], masks[kind] = made[rope], None
             if kind == LINEAR:
                 masks[kind] = self.linear_mask(seq_ids, tokens or length, cache)
             elif cache is None:
@@ -317,14 +321,28 @@ class Decoder(Stack):
                         length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
                     )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
-        for layer, kind in zip(self.layers, config.layer_types, strict=True):
-            run = layer.forward if cache is not None and cache.bare else layer
-            hidden = run(hidden, rotary[config.ropes[kind]], masks[kind], cache)
-        return self.norm(hidden)
+        return self.norm(self.through(hidden, input_ids, rotary, masks, cache))
 
-    def turns(self, rope: Rope, positions: Tensor, dtype: torch.dtype, held: dict[Rope, Tensor] | None) -> Rotary:
+    def through(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        rotary: Mapping[str, Rotary],
+        masks: Mapping[str, Any],
+        cache: Cached | None,
+    ) -> Tensor:
+        """The embeddings [B, S, D] of `input_ids` [B, S], which sequence parallel does not cut, through all layers ->
+        [B, S, D]. rotary, masks: by the layers' type."""
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            run = layer.forward if cache is not None and cache.bare else layer
+            hidden = run(hidden, rotary[kind], masks[kind], cache)
+        return hidden
+
+    def turns(
+        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+    ) -> Rotary:
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
-        return tables(rope, self.config.head_dim, positions, dtype, held)
+        return tables(rope, head_dim, positions, dtype, held)
 
     def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> Any:
         """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens as
@@ -333,10 +351,13 @@ class Decoder(Stack):
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(input_ids)
-        if self.embed_scale is None:
-            return hidden
-        # Rounded to the embedding's dtype first, as the checkpoints were trained: 50.6 is 50.5 in bfloat16.
-        return hidden * torch.tensor(self.embed_scale, dtype=hidden.dtype, device="cpu").item()
+        return hidden if self.embed_scale is None else hidden * rounded(self.embed_scale, hidden.dtype)
+
+
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """What embeddings in `dtype` are multiplied by. Rounded first, as the checkpoints were trained: 50.6 is 50.5 in
+    bfloat16."""
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
 class CausalLM(ParallelModel):
@@ -462,14 +483,19 @@ class CausalLM(ParallelModel):
         keys of the row or window, though a causal query sees half of them on average; recomputation is not counted.
         """
         config = self.config
-        products = [*self.parameters()]
-        if not config.tie_word_embeddings:
-            products = [one for one in products if one is not self.model.embed_tokens.weight]
+        lookups = [] if config.tie_word_embeddings else [self.model.embed_tokens.weight]
+        if (table := getattr(self.model, "embed_tokens_per_layer", None)) is not None:
+            lookups.append(table.weight)
+        products = [one for one in self.parameters() if not any(one is table for table in lookups)]
         count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
         window = config.sliding_window or seq_len
-        reach = [min(seq_len, window) if kind == SLIDING else seq_len for kind in config.layer_types if kind != LINEAR]
+        reach = [
+            config.heads_of(kind).size * (min(seq_len, window) if kind == SLIDING else seq_len)
+            for kind in config.layer_types
+            if kind != LINEAR
+        ]
         states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
-        return count + 12.0 * config.num_attention_heads * config.head_dim * sum(reach) + 18.0 * states
+        return count + 12.0 * config.num_attention_heads * sum(reach) + 18.0 * states
 
 
 def weights_in(parameter: Tensor) -> int:

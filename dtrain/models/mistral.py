@@ -2,6 +2,8 @@
 multimodal checkpoint. Llama's layer; Ministral 3 scales queries by their position, as Llama 4 does.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,13 +35,15 @@ class ScaledLayer(PreNormLayer):
 class ScaledDecoder(Decoder):
     """A decoder that hands its layers the queries' scale beside the rotary tables."""
 
-    def turns(self, rope: Rope, positions: Tensor, dtype: torch.dtype, held: dict[Rope, Tensor] | None) -> Rotary:
+    def turns(
+        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+    ) -> Rotary:
         """As `Decoder.turns`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32, dtype) and
         rounded: [B or 1, S, 1, 1]"""
         wide = torch.promote_types(dtype, torch.float32)
         lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
         scale = (1 + rope.query_beta * torch.log1p(lengths)).to(dtype)
-        return *super().turns(rope, positions, dtype, held), scale[..., None, None]
+        return *super().turns(rope, head_dim, positions, dtype, held), scale[..., None, None]
 
 
 class MistralForCausalLM(TextTower):

@@ -10,6 +10,7 @@ from dtrain.models.adapter_config import AdapterConfig, linears
 from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
+from dtrain.models.gemma4 import Gemma4ForCausalLM
 from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
@@ -41,6 +42,8 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
 }
 
 

@@ -9,11 +9,13 @@ from dtrain.models.fields import Fields, shown
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3 or yarn; the other fields belong to some.
+    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3, yarn or proportional; the other fields
+    belong to some.
 
-    share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor). table_scale multiplies
-    cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4). query_beta: how queries grow with each
-    original_max_positions (Llama 4's; `models.mistral`).
+    share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
+    the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
+    factor, arXiv:2309.00071, section 3.4). query_beta: how queries grow with each original_max_positions (Llama 4's;
+    `models.mistral`).
     """
 
     kind: str = "default"
@@ -37,6 +39,8 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+
+_PROPORTIONAL = ("factor",)
 
 
 def read_rope(
@@ -83,6 +87,28 @@ def read_olmo_ropes(fields: Fields, max_positions: int, full: str, sliding: str)
         # transformers 4 gives it to all layers, 5 to full ones.
         fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {full} and under {sliding}")
     return _by_kind(fields, max_positions, {full: theta, sliding: theta}, tuple(_PARAMETERS))
+
+
+def read_gemma4_ropes(
+    fields: Fields, max_positions: int, full: str, sliding: str, sizes: dict[str, int]
+) -> dict[str, Rope]:
+    """Gemma4's two, of which that of full layers turns a part of each head. sizes: of heads, by the layers' type."""
+    written = fields.get("rope_parameters")
+    defaults = {
+        sliding: {"rope_type": "default", "rope_theta": 10_000.0},
+        full: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    }
+    nested = defaults if written is None else written
+    if not isinstance(nested, dict) or set(nested) - set(defaults) or set(sizes) - set(nested):
+        fields.problem(f"rope_parameters {shown(written)}: must be nested under {full} and {sliding}")
+        nested = defaults
+    ropes = {}
+    for kind in sizes:
+        one, where = nested[kind], f"rope_parameters.{kind}"
+        share = 1.0 if isinstance(one, dict) and one.get("rope_type") == "proportional" else None
+        kinds = (*_PARAMETERS, "proportional")
+        ropes[kind] = _rope(fields, where, one, 10_000.0, max_positions, kinds, share=share)
+    return ropes
 
 
 def _by_kind(fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...]) -> dict[str, Rope]:
@@ -144,11 +170,12 @@ def _rope(
     length = 0
     if kind in ("llama3", "yarn") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
-    reads = _PARAMETERS[kind]
+    reads = _PARAMETERS.get(kind, _PROPORTIONAL)
     values: dict[str, Any] = {}
     if "factor" in reads:
         # YaRN may leave the factor to the two lengths (DeepSeek's files do).
-        values["factor"] = inner.number("factor", max_positions / length if kind == "yarn" else None, least=1e-3)
+        default = {"yarn": max_positions / max(length, 1), "proportional": 1.0}.get(kind)
+        values["factor"] = inner.number("factor", default, least=1e-3)
     if kind == "llama3":
         values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
         if values["high_freq_factor"] <= values["low_freq_factor"]:

@@ -12,6 +12,8 @@ class ModelSizes(Protocol):
     @property
     def num_key_value_heads(self) -> int: ...
     @property
+    def kv_heads(self) -> dict[str, int]: ...  # by the type of layers
+    @property
     def vocab_size(self) -> int: ...
     @property
     def intermediate_size(self) -> int: ...
@@ -33,9 +35,11 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
     problems = []
     if model.num_attention_heads % tp:
         problems.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
-    if not _shares(model.num_key_value_heads, tp):
-        kv = model.num_key_value_heads
-        problems.append(f"parallel.tp={tp} and the model's {kv} KV heads: neither divides the other")
+    of_one_kind = len(set(model.kv_heads.values())) == 1
+    for kind, kv in list(model.kv_heads.items())[: 1 if of_one_kind else None]:
+        whose = "the model's" if of_one_kind else f"its {kind} layers'"
+        if not _shares(kv, tp):
+            problems.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")
     if model.linear_key_heads is not None and model.linear_key_heads % tp:
         linear = model.linear_key_heads
         problems.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")

@@ -50,7 +50,8 @@ def shard_with_policies(
     offload: OffloadPolicy,
     reshard_after_forward: bool | str = "default",
 ) -> None:
-    """Shard `model` in place: every decoder layer a unit, and the root (embedding, norm, head) one.
+    """Shard `model` in place: every decoder layer a unit, and the root (embedding, norm, head) one. A module that says
+    `gathered_alone` is a unit of its own, which holds its weights no longer than its forward.
 
     mesh: one dimension, or (replicate, shard) for HSDP. By default a layer is gathered before its forward and again
     before its backward (one all-gather each, the next layer's on its way while one computes), its gradient
@@ -61,17 +62,15 @@ def shard_with_policies(
     Gradients are summed: the loss already divides by the count of the global batch.
     """
     keep_exact(model, mesh, precision, offload)
+    for module in model.modules():
+        if getattr(module, "gathered_alone", False):
+            _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
     layers = list(model.model.layers)
     default = reshard_after_forward == "default"
     reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
     units = []
     for module, reshard in [*zip(layers, reshards, strict=True), (model, reshard_after_forward is True)]:
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
-        unit = cast(_Unit, module)
-        unit.reshards_after_forward = reshard
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        units.append(unit)
+        units.append(_own_unit(module, mesh, precision, offload, reshard))
     for unit, following in pairwise([units[-1], *units[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
@@ -88,11 +87,18 @@ def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecision
     exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
     for module in model.modules():
         if getattr(module, "keeps_precision", False):
-            fully_shard(module, mesh=mesh, mp_policy=exact, offload_policy=offload, reshard_after_forward=False)
-            unit = cast(_Unit, module)
-            unit.reshards_after_forward = False
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+            _own_unit(module, mesh, exact, offload, False)
+
+
+def _own_unit(
+    module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy, reshard: bool
+) -> _Unit:
+    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+    unit = cast(_Unit, module)
+    unit.reshards_after_forward = reshard
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    return unit
 
 
 @contextmanager

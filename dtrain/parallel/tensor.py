@@ -35,7 +35,7 @@ class TensorParallel:
 
     mesh: DeviceMesh
     sequence: bool  # switched off for a while by `whole_sequences`
-    key_heads: int
+    key_heads: int  # of layers that do not say how many they have
 
     @property
     def size(self) -> int:
@@ -191,14 +191,15 @@ def colwise(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
-    """As `colwise`, for keys and values. Fewer heads than ranks: each rank computes the head that its queries read,
-    from a replicated weight, whose gradients are summed."""
-    if tp.key_heads % tp.size == 0:
+    """As `colwise`, for keys and values, whose heads the layer's `key_heads` counts. Fewer heads than ranks: each rank
+    computes the head that its queries read, from a replicated weight, whose gradients are summed."""
+    heads: int = getattr(module, "key_heads", None) or tp.key_heads
+    if heads % tp.size == 0:
         return colwise(module, tp)
-    mine = tp.rank // (tp.size // tp.key_heads)
+    mine = tp.rank // (tp.size // heads)
 
     def rows(whole: Tensor) -> Tensor:
-        head = whole.shape[0] // tp.key_heads
+        head = whole.shape[0] // heads
         return whole[mine * head : (mine + 1) * head]
 
     for name in _OF_OUTPUTS:
@@ -225,8 +226,11 @@ def block(module: Block, tp: TensorParallel) -> None:
 
 
 def sequence(module: LocalParameters, tp: TensorParallel) -> None:
-    """A norm between blocks. Under sequence parallel a rank norms its tokens, and the weights' gradients are summed."""
-    _place(module, tp, "weight", Replicate(), grad=Partial() if tp.sequence else Replicate())
+    """A norm between blocks, or a linear layer that is whole on every rank. Under sequence parallel a rank computes its
+    tokens, and the weights' gradients are summed."""
+    for name in module._parameters:
+        _place(module, tp, name, Replicate(), grad=Partial() if tp.sequence else Replicate())
+    module.cut = tp  # type: ignore[assignment]  # as above
 
 
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:

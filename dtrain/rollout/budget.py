@@ -42,8 +42,12 @@ def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int
     """
     config = model.config
     dtype, free = next(model.parameters()).dtype, free_memory(device, ranks)
-    heads, layers = max(1, config.num_key_value_heads // tp), len(config.layer_types) - config.layer_types.count(LINEAR)
-    per_position = 2 * layers * heads * config.head_dim * dtype.itemsize
+    widths = [
+        max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
+        for index, kind in enumerate(config.layer_types)
+        if kind != LINEAR and config.key_sources[index] == index
+    ]
+    per_position = 2 * sum(widths) * dtype.itemsize
     rows, prefill = (128, 2048) if device.type == "cpu" else (512, 16384)
     if config.linear is not None:
         wide = torch.promote_types(dtype, torch.float32).itemsize

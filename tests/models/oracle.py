@@ -97,6 +97,24 @@ def _qwen3_5(**more):
     return transformers.Qwen3_5TextConfig(**{**_TINY, **sizes, **more})
 
 
+def _gemma4(**more):
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    sizes = dict(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        head_dim=16,
+        global_head_dim=24,
+        sliding_window=9,
+        rope_parameters=ropes,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+    )
+    return transformers.Gemma4TextConfig(**{**_TINY, **sizes, **more})
+
+
 VARIANTS = {
     "llama2": lambda: _llama(num_key_value_heads=4),
     "llama3": lambda: _llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
@@ -157,6 +175,25 @@ VARIANTS = {
         linear_conv_kernel_dim=3,
         layer_types=["full_attention", "linear_attention"] * 2,
     ),
+    "gemma4": lambda: _gemma4(num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4-unshared": lambda: _gemma4(
+        vocab_size_per_layer_input=VOCAB + 30,
+        final_logit_softcapping=3.0,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        pad_token_id=5,
+        use_bidirectional_attention="vision",
+    ),
+    "gemma4-31b": lambda: _gemma4(
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=3.0,
+        rope_parameters=None,
+    ),
+    "gemma4-shared-pairs": lambda: _gemma4(
+        attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=4, global_head_dim=16
+    ),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),
@@ -182,6 +219,7 @@ _CLASSES = {
     "ministral3": transformers.Ministral3ForCausalLM,
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
+    "gemma4_text": transformers.Gemma4ForCausalLM,
 }
 
 
@@ -261,6 +299,9 @@ def grads(model) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def randomise(model):
     generator = torch.Generator().manual_seed(1)
+    for layer in model.modules():
+        if isinstance(scalar := getattr(layer, "layer_scalar", None), torch.Tensor):
+            scalar.fill_(0.7 + torch.rand((), generator=generator))
     for parameter in model.parameters():
         scale = 0.05 if parameter.dim() > 1 else 0.5
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)

@@ -26,6 +26,8 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 # Rounding in float32 grows in linear layers and in norms over all heads: transformers' own distance to float64 is as
 # large.
 TIMES = {"qwen3.5": 20.0, "qwen3.5-tied": 20.0, "olmo2-biases": 10.0}
+# So it does where scores are not scaled.
+TIMES |= dict.fromkeys(("gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"), 4.0)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -160,15 +162,38 @@ def in_float64(model, head_dim):
         forward.turn = turn
         return forward
 
+    def gemma4_norm(module):
+        eps, weight = module.eps, module.weight if module.with_scale else 1.0
+        return lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    def gemma4_rotary(config):
+        turns = {}
+        for kind, rope in config.rope_parameters.items():
+            size = config.per_layer_config[kind].head_dim
+            turned = int(rope.get("partial_rotary_factor", 1.0) * size // 2)
+            turns[kind] = [rope["rope_theta"] ** (-2 * i / size) for i in range(turned)] + [0.0] * (size // 2 - turned)
+
+        def forward(x, position_ids, layer_type):
+            turn = torch.tensor(turns[layer_type], dtype=torch.float64)
+            angles = (position_ids[..., None] * turn).repeat(1, 1, 2)
+            return angles.cos(), angles.sin()
+
+        return forward
+
     for module in model.modules():
         kind = type(module).__name__
-        if "RMSNorm" in kind and not kind.endswith("Gated"):
+        if kind == "Gemma4RMSNorm":
+            module.forward = gemma4_norm(module)
+        elif "RMSNorm" in kind and not kind.endswith("Gated"):
             module.forward = norm(module, "Gemma" in kind or "Qwen3_5" in kind)
         if kind.endswith("GatedDeltaNet"):
             module.forward = delta_net(module)
         if "ScaledWordEmbedding" in type(module).__name__:
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
-    model.model.rotary_emb.forward = rotary(model.config.rope_parameters.get("rope_theta", 1.0))
+    if model.config.model_type == "gemma4_text":
+        model.model.rotary_emb.forward = gemma4_rotary(model.config)
+    else:
+        model.model.rotary_emb.forward = rotary(model.config.rope_parameters.get("rope_theta", 1.0))
     return model.double()
 
 
@@ -177,6 +202,7 @@ def query_scale(positions, beta, length):
 
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
+FREED += ["gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
 FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 
 

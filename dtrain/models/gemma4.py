@@ -1,0 +1,223 @@
+"""Gemma 4's dense text models (E2B, E4B, 31B), alone or as the text tower of a multimodal checkpoint.
+
+Full layers have heads of another size than sliding ones, and may take values from the keys' projection; heads of q, k
+and v are normed. The last layers have no keys of their own: each reads those of the last layer of its type that has,
+which hands them on as values, whole under a kernel that gathers them. A second table of embeddings has columns for each
+layer (`embed_tokens_per_layer`), which a gate in the layer multiplies. What leaves a layer is multiplied by its factor.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.decode import Cached
+from dtrain.models.config import ModelConfig
+from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate
+from dtrain.models.layers import (
+    DECODER_PLAN,
+    Attention,
+    CausalLM,
+    Decoder,
+    GatedMLP,
+    Layer,
+    Linear,
+    RMSNorm,
+    Rotary,
+    rounded,
+)
+from dtrain.parallel.tensor import VocabEmbedding
+
+Keys = tuple[Tensor, Tensor]  # of one layer, as the kernel gathers them
+
+
+class Gemma4RMSNorm(RMSNorm):
+    """weight · norm(x), all in max(float32, x's dtype), rounded once at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), self.local("weight").to(wide), self.eps).to(x.dtype)
+
+
+class Gemma4Attention(Attention):
+    """Attention of a layer with keys and values of its own, or over those of layer `source`. hands_on: whether later
+    layers read this one's."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, qk_norm=Gemma4RMSNorm)
+        self.source, self.eps = config.key_sources[index], config.rms_norm_eps
+        self.hands_on = self.source == index and index in config.key_sources[index + 1 :]
+        self.tied = config.heads_of(config.layer_types[index]).tied
+        if self.source != index:
+            del self.k_proj, self.k_norm
+        if self.source != index or self.tied:
+            del self.v_proj
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """hidden [B, S, D] -> q [B, S, H, hd]; of a layer with keys k and v [B, S, kv, hd] too"""
+        hidden, heads = self.enter(hidden), (-1, self.head_dim)
+        assert self.q_norm is not None
+        q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), *rotary)
+        if self.source != self.index:
+            return (q,)
+        assert self.k_norm is not None
+        k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        v = k if self.tied else self.v_proj(hidden).unflatten(-1, heads)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        return q, rotate(self.k_norm(k), *rotary), rms_norm(v.to(wide), None, self.eps).to(v.dtype)
+
+    def among(
+        self, q: Tensor, fresh: tuple[Tensor, ...], mask: Any, cache: Cached | None, handed: Keys | None
+    ) -> tuple[Tensor, Keys | None]:
+        """q [B, S, H, hd], and either fresh k and v [B, S, kv, hd] of this layer or those of `source`, handed on ->
+        [B, S, H · hd], and the keys and values for later layers, where it has some to hand on"""
+        if cache is not None:
+            k, v = handed or fresh
+            out = cache.attend(self.source, q, k, v, self.scale, held=handed is not None)
+            return out.flatten(2), (k, v) if self.hands_on else None
+        if handed is None:
+            k, v = fresh
+            if not self.hands_on:
+                return self.kernel(q, k, v, mask, self.scale).flatten(2), None
+            handed = self.kernel.gathered(k, v, mask)
+        k, v = handed
+        return self.kernel.over(q, k, v, mask, self.scale).flatten(2), (k, v) if self.hands_on else None
+
+
+class Gemma4Layer(Layer):
+    """Each residual branch between two norms, the last one the layer's own embeddings."""
+
+    self_attn: Gemma4Attention
+    layer_scalar: Tensor
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Gemma4Attention(config, index)
+        self.mlp = GatedMLP(config, config.inner_size(index))
+        self.input_layernorm = Gemma4RMSNorm(size, eps)
+        self.post_attention_layernorm = Gemma4RMSNorm(size, eps)
+        self.pre_feedforward_layernorm = Gemma4RMSNorm(size, eps)
+        self.post_feedforward_layernorm = Gemma4RMSNorm(size, eps)
+        self.register_buffer("layer_scalar", torch.empty(1))
+        if config.per_layer is not None:
+            self.activation = ACTIVATIONS[config.hidden_act]
+            self.per_layer_input_gate = Linear(size, config.per_layer.size, bias=False)
+            self.per_layer_projection = Linear(config.per_layer.size, size, bias=False)
+            self.post_per_layer_input_norm = Gemma4RMSNorm(size, eps)
+
+    def after(self, hidden: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
+        """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
+        [B, S, P]"""
+        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        del attended  # the MLP needs its memory
+        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        if own is not None:
+            seen = gated(self.per_layer_input_gate(hidden), own, self.activation)
+            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(seen))
+        return hidden * self.layer_scalar.to(hidden.dtype)
+
+    def forward(  # type: ignore[override]  # its decoder hands it more, and takes more
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        mask: Any,
+        cache: Cached | None = None,
+        own: Tensor | None = None,
+        handed: Keys | None = None,
+    ) -> tuple[Tensor, Keys | None]:
+        """hidden [B, S, D], own [B, S, P], handed: keys and values of an earlier layer -> [B, S, D], and this layer's
+        keys and values, where later ones read them"""
+        before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
+        q, *fresh = before(hidden, *rotary)
+        attended, keys = self.self_attn.among(q, tuple(fresh), mask, cache, handed)
+        return after(hidden, attended, *(() if own is None else (own,))), keys
+
+
+class PerLayerEmbedding(VocabEmbedding):
+    """Columns for each layer, of every token of the vocabulary: most of a small model's weights."""
+
+    gathered_alone = True
+
+
+class Gemma4Decoder(Decoder):
+    """A decoder whose layers hand on keys and values, and have embeddings of their own."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Gemma4Layer, Gemma4RMSNorm, embed_scale=config.hidden_size**0.5)
+        if config.per_layer is not None:
+            width = config.num_hidden_layers * config.per_layer.size
+            self.embed_tokens_per_layer = PerLayerEmbedding(config.per_layer.vocab, width, config.pad_token_id)
+            self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
+            self.per_layer_projection_norm = Gemma4RMSNorm(config.per_layer.size, config.rms_norm_eps)
+
+    def through(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        rotary: Mapping[str, Rotary],
+        masks: Mapping[str, Any],
+        cache: Cached | None,
+    ) -> Tensor:
+        """As `Decoder.through`: [B, S, D] -> [B, S, D]"""
+        config, bare = self.config, cache is not None and cache.bare
+        own = self.per_layer(hidden, input_ids, bare)
+        handed: dict[int, Keys] = {}  # by the number of the layer that made them
+        for index, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
+            run = layer.forward if bare else layer
+            hidden, keys = run(
+                hidden, rotary[kind], masks[kind], cache, own[index], handed.get(config.key_sources[index])
+            )
+            if keys is not None:
+                handed[index] = keys
+        return hidden
+
+    def per_layer(self, hidden: Tensor, input_ids: Tensor, bare: bool) -> tuple[Tensor | None, ...]:
+        """The embeddings [B, S, P] of each layer, from the table and from those of the model, hidden [B, S, D], which
+        sequence parallel has cut as the table's; bare: as in `Cached`."""
+        sizes = self.config.per_layer
+        if sizes is None:
+            return (None,) * self.config.num_hidden_layers
+        look_up = self.embed_tokens_per_layer.forward if bare else self.embed_tokens_per_layer
+        found = look_up(input_ids) * rounded(sizes.size**0.5, hidden.dtype)  # [B, S, L · P]
+        projected = self.per_layer_model_projection(hidden) * self.config.hidden_size**-0.5
+        normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, sizes.size)))  # [B, S, L, P]
+        return ((normed + found.unflatten(-1, (-1, sizes.size))) * 2**-0.5).unbind(2)
+
+
+class Gemma4ForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Gemma4Decoder(config))
+        plan = {
+            **DECODER_PLAN,
+            "model.embed_tokens_per_layer": "vocab_embedding",
+            "model.per_layer_model_projection": "sequence",
+            "model.per_layer_projection_norm": "sequence",
+            "model.layers.*.self_attn.q_norm": "head_norm",
+            "model.layers.*.self_attn.k_norm": "head_norm",
+            "model.layers.*.pre_feedforward_layernorm": "sequence",
+            "model.layers.*.post_feedforward_layernorm": "sequence",
+            "model.layers.*.per_layer_input_gate": "sequence",
+            "model.layers.*.per_layer_projection": "sequence",
+            "model.layers.*.post_per_layer_input_norm": "sequence",
+        }
+        names = [name for name, _ in self.named_modules()]
+        self.plan = {one: style for one, style in plan.items() if any(fnmatchcase(name, one) for name in names)}
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """Multimodal files call the text tower `model.language_model`."""
+        if not self.config.is_text_tower or name.startswith("lm_head."):
+            return [name]
+        return [f"model.language_model.{name.removeprefix('model.')}"]
+
+    @property
+    def carried_checkpoint_names(self) -> tuple[str, ...]:
+        """The other towers, and what the files have of keys and values in layers that read another's."""
+        prefix = r"model\.language_model\." if self.config.is_text_tower else r"model\."
+        towers = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",) * self.config.is_text_tower
+        sharing = [index for index, source in enumerate(self.config.key_sources) if source != index]
+        unread = rf"{prefix}layers\.({'|'.join(map(str, sharing))})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
+        return (*towers, unread) if sharing else towers
