@@ -91,8 +91,8 @@ FAMILIES = {
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
-        "head_dim": 16,
-        "global_head_dim": 24,
+        "head_dim": 8,
+        "global_head_dim": 12,
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
         "num_hidden_layers": 4,
@@ -144,7 +144,7 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
 
     model = models.build(models.read_config(directory))
     models.init_weights(model, seed)
-    tensors = dict(model.named_parameters())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = {one.name: torch.cat([tensors[part] for part in one.parts]) for one in joints(model, tensors)}
     files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}
     save_file(files, directory / "model.safetensors")

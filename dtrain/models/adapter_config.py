@@ -122,33 +122,36 @@ def is_adapter(name: str) -> bool:
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """[out, in] of every linear layer of the decoder of `config`, by its module's name in files, in the model's
     order."""
-    layers = {kind: _of_layer(config, kind) for kind in set(config.layer_types)}
-    return {
+    hidden, own = config.hidden_size, config.per_layer
+    table = {} if own is None else {"model.per_layer_model_projection": (config.num_hidden_layers * own.size, hidden)}
+    layers = {
         f"model.layers.{number}.{name}": shape
-        for number, kind in enumerate(config.layer_types)
-        for name, shape in layers[kind].items()
+        for number in range(config.num_hidden_layers)
+        for name, shape in _of_layer(config, number).items()
     }
+    return layers | table
 
 
-def _of_layer(config: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
-    """[out, in] of the linear layers in a layer of this type."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer = {
-        "self_attn.q_proj": (query * (1 + config.attention_gate), hidden),
-        "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden),
-        "self_attn.o_proj": (hidden, query),
-    }
+def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
+    """[out, in] of the linear layers in a layer of the decoder."""
+    hidden, inner, kind = config.hidden_size, config.inner_size(number), config.layer_types[number]
+    heads = config.heads_of(kind)
+    query, key = config.num_attention_heads * heads.size, heads.count * heads.size
+    layer = {"self_attn.q_proj": (query * (1 + config.attention_gate), hidden)}
+    if config.key_sources[number] == number:
+        layer |= {"self_attn.k_proj": (key, hidden)} | ({} if heads.tied else {"self_attn.v_proj": (key, hidden)})
+    layer["self_attn.o_proj"] = (hidden, query)
     if kind == LINEAR and config.linear is not None:
-        keys, values, heads = config.linear.keys, config.linear.values, config.linear.value_heads
-        rows = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
-        layer = {f"linear_attn.in_proj_{part}": (count, hidden) for part, count in rows.items()}
+        keys, values, count = config.linear.keys, config.linear.values, config.linear.value_heads
+        rows = {"q": keys, "k": keys, "v": values, "z": values, "b": count, "a": count}
+        layer = {f"linear_attn.in_proj_{part}": (size, hidden) for part, size in rows.items()}
         layer["linear_attn.out_proj"] = (hidden, values)
     parent, down = ("shared_mlp", "output_linear") if "input_linear" in config.fused else ("mlp", "down_proj")
     mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
         f"{parent}.{down}": (hidden, inner)
     }
+    if (own := config.per_layer) is not None:
+        mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
     joined: dict[str, tuple[int, int]] = {}
     for name, (rows_of, columns) in {**layer, **mlp}.items():
         whole = config.whole(name)
@@ -159,16 +162,21 @@ def _of_layer(config: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
 def modules(config: ModelConfig) -> list[str]:
     """The names in files of all modules with parameters of their own, in no order: what `modules_to_save` may name."""
     norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.per_layer is not None:
+        norms.append("post_per_layer_input_norm")
     if config.architecture.startswith("Olmo"):
         norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
-    if config.architecture.startswith("Gemma3"):
+    if config.architecture.startswith("Gemma"):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     more = {LINEAR: ["linear_attn.norm", "linear_attn.conv1d"]}
-    if config.architecture.startswith(("Qwen3", "Gemma3", "Olmo")):
+    if config.architecture.startswith(("Qwen3", "Gemma", "Olmo")):
         more |= dict.fromkeys((FULL, SLIDING), ["self_attn.q_norm", "self_attn.k_norm"])
     of_layers = [
         f"model.layers.{number}.{name}"
         for number, kind in enumerate(config.layer_types)
         for name in [*norms, *more.get(kind, [])]
+        if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
+    if config.per_layer is not None:
+        of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
     return [*ENDS, "model.norm", *linears(config), *of_layers]

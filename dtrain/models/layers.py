@@ -276,6 +276,7 @@ class Decoder(Stack):
         super().__init__()
         self.config = config
         self.embed_scale = embed_scale
+        self.head_sizes = {kind: config.heads_of(kind).size for kind in config.layer_types}
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
@@ -306,7 +307,7 @@ class Decoder(Stack):
         rotary: dict[str, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
-            rope = config.ropes[kind], config.heads_of(kind).size
+            rope = config.ropes[kind], self.head_sizes[kind]
             if rope not in made:
                 made[rope] = self.turns(*rope, turned, hidden.dtype, turns)
             rotary[kind], masks[kind] = made[rope], None

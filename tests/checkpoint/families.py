@@ -5,7 +5,16 @@ import torch
 from tests.models import oracle
 
 MULTIMODAL = "gemma3-vision"
-FAMILIES = ("llama3", "llama-pad", "mistral", "qwen2", "qwen3", "gemma3", MULTIMODAL)  # llama-pad has a tied head
+FAMILIES = (
+    "llama3",
+    "llama-pad",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "gemma4",
+    MULTIMODAL,
+)  # llama-pad has a tied head
 
 
 def save_family(name, directory, **kwargs):

@@ -31,6 +31,9 @@ def store_of(model):
         "gemma3-softcap",
         "qwen3.5",
         "qwen3.5-tied",
+        "gemma4",
+        "gemma4-unshared",
+        "gemma4-shared-pairs",
         "olmo3",
         "smollm3-window",
         "granite",
@@ -78,7 +81,7 @@ def test_cached_decoding_is_a_whole_forward(variant):
     assert rows != sorted(rows) and len(rows) == 4
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3", "gemma4"])
 @torch.no_grad()
 def test_bfloat16_is_float32_but_for_rounding(variant):
     wide, narrow, cpu = build(variant, torch.float32), build(variant, torch.bfloat16), torch.device("cpu")

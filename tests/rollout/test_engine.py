@@ -42,7 +42,7 @@ def same(found, expected, tolerance=1e-12):
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("variant", ["llama3.1", "qwen2-window", "qwen3", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize("variant", ["llama3.1", "qwen2-window", "qwen3", "gemma3", "qwen3.5", "gemma4"])
 def test_greedy_tokens_and_logprobs_are_transformers(variant, tmp_path):
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(VARIANTS[variant]()).eval().double()
@@ -63,12 +63,12 @@ def test_greedy_tokens_and_logprobs_are_transformers(variant, tmp_path):
         assert found.ids == output.sequences[0, ids.shape[1] :].tolist()
         scores = torch.cat(output.logits).double().log_softmax(-1)
         expected = scores.gather(1, torch.tensor(found.ids)[:, None])[:, 0].tolist()
-        # generate hands its logits out in float32; transformers computes linear attention in it too.
-        tolerance = 1e-5 if variant == "qwen3.5" else 1e-6
+        # generate hands its logits out in float32; transformers computes linear attention and Gemma4's norms in it.
+        tolerance = 1e-5 if variant in ("qwen3.5", "gemma4") else 1e-6
         assert found.logprobs == pytest.approx(expected, rel=0, abs=tolerance) and found.finish == "length"
 
 
-@pytest.mark.parametrize("variant", ["llama3.1", "gemma3-softcap", "qwen3.5"])
+@pytest.mark.parametrize("variant", ["llama3.1", "gemma3-softcap", "qwen3.5", "gemma4"])
 @torch.no_grad()
 def test_logprobs_are_those_of_a_whole_forward(variant):
     model = build(variant)

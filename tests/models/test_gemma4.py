@@ -1,0 +1,251 @@
+"""Gemma 4 in files and on meshes: what an export carries, what a config may say, and the ways of training."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from dtrain import models
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.errors import Stopped, UserError
+from dtrain.models.config import FULL, SLIDING
+from dtrain.parallel.fits import misfits
+from tests.models import oracle
+from tests.test_trainer import interrupt, metrics, run, trajectory, weights
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_pairs
+
+IDS = torch.arange(80).view(2, 40)
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
+AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [4, 4],
+    "output_proj_dims": 16,
+}
+
+
+@pytest.fixture
+def multimodal(tmp_path):
+    """A model with a vision and an audio tower, whose files hold keys of layers that share others', and its
+    directory."""
+    text = {**oracle.VARIANTS["gemma4"]().to_dict(), "pad_token_id": 0}
+    config = transformers.Gemma4Config(text_config=text, vision_config=VISION, audio_config=AUDIO)
+    model = oracle.randomise(transformers.Gemma4ForConditionalGeneration(config))
+    source = oracle.save(model, tmp_path / "source")
+    file = source / "model.safetensors"
+    unread = {
+        f"model.language_model.layers.5.self_attn.{name}.weight": torch.randn(4, 4) for name in ("k_proj", "k_norm")
+    }
+    save_file(load_file(file) | unread, file, metadata={"format": "pt"})
+    return model, source
+
+
+@torch.no_grad()
+def test_an_export_carries_the_towers(multimodal, tmp_path):
+    theirs, source = multimodal
+    ours = models.from_pretrained(source)
+    expected = theirs(input_ids=IDS).logits
+    assert ((ours(IDS) - expected).abs().max() / expected.abs().max()) < 1e-5
+    write_directory(ours, tmp_path / "out", source)
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert {name.split(".")[1] for name in before} == {
+        "language_model", "vision_tower", "audio_tower", "embed_vision", "embed_audio"
+    }  # fmt: skip
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert torch.equal(again(input_ids=IDS).logits, expected)
+
+
+@torch.no_grad()
+def test_without_the_towers_weights_the_text_model_is_written(multimodal, tmp_path):
+    theirs, source = multimodal
+    ours = models.from_pretrained(source)
+    (source / "model.safetensors").unlink()
+    write_directory(ours, tmp_path / "out", source)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again).__name__ == "Gemma4ForCausalLM"
+    assert torch.equal(again(IDS).logits, theirs(input_ids=IDS).logits)
+
+
+def published(**changes):
+    """31B's config.json in the words of its files, its sizes smaller."""
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size": 128,
+        "use_bidirectional_attention": "vision",
+        **changes,
+    }
+
+
+def test_sizes_by_the_kind_of_layer():
+    config = models.parse_config(published())
+    assert config.kv_heads == {SLIDING: 4, FULL: 2}
+    assert config.heads_of(FULL).size == 32 and config.heads_of(FULL).tied and not config.heads_of(SLIDING).tied
+    written = transformers.Gemma4TextConfig(**published()).to_dict()
+    assert "per_layer_config" in written
+    assert models.parse_config({**written, "architectures": ["Gemma4ForCausalLM"]}) == config
+    untied = models.parse_config(published(attention_k_eq_v=False))
+    assert untied.kv_heads == {SLIDING: 4, FULL: 4}
+    shared = models.parse_config(published(num_kv_shared_layers=4, num_hidden_layers=12, use_double_wide_mlp=True))
+    assert shared.key_sources == (*range(8), 7, 7, 7, 5)
+    assert shared.inner_size(7) * 2 == shared.inner_size(8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block True: mixture of experts is not implemented"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all': only causal"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 of 6: no layer before these has keys of full_attention"),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100}, "per_layer_input 100 is less than"),
+        ({"per_layer_config": {"5": {"sliding_window": 3}}}, "must give head_dim and num_key_value_heads"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "alike in layers of a type"),
+        ({"num_global_key_value_heads": 3}, "not a multiple of the 3 KV heads of full_attention"),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: {"partial_rotary_factor": 0.5}}},
+            "rope_parameters.sliding_attention.partial_rotary_factor 0.5: only whole heads",
+        ),
+        ({"rope_parameters": {"rope_type": "default"}}, "must be nested under full_attention and sliding_attention"),
+        ({"router_jitter": 1}, "router_jitter 1: not a field that dtrain knows"),
+    ],
+)
+def test_what_changes_the_maths_is_used_or_refused(changes, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        models.parse_config(published(**changes))
+
+
+def test_tensor_parallel_fits_each_kind_of_layer():
+    config = models.parse_config(published(num_attention_heads=12, num_global_key_value_heads=3))
+    assert misfits(config, 3) == [
+        "parallel.tp=3 and its sliding_attention layers' 4 KV heads: neither divides the other; tp may be 1, 12"
+    ]
+    assert len(misfits(config, 6)) == 1 and misfits(config, 12) == []
+
+
+def test_flops_count_products_and_the_heads_of_each_layer():
+    config = models.parse_config(json.loads(oracle.make("gemma4").config.to_json_string()))
+    model = models.build(config, device="meta")
+    counted = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens_per_layer" not in name)
+    assert config.parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    # three layers see 9 keys with heads of 16, three see all 100 with heads of 24; 4 heads
+    assert model.flops_per_token(100) == 6 * counted + 12 * 4 * 3 * (16 * 9 + 24 * 100)
+
+
+def sft(root, name, *overrides):
+    return tiny_recipe(root, "train.global_batch=12", "train.steps=4", *overrides, family="gemma4", name=name)
+
+
+def dpo(root, name, *overrides):
+    pairs = root / "pairs.jsonl"
+    if not pairs.exists():
+        write_pairs(pairs)
+    shape = ["method=dpo", "train.global_batch=12", "train.steps=3", f"data.train.path={pairs}"]
+    return tiny_recipe(root, *shape, *overrides, family="gemma4", name=name)
+
+
+WAYS = {
+    "all layers computed again": (4, ["parallel.tp=2", "parallel.cp=2", "train.activation_checkpointing=full"]),
+    "all but products computed again": (2, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
+    "all but products, in a ring": (
+        2, ["parallel.cp=2", "parallel.cp_rotate=ring", "train.activation_checkpointing=selective"],
+    ),
+    "MLPs computed again": (2, ["train.activation_checkpointing=mlp"]),
+    "reduced each time": (4, ["parallel.dp_replicate=2", "parallel.reduce_each=true"]),
+    "Muon": (4, ["parallel.tp=2", "optimizer.name=muon"]),
+    "an adapter": (4, ["parallel.tp=2", "lora={rank: 4}"]),
+    "dropout where tokens are cut": (2, ["parallel.tp=2", "lora={rank: 4, dora: true, dropout: 0.2}"]),
+    "the table frozen": (2, ["parallel.tp=2", "train.freeze=[model.embed_tokens_per_layer.*]"]),
+}  # fmt: skip
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_training_change_no_number(tmp_path, way):
+    ranks, options = WAYS[way]
+    same = [one for one in options if one.startswith(("lora", "optimizer", "train.freeze"))]
+    one = run(sft(tmp_path, "one", "train.micro_batch=12", "checkpoint.every=4", *same))
+    many = run(sft(tmp_path, "many", "train.micro_batch=3", "checkpoint.every=4", *options), ranks)
+    for mine, right in zip(trajectory(many), trajectory(one), strict=True):
+        assert mine[0] == pytest.approx(right[0], rel=1e-9) and mine[1] == pytest.approx(right[1], rel=1e-9)
+    mine, right = weights(many, 4), weights(one, 4)
+    assert mine.keys() == right.keys()
+    for name, tensor in right.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "mlp"])
+def test_what_is_computed_again_has_the_same_bits(tmp_path, kind):
+    shape = ["train.micro_batch=3", "train.steps=2", "train.dtype=float32", "checkpoint.every=2"]
+    one, two = (
+        run(sft(tmp_path, "one", *shape)),
+        run(sft(tmp_path, "two", *shape, f"train.activation_checkpointing={kind}")),
+    )
+    assert trajectory(two) == trajectory(one)
+    mine, right = weights(two, 2), weights(one, 2)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in right.items())
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.cp=2"), (4, "parallel.tp=2")])
+def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
+    one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
+    many = run(dpo(tmp_path, "many", "train.micro_batch=3", mesh), ranks)
+    for mine, right in zip(trajectory(many), trajectory(one), strict=True):
+        assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.tp=2"), (4, "parallel.cp=2")])
+def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
+    one = run(tiny_grpo(tmp_path, "train.steps=2", family="gemma4", name="one"))
+    shape = ["train.steps=2", "train.micro_batch=1", mesh]
+    many = run(tiny_grpo(tmp_path, *shape, family="gemma4", name="many"), ranks)
+    for mine, right in zip(metrics(many), metrics(one), strict=True):
+        assert mine["loss"] == pytest.approx(right["loss"], rel=1e-8, abs=1e-12)
+        assert mine["reward_mean"] == right["reward_mean"]
+
+
+@pytest.mark.turns(2)
+def test_half_precision_follows_float32(tmp_path):
+    save_weights(write_model(tmp_path / "model", "gemma4"))
+    start = ["model.init=pretrained", f"model.path={tmp_path / 'model'}", "checkpoint.every=1", "train.steps=1"]
+    start += ["train.micro_batch=6", "scheduler.warmup_steps=0"]
+    one = run(sft(tmp_path, "one", *start, "train.dtype=float32"))
+    two = run(sft(tmp_path, "two", *start, "train.dtype=bfloat16"), 2)
+    (mine,), (right,) = trajectory(two), trajectory(one)
+    assert mine[0] == pytest.approx(right[0], rel=2e-3) and mine[1] == pytest.approx(right[1], rel=5e-2)
+
+
+@pytest.mark.turns(4)
+def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
+    shape = ["train.micro_batch=3", "checkpoint.every=2"]
+    whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)
+    parts = sft(tmp_path, "parts", *shape, "parallel.tp=2")
+    with pytest.raises((Stopped, AssertionError), match="stopped after step"):
+        interrupt(parts, 2, 2)
+    found = run(sft(tmp_path, "parts", *shape, "parallel.cp=2"), 2)
+    for mine, right in zip(trajectory(found), trajectory(whole), strict=True):
+        assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
