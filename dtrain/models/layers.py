@@ -491,7 +491,7 @@ class CausalLM(ParallelModel):
         count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
         window = config.sliding_window or seq_len
         reach = [
-            config.heads_of(kind).size * (min(seq_len, window) if kind == SLIDING else seq_len)
+            self.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
             for kind in config.layer_types
             if kind != LINEAR
         ]
