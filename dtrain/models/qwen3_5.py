@@ -5,7 +5,8 @@ norms multiply by 1 + weight, and a part of each head is rotated. What the files
 model holds apart (`ModelConfig.fused`). `attention.delta` has the arithmetic of linear attention.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,9 @@ class Channels(LocalParameters):
 
 
 class Decay(LocalParameters):
-    """The logarithm of what a token leaves of each head's state. Computed, and held, in float32 at least."""
+    """Of what a token leaves of each head's state, the part that no token changes. Held, and computed, in float32 at
+    least. The decoder calls it before its layers: under FSDP it is a unit, and what is checkpointed holds none.
+    """
 
     keeps_precision = True
 
@@ -67,11 +70,11 @@ class Decay(LocalParameters):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
 
-    def forward(self, a: Tensor) -> Tensor:
-        """[B, S, Hv] -> [B, S, Hv], at most 0, in max(float32, a's dtype)"""
-        wide = torch.promote_types(a.dtype, torch.float32)
-        rate, bias = self.local("A_log").to(wide), self.local("dt_bias").to(wide)
-        return -rate.exp() * F.softplus(a.to(wide) + bias)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The rate, below 0, and the bias of a token's step, each [1, 1, Hv]"""
+        rate, bias = self.local("A_log"), self.local("dt_bias")
+        wide = torch.promote_types(rate.dtype, torch.float32)
+        return -rate.to(wide).exp()[None, None], bias.to(wide)[None, None] * 1  # none is the parameter itself
 
 
 class GatedRMSNorm(RMSNorm):
@@ -108,27 +111,27 @@ class GatedDeltaNet(Mixer):
         self.out_proj = Linear(values, hidden, bias=False)
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-        """hidden [B, S, D] -> what is convolved x [B, S, C] with its weights [C, W], the output's gate z [B, S,
-        Hv · V], the decay's input a and the strength of corrections beta [B, S, Hv]"""
-        hidden = self.enter(hidden)
+        """hidden [B, S, D], and what `decay` gives in place of rotary tables -> what is convolved x [B, S, C] with its
+        weights [C, W], the output's gate z [B, S, Hv · V], the logarithm of the decay g (≤ 0) and the strength of
+        corrections beta [B, S, Hv]"""
+        (rate, bias), hidden = rotary, self.enter(hidden)
+        g = rate * F.softplus(self.in_proj_a(hidden).to(rate.dtype) + bias)
         x = torch.cat([self.in_proj_q(hidden), self.in_proj_k(hidden), self.in_proj_v(hidden)], -1)
         weights = [one.local("weight") for one in (self.conv1d_q, self.conv1d_k, self.conv1d_v)]
         weight = torch.cat(weights).squeeze(1)
-        return x, weight, self.in_proj_z(hidden), self.in_proj_a(hidden), self.in_proj_b(hidden).sigmoid()
+        return x, weight, self.in_proj_z(hidden), g, self.in_proj_b(hidden).sigmoid()
 
     def forward(
         self,
         x: Tensor,
         weight: Tensor,
         z: Tensor,
-        a: Tensor,
+        g: Tensor,
         beta: Tensor,
         mask: LinearMask | None,
         cache: Cached | None = None,
     ) -> Tensor:
         """What `project` gives -> [B, S, Hv · V], for `out_proj`"""
-        decay = self.decay.forward if cache is not None and cache.bare else self.decay
-        g = decay(a)
         if cache is None:
             assert mask is not None
             out, _ = gated_delta(*self._heads(causal_conv(x, weight, mask)), g, beta, mask)
@@ -183,6 +186,23 @@ class Qwen3_5Layer(PreNormLayer):
 
 class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
+
+    def through(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        rotary: Mapping[str, Rotary],
+        masks: Mapping[str, Any],
+        cache: Cached | None,
+    ) -> Tensor:
+        """As `Decoder.through`: [B, S, D] -> [B, S, D]"""
+        bare, layers = cache is not None and cache.bare, cast(list[Qwen3_5Layer], list(self.layers))
+        decays = [one.linear_attn.decay for one in layers if one.is_linear]
+        turns = iter([one.forward() if bare else one() for one in decays])
+        for layer, kind in zip(layers, self.config.layer_types, strict=True):
+            run = layer.forward if bare else layer
+            hidden = run(hidden, next(turns) if layer.is_linear else rotary[kind], masks[kind], cache)
+        return hidden
 
     def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> LinearMask | None:
         """Of the rows' documents; with a cache of its prompts, None where each row goes on by a token."""

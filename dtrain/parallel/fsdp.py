@@ -79,11 +79,9 @@ def shard_with_policies(
 
 
 def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
-    """A unit of its own for each module that says `keeps_precision`: it computes in float32 where the others compute in
-    half. A unit stays gathered from the forward to the backward."""
-    wide = torch.promote_types(precision.param_dtype or torch.float32, torch.float32)
-    if precision.param_dtype in (None, wide):
-        return
+    """A unit of its own for each module that says `keeps_precision`, whose decoder calls it before the layers: it
+    computes in float32 where the others compute in half. It stays gathered from the forward to the backward."""
+    wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
     exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
     for module in model.modules():
         if getattr(module, "keeps_precision", False):

@@ -135,12 +135,14 @@ def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
 
 
 @pytest.mark.turns(2)
-def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path):
+@pytest.mark.parametrize("again", ["none", "full", "selective"])
+def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, again):
     save_weights(write_model(tmp_path / "model", "qwen3.5"))
     start = ["model.init=pretrained", f"model.path={tmp_path / 'model'}", "checkpoint.every=1", "train.steps=1"]
     start += ["train.micro_batch=6", "scheduler.warmup_steps=0"]
     one = run(sft(tmp_path, "one", *start, "train.dtype=float32"))
-    two = run(sft(tmp_path, "two", *start, "train.dtype=bfloat16"), 2)
+    keys = ["train.dtype=bfloat16", f"train.activation_checkpointing={again}"]
+    two = run(sft(tmp_path, "two", *start, *keys), 2)
     (mine,), (right,) = trajectory(two), trajectory(one)
     assert mine[0] == pytest.approx(right[0], rel=2e-3) and mine[1] == pytest.approx(right[1], rel=2e-2)
     held = weights(two, 1)
