@@ -176,7 +176,9 @@ class _ClosedForms:
         shards = world.dp_shard * world.cp
         trained, layers = self.trained / world.tp, config.num_hidden_layers
         whole = trained * compute + self.frozen_bytes / world.tp  # bytes
-        keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
+        heads = [config.heads_of(kind) for kind in config.layer_types]
+        width = sum(max(1, one.count / world.tp) * one.size for one in heads) / layers
+        keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
         messages = [
