@@ -28,7 +28,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("launch.lost_after", lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1"),
     ("launch.collective_timeout", lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null"),
     ("data.val", lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
-    ("data.max_length", lambda v: v >= 2, "at least 2: a token and the one after it"),
+    ("data.max_length", lambda v: 2 <= v < 2**31, "at least 2, a token and the one after it, and below 2 ** 31"),
     ("data.packing", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("data.num_workers", lambda v: 0 <= v <= 256, "at least 0, and at most 256"),
     ("parallel.dp_replicate", lambda v: v >= 1, "at least 1"),
@@ -227,6 +227,8 @@ def _required(recipe: Recipe) -> list[str]:
     name = recipe.run.name
     if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
         problems.append(f"run.name={name} must be the name of one directory; run.dir says where it lies")
+    elif name is not None and (not name.isprintable() or len(name.encode()) > 200):
+        problems.append(f"run.name={name[:40]!r} must have at most 200 bytes, and no character that is not printed")
     return problems
 
 

@@ -5,9 +5,12 @@ refuse before its first step (`launch.rehearsal`). A model or dataset of the hub
 a run fetches it once all else is right, and `validate` asks the hub for what the run would.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from dtrain.data import urls
 from dtrain.data.files import entries, formats_of, kind_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
-from dtrain.errors import RecipeError, UserError
+from dtrain.errors import RecipeError, UserError, in_words
 from dtrain.methods.facts import facts_of
 from dtrain.models import nf4_config
 from dtrain.models.adapter_config import modules
@@ -38,8 +41,24 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     loaded, problems = read(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
-        raise RecipeError(list(dict.fromkeys([*problems, *preflight(local, local.launch.nproc)])))
+        raise RecipeError(together(problems, preflight(local, local.launch.nproc)))
     return local
+
+
+def together(refused: Sequence[str], found: Sequence[str]) -> list[str]:
+    """Problems of a recipe's text and of what is left of it, each once. What was `refused` is not missing too."""
+    keys = [re.split(r"[=:]", problem)[0] for problem in refused]
+
+    def follows(problem: str) -> bool:
+        missing = re.match(r"(\S+)(?: or (\S+))? is missing", problem)
+        named = [key for key in missing.groups() if key] if missing else []
+        emptied = re.match(r"([\w.]+)=\[\]", problem)
+        return any(f"{key}.".startswith(f"{one}.") for one in keys for key in named) or bool(
+            emptied and any(one.startswith(f"{emptied[1]}[") for one in keys)
+        )
+
+    left = [problem for problem in found if not follows(problem)]
+    return list(dict.fromkeys([*refused, *left]))
 
 
 def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
@@ -121,12 +140,22 @@ def _ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
 def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) -> list[str]:
     """Every problem of `recipe` in a world of `world_size` processes that needs no training to be seen. What a run
     fetches from the hub is none. awaited: keys of models whose weights are not looked at."""
-    problems = _of_other_methods(recipe) + check(recipe, world_size) + _shapes(recipe) + _files(recipe, awaited)
-    problems += _data(recipe, recipe.data.train, "data.train")
-    if isinstance(recipe.data.val, DataSource):
-        problems += _data(recipe, recipe.data.val, "data.val")
-    problems += _checkpoint(recipe) + _export(recipe)
-    problems += [text for text, is_problem in _code(recipe) if is_problem]
+    splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
+    looks: list[Callable[[], list[str]]] = [
+        lambda: _of_other_methods(recipe) + check(recipe, world_size),
+        lambda: _shapes(recipe),
+        lambda: _files(recipe, awaited),
+        *(partial(_data, recipe, split, key) for key, split in splits if isinstance(split, DataSource)),
+        lambda: _checkpoint(recipe),
+        lambda: _export(recipe),
+        lambda: [text for text, is_problem in _code(recipe) if is_problem],
+    ]
+    problems = []
+    for look_at in looks:
+        try:
+            problems += look_at()
+        except OSError as error:  # a directory on the way that this user may not enter, a name that is too long
+            problems.append(f"{in_words(error)}: let this user read it, or name another place in the recipe")
     return [hidden(problem, recipe) for problem in problems]
 
 
@@ -470,7 +499,7 @@ def _start(recipe: Recipe, path: Path) -> list[str]:
 
 def _export(recipe: Recipe) -> list[str]:
     """An export takes the place of its whole directory."""
-    target = (recipe.run.directory / "export").resolve()
+    target = os.path.realpath(recipe.run.directory / "export")  # of a loop of links it gives something
     if recipe.checkpoint.export == "none":
         return []
     read = [("model.path", recipe.model.path), *facts_of(recipe).other_models(recipe)]
@@ -479,5 +508,5 @@ def _export(recipe: Recipe) -> list[str]:
         f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
         "run.name, or checkpoint.export=none"
         for key, path in read
-        if path and Path(path).resolve().is_relative_to(target)
+        if path and Path(os.path.realpath(path)).is_relative_to(target)
     ]

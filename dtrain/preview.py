@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -47,14 +46,13 @@ def preview(
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     tokenizer = Tokenizer.from_directory(recipe.model.directory)
-    cache_dir = Path(recipe.run.dir) / ".cache"
     rows = open_rows(
         recipe.data,
         kind=facts_of(recipe).kind,
         prompts=facts_of(recipe).prompts(recipe),
         tokenizer=tokenizer,
         seed=recipe.run.seed,
-        cache_dir=cache_dir,
+        cache_dir=recipe.cache,
         say=say,
     )
     noun = rows.samples.noun

@@ -41,11 +41,13 @@ def nearest(word: str, known: Collection[str]) -> str | None:
     in one letter of four at most (of three letters one may be missing or too much); or the only one that begins so or
     has it as a part. None where there is none: a wrong hint is worse than no hint."""
     wanted = _plain(word[:64])
+    if not wanted:
+        return None
     slips = {name: _slips(wanted, _plain(name)) for name in known if abs(len(name) - len(wanted)) <= 4}
     least = min(slips.values(), default=len(word))
     near = [name for name, count in slips.items() if count == least]
     is_slip = least <= min(len(wanted) // 4, 3) or (least == 1 and len(wanted) == 3 != len(_plain(near[0])))
-    if is_slip and (least == 0 or len(near) == 1):
+    if near and is_slip and (least == 0 or len(near) == 1):
         return near[0]
     parts = {name: _plain(name).startswith(wanted) or wanted in name.lower().split("_") for name in known}
     begun = [name for name, has in parts.items() if has and len(wanted) >= 4]

@@ -9,6 +9,7 @@ from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
 
 FEWEST_STEPS = 5
+SHARE = "scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null"
 
 
 def settled(recipe: Recipe, rows: Rows, world_size: int) -> Recipe:
@@ -50,8 +51,8 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
     warmup, asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
     if steps == 1 <= warmup and recipe.optimizer.lr:
         raise UserError(
-            f"the run has 1 step, and scheduler.warmup_steps={warmup} begins with a learning rate of 0: nothing would "
-            "be trained; set scheduler.warmup_steps=0, or train longer"
+            f"the run has 1 step, and {_asked_for(recipe)} begins with a learning rate of 0: nothing would be trained; "
+            "set scheduler.warmup_steps=0, or train longer"
         )
     if asked:
         return
@@ -65,9 +66,29 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
         )
     if warmup >= steps:
         raise UserError(
-            f"the run has {steps} steps, and its warm-up {warmup}: the learning rate would never reach optimizer.lr; "
-            "set scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null, or train longer"
+            f"the run has {steps} steps, and its warm-up {warmup} ({_asked_for(recipe)}): the learning rate would "
+            f"never reach optimizer.lr; set {SHARE}, or train longer"
         )
+
+
+def notes(recipe: Recipe, steps: int) -> list[str]:
+    """What the user is told of a run of `steps` steps that `refuse_idle` lets pass, since its steps were asked for."""
+    warmup, lr = warmup_of(recipe.scheduler, steps), recipe.optimizer.lr
+    if warmup < steps:
+        return []
+    return [
+        f"note: the run ends within its warm-up: it has {steps} of the {warmup} steps ({_asked_for(recipe)}), so the "
+        f"learning rate rises to {lr * (steps - 1) / warmup:.2g} and never to optimizer.lr={lr:g}. To let it, set "
+        f"{SHARE}"
+    ]
+
+
+def _asked_for(recipe: Recipe) -> str:
+    """The key of the warm-up, as the recipe has it."""
+    schedule = recipe.scheduler
+    if isinstance(schedule, list) or schedule.warmup_steps is None:
+        return "scheduler" if isinstance(schedule, list) else f"scheduler.warmup={schedule.warmup}"
+    return f"scheduler.warmup_steps={schedule.warmup_steps}"
 
 
 def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain import sizing
 from dtrain.config.schema import DataSource, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.models.layers import weights_in
-from dtrain.sizing import warmup_of
 
 if TYPE_CHECKING:
     from dtrain.trainer import Trainer
@@ -32,6 +32,8 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
     of_it = "" if trained == count else f" ({part} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
+    if policy.model.config.is_text_tower and recipe.model.init != "scratch":
+        yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
     counted = asked.train.global_batch == "auto" or recipe.train.epochs is not None
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
     packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
@@ -65,18 +67,14 @@ def _steps(trainer: "Trainer") -> str:
     if isinstance(schedule, list):
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:
-        warmup = warmup_of(schedule, total)
+        warmup = sizing.warmup_of(schedule, total)
         rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}" + f", {warmup} of warm-up" * (warmup > 0)
     return f"{total:,}{passes}; {rate}"
 
 
 def _notes(trainer: "Trainer") -> Iterator[str]:
     recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
-    if (warmup := warmup_of(recipe.scheduler, trainer.total_steps)) >= trainer.total_steps:
-        yield (
-            f"note: scheduler.warmup_steps={warmup} and the run has {trainer.total_steps} steps: the learning rate "
-            "never reaches optimizer.lr; fewer warm-up steps would let it"
-        )
+    yield from sizing.notes(recipe, trainer.total_steps)
     if recipe.data.max_length > longest:
         yield (
             f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "

@@ -91,9 +91,16 @@ def no_command(typed: Sequence[str], known: Collection[str]) -> str:
     word = of_a_tool[0] if first in TOOLS and of_a_tool else first
     said = COMMANDS["train"] if word == "run" else f"`dtrain {word}` is it" if word in known else COMMANDS.get(word)
     if said is None:
-        near = nearest(word, known)
-        said = f"did you mean `dtrain {near}`?" if near else f"the commands are {', '.join(known)}"
+        said = _near(word, known)
     return f"there is no command {first}: {said.replace('{word}', word)}"
+
+
+def _near(word: str, known: Collection[str]) -> str:
+    near = nearest(word, known)
+    theirs = nearest(word, [one for one in COMMANDS if one.isalpha()]) if near is None else None
+    if theirs is not None:
+        return f"did you mean {theirs}? {COMMANDS[theirs].replace('{word}', theirs)}"
+    return f"did you mean `dtrain {near}`?" if near else f"the commands are {', '.join(known)}"
 
 
 def no_option(parser: argparse.ArgumentParser, typed: Sequence[str], unknown: Sequence[str]) -> list[str]:

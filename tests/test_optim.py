@@ -92,7 +92,7 @@ def test_fused_where_it_is_and_kwargs_win():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "adamv"}, r"optimizer\.name=adamv is unknown; did you mean adam"),
+        ({"name": "adamww"}, r"optimizer\.name=adamww is unknown; did you mean adam"),
         ({"name": "lion"}, r"optimizer\.name=lion is unknown\. Known: adamw, adam, sgd, adafactor"),
         ({"name": "no_such_package.Lion"}, r"optimizer\.name=no_such_package\.Lion cannot be imported"),
         ({"name": "torch.optim.Lion"}, r"cannot be imported"),

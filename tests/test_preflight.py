@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dtrain import config
-from dtrain.preflight import preflight, shapes
+from dtrain.preflight import not_here, preflight, shapes
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 
@@ -21,14 +21,10 @@ def test_a_sound_recipe_has_no_problem(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        (["model.path=Qwen/Qwen3-0.6B"], "`dtrain download Qwen/Qwen3-0.6B` fetches it"),
-        (["method=dpo", "dpo.reference=Qwen/Qwen3-0.6B"], "dpo.reference=Qwen/Qwen3-0.6B is no directory here"),
-        (["method=distill", "distill.teacher=Qwen/Qwen3-8B"], "`dtrain download Qwen/Qwen3-8B` fetches it"),
         (["model.path=/no/such/place"], "there is no directory '/no/such/place'"),
         (["model.init=pretrained"], "has neither model.safetensors nor model.safetensors.index.json"),
         (["data.train.path=nowhere.jsonl"], "data.train.path: there is no file nowhere.jsonl"),
         (["data.train.path=x/*.jsonl"], "data.train.path: no file matches x/*.jsonl"),
-        (["data.train.path=tatsu-lab/alpaca"], "dataset of the Hugging Face hub"),
         (["data.val.path=nowhere.jsonl"], "data.val.path: there is no file nowhere.jsonl"),
         (["data.train.sources=[{path: gone.csv}]"], "data.train.sources[0].path: there is no file gone.csv"),
         (["data.chat_template=gone.jinja"], "data.chat_template: there is no file gone.jinja"),
@@ -38,6 +34,20 @@ def test_a_sound_recipe_has_no_problem(tmp_path):
 )
 def test_each_mistake_is_named(tmp_path, overrides, answer):
     assert answer in problems(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["model.path=Qwen/Qwen3-0.6B"], "`dtrain download Qwen/Qwen3-0.6B` fetches it"),
+        (["method=dpo", "dpo.reference=Qwen/Qwen3-0.6B"], "dpo.reference=Qwen/Qwen3-0.6B is no directory here"),
+        (["method=distill", "distill.teacher=Qwen/Qwen3-8B"], "`dtrain download Qwen/Qwen3-8B` fetches it"),
+        (["data.train.path=tatsu-lab/alpaca"], "dataset of the Hugging Face hub"),
+    ],
+)
+def test_what_is_on_the_hub_is_awaited_and_no_mistake(tmp_path, overrides, answer):
+    recipe = config.load(tiny_recipe(tmp_path), overrides)
+    assert answer in "\n".join(not_here(recipe)) and "fetches" not in "\n".join(preflight(recipe, 1))
 
 
 def test_mistakes_of_several_kinds_come_together(tmp_path):

@@ -61,13 +61,23 @@ MODELS = {
     "gemma3-1b-sft": (published.GEMMA3_1B, 999.9),
     "gemma3-4b-sft": (published.GEMMA3_4B, 3880.3),
 }
+# Of other families, for sft alone.
+RELATIVES = {
+    "olmo3-7b-sft": (published.OLMO3_7B, 7298.0),
+    "smollm3-3b-sft": (published.SMOLLM3_3B, 3075.1),
+    "granite4-3b-sft": (published.GRANITE4_MICRO, 3402.8),
+    "ministral3-3b-sft": (published.MINISTRAL3_3B, 3429.0),
+    "qwen3-vl-4b-sft": (published.QWEN3_VL_4B, 4022.5),
+}
 OTHERS = {name.replace("-sft", method): shape for name, (shape, _) in MODELS.items() for method in ("-dpo", "-grpo")}
 ADAPTED = {
     name.replace("-sft", method): shape
     for name, (shape, _) in MODELS.items()
     for method in ("-lora-sft", "-lora-dpo", "-lora-grpo", "-qlora-sft")
 }
+ADAPTED |= {name.replace("-sft", "-lora-sft"): shape for name, (shape, _) in RELATIVES.items()}
 OTHERS |= ADAPTED
+MODELS |= RELATIVES
 NAMES = [name for name, _ in config.shipped()]
 PAIR = '{"prompt": "w3", "chosen": "w4", "rejected": "w5"}'
 
@@ -120,7 +130,7 @@ def test_a_models_shape_has_its_published_size(name):
 def test_a_shape_that_does_not_belong_is_seen(name, files):
     shape, _ = MODELS[name]
     smaller = copy.deepcopy(shape)
-    smaller.get("text_config", smaller)["vocab_size"] = VOCAB - 1
+    smaller.get("text_config", smaller).update(vocab_size=VOCAB - 1, pad_token_id=None)
     found = problems(name, files, None, smaller)
     assert any("the tokenizer's highest id" in problem for problem in found), found
     assert any("train.global_batch" in one for one in problems(name, files, 3, shape, "train.global_batch=16"))

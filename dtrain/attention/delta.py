@@ -19,7 +19,8 @@ from dtrain.attention.delta_chunks import EPS, chunked
 from dtrain.attention.delta_context import Pieces
 
 NOWHERE = -2  # the document of what is before a row
-BLOCK = 2**17  # elements that a convolution works on at once, on a CPU
+BLOCK = 2**17  # elements that a convolution works on at once, on a CPU: what a cache holds
+MOST = 2**26  # the same elsewhere
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class _Convolution(torch.autograd.Function):
 def _blocks(x: Tensor) -> list[tuple[int, int]]:
     """Where blocks of tokens begin and end."""
     length = x.shape[1]
-    size = length if x.device.type != "cpu" else max(64, BLOCK // max(1, x.shape[0] * x.shape[2]))
+    size = max(64, (BLOCK if x.device.type == "cpu" else MOST) // max(1, x.shape[0] * x.shape[2]))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 

@@ -8,22 +8,25 @@ Of each document and value head, token by token, with S [K, V] zero at the docum
 Within a chunk of C tokens the updates are one unit lower triangular system, solved for all chunks together; between
 chunks the state is carried one after the other. The derivative is written out: between forward and backward nothing but
 the inputs is held, the rest is computed again. Decays are differences of logarithms within one document, and what
-another document holds is masked: no infinity enters a product. In a forward no product is changed in place: selective
-activation checkpointing keeps them.
+another document holds is masked: no infinity enters a product.
 
 Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
-GROUP = 2**19  # elements of the values that are computed at a time, on a CPU
+GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
+MOST = 2**25  # the same elsewhere, and of what is held for an exchange: some GiB in all
 EPS = 1e-6  # of the l2 norm, as in transformers
+
+
+T = TypeVar("T")
 
 
 class Exchange(Protocol):
@@ -150,54 +153,84 @@ def _inside(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
     start, end = sums.exp(), (sums[..., -1:] - sums).exp_()
     if rows.from_start is not None and rows.to_end is not None:
         start, end = start.masked_fill_(~rows.from_start, 0), end.masked_fill_(~rows.to_end, 0)
-    kk, qk = k @ k.mT, q @ k.mT
+    kk, qk = _product(k, k.mT), _product(q, k.mT)
     system = (decay * kk).mul_(beta[..., None])
     unit = torch.eye(rows.size, dtype=rows.dtype, device=q.device)
     inverse = torch.linalg.solve_triangular(system, unit.expand_as(system), upper=False, unitriangular=True)
     by_beta = inverse * beta[..., None, :]
-    u = by_beta @ v
-    w = by_beta.mul_(start[..., None, :]) @ k
+    u = _product(by_beta, v)
+    w = _product(by_beta.mul_(start[..., None, :]), k)
     scores = torch.mul(qk, decay, out=system)
     whole = start[..., -1, None, None]
     return _Inside(q, k, v, inverse_q, inverse_k, beta, start, end, whole, decay, kk, qk, inverse, scores, u, w)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [.., m, x] @ b [.., x, n], written into memory of ours: selective activation checkpointing keeps what `bmm`
+    returns. Of a forward that is several times its output, and the way back computes it again as it is."""
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flat = [one.expand(*leading, *one.shape[-2:]).flatten(0, -3) for one in (a, b)]
+    out = torch.empty(len(flat[0]), a.shape[-2], b.shape[-1], dtype=a.dtype, device=a.device)
+    return torch.bmm(*flat, out=out).unflatten(0, leading)
 
 
 def _sums(rows: _Rows, g: Tensor) -> Tensor:
     """[.., C]: of each token and those before it in the chunk and its document, each document by itself."""
     if rows.from_start is None:
         return g.cumsum(-1)
-    return (rows.visible.to(g.dtype) @ g[..., None])[..., 0]
+    return _by_documents(rows.visible[:, :, 0, 0].to(g.dtype), g)
 
 
 def _sums_back(rows: _Rows, grad: Tensor) -> Tensor:
     if rows.from_start is None:
         return grad.flip(-1).cumsum(-1).flip(-1)
-    return (rows.visible.to(grad.dtype).mT @ grad[..., None])[..., 0]
+    return _by_documents(rows.visible[:, :, 0, 0].to(grad.dtype).mT, grad)
+
+
+def _by_documents(visible: Tensor, values: Tensor) -> Tensor:
+    """visible [N, B, C, C] times values [N, B, Hk, r, C]"""
+    return _product(visible, values.flatten(2, 3).mT).mT.unflatten(2, values.shape[2:4])
+
+
+class _Chunk(NamedTuple):
+    """What carries a state through one chunk; X: rows and value heads together."""
+
+    u: Tensor  # [X, C, V]
+    w: Tensor  # [X, C, K]
+    k: Tensor  # [X, C, K]: keys, decayed to the chunk's end
+    whole: Tensor  # [X, 1, 1]
+
+
+def _each(inside: _Inside) -> list[_Chunk]:
+    parts = inside.u, inside.w, inside.k * inside.end[..., None], inside.whole
+    return [_Chunk(*chunk) for chunk in zip(*(part.flatten(1, 3).unbind() for part in parts), strict=True)]
 
 
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From the first state [B, Hk, r, K, V]: those before each chunk [N, ..], what is written [N, .., C, V], the last
     state."""
-    states = torch.empty(len(inside.u), *state.shape, dtype=state.dtype, device=state.device)
+    states = torch.empty(len(inside.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
     written = torch.empty_like(inside.u)
-    for n in range(len(states)):
-        states[n] = state
-        written[n] = new = inside.u[n] - inside.w[n] @ state
-        state = state * inside.whole[n] + inside.k[n].mT @ (new * inside.end[n][..., None])
-    return states, written, state
+    states[0] = state
+    flat = states.flatten(1, 3).unbind()
+    for chunk, new, before, after in zip(_each(inside), written.flatten(1, 3).unbind(), flat, flat[1:], strict=False):
+        torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=new)
+        torch.mul(before, chunk.whole, out=after).baddbmm_(chunk.k.mT, new)
+    return states[:-1], written, states[-1]
 
 
 def _maps(inside: _Inside) -> Tensor:
     """[B, Hk, r, K, K + V]: M and U, the last state being M · first + U."""
-    size = inside.k.shape[-1]
-    shape = (*inside.w.shape[1:-2], size, size)
-    unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device).expand(shape)
-    state = torch.cat([unit, unit.new_zeros(*shape[:-1], inside.u.shape[-1])], -1)
-    for n in range(len(inside.u)):
-        taken = inside.w[n] @ state
-        new = torch.cat([taken[..., :size], taken[..., size:] - inside.u[n]], -1)  # the negative of what is written
-        state = state * inside.whole[n] - inside.k[n].mT @ new.mul_(inside.end[n][..., None])
-    return state
+    chunks, size = _each(inside), inside.k.shape[-1]
+    unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device)
+    m = unit.expand(len(chunks[0].w), size, size)
+    u = m.new_zeros(len(m), size, inside.u.shape[-1])
+    for chunk in chunks:
+        taken = torch.baddbmm(chunk.w, chunk.w, m, beta=0)
+        m = torch.baddbmm(m * chunk.whole, chunk.k.mT, taken, alpha=-1)
+        new = torch.baddbmm(chunk.u, chunk.w, u, alpha=-1)
+        u = torch.baddbmm(u * chunk.whole, chunk.k.mT, new)
+    return torch.cat([m, u], -1).unflatten(0, inside.u.shape[1:4])
 
 
 def _carry_back(
@@ -205,13 +238,15 @@ def _carry_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradients that outputs give to what is written [N, .., C, V] and to the states [N, .., K, V], and the
     last state's: those of the states after each chunk, of what is written, and of the first state."""
-    after, written = torch.empty_like(by_start), torch.empty_like(by_scores)
-    state = torch.zeros_like(by_start[0]) if last is None else last
-    for n in reversed(range(len(after))):
-        after[n] = state
-        written[n] = new = by_scores[n] + (inside.k[n] @ state).mul_(inside.end[n][..., None])
-        state = (state * inside.whole[n]).add_(by_start[n]).sub_(inside.w[n].mT @ new)
-    return after, written, state
+    states = by_start.new_empty(len(by_start) + 1, *by_start.shape[1:])
+    states[-1] = 0 if last is None else last
+    written = torch.empty_like(by_scores)
+    each, flat = _each(inside), states.flatten(1, 3).unbind()
+    scores, starts, news = (one.flatten(1, 3).unbind() for one in (by_scores, by_start, written))
+    for n in reversed(range(len(each))):
+        torch.baddbmm(scores[n], each[n].k, flat[n + 1], out=news[n])
+        torch.addcmul(starts[n], flat[n + 1], each[n].whole, out=flat[n]).baddbmm_(each[n].w.mT, news[n], alpha=-1)
+    return states[1:], written, states[0]
 
 
 class _Heads(NamedTuple):
@@ -225,12 +260,10 @@ class _Heads(NamedTuple):
 
 
 def _groups(rows: _Rows, k: Tensor, v: Tensor) -> list[_Heads]:
-    """On a CPU as few heads at a time as fill a cache, which also bounds the memory; elsewhere all."""
+    """So few heads at a time that memory is bounded, and on a CPU that a cache holds them."""
     heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
-    size = heads
-    if k.device.type == "cpu":
-        each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
-        size = max(1, min(heads, GROUP // each))
+    each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
+    size = max(1, min(heads, (GROUP if k.device.type == "cpu" else MOST) // each))
     starts = range(0, heads, size)
     return [_Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
 
@@ -240,16 +273,20 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, q, k, v, g, beta, segments, real, state, exchange):
         rows = _Rows.of(v, segments, real)
         groups = _groups(rows, k, v)
-        chunks: Iterable[_Inside] = (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
-        first, kept = state, None
+
+        def chunks() -> Iterable[_Inside]:
+            return (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
+
+        first, kept, again = state, None, chunks
         if exchange is not None:
-            chunks = list(chunks)
-            first, kept = exchange.forward(torch.cat([_maps(inside).flatten(1, 2) for inside in chunks], 1))
+            once, again = _twice(chunks, v)
+            first, kept = exchange.forward(torch.cat([_maps(inside).flatten(1, 2) for inside in once()], 1))
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         last = torch.empty(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=rows.dtype, device=v.device)
-        for (_, values), inside in zip(groups, chunks, strict=True):
+        for (_, values), inside in zip(groups, again(), strict=True):
             states, written, after = _carry(inside, _first(first, values, inside))
-            reads = torch.addcmul(inside.scores @ written, inside.q @ states, inside.start[..., None])
+            reads = _product(inside.q, states).mul_(inside.start[..., None])
+            reads.add_(_product(inside.scores, written))
             out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
         ctx.save_for_backward(q, k, v, g, beta, segments, real, first, kept)
         ctx.exchange, ctx.of_state = exchange, None if state is None else state.dtype
@@ -261,17 +298,20 @@ class _Chunked(torch.autograd.Function):
         q, k, v, g, beta, segments, real, first, kept = ctx.saved_tensors
         rows = _Rows.of(v, segments, real)
         groups = _groups(rows, k, v)
-        chunks: Iterable[_Reversed] = (
-            _reversed(rows, _inside(rows, *heads.of(q, k, v, g, beta)), grad[:, :, heads.values], first, heads.values)
-            for heads in groups
-        )
+
+        def chunks() -> Iterable[_Reversed]:
+            for heads in groups:
+                inside = _inside(rows, *heads.of(q, k, v, g, beta))
+                yield _reversed(rows, inside, grad[:, :, heads.values], first, heads.values)
+
+        again = chunks
         if ctx.exchange is not None:
-            chunks = list(chunks)
-            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in chunks]
+            once, again = _twice(chunks, v)
+            alone = [_carry_back(one.inside, one.by_scores, one.by_start, None)[2].flatten(1, 2) for one in once()]
             last = ctx.exchange.backward(torch.cat(alone, 1), kept)
         results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v, g, beta)]
         of_first = torch.empty_like(last)
-        for heads, one in zip(groups, chunks, strict=True):
+        for heads, one in zip(groups, again(), strict=True):
             after, new, before = _carry_back(
                 one.inside, one.by_scores, one.by_start, last[:, heads.values].unflatten(1, one.inside.u.shape[2:4])
             )
@@ -280,6 +320,14 @@ class _Chunked(torch.autograd.Function):
             for into, some in zip(heads.of(*results), grads, strict=True):
                 into.copy_(rows.back(some))
         return *results, None, None, None if ctx.of_state is None else of_first.to(ctx.of_state), None
+
+
+def _twice(chunks: Callable[[], Iterable[T]], v: Tensor) -> tuple[Callable[[], Iterable[T]], Callable[[], Iterable[T]]]:
+    """What is gone through before an exchange and after it: held between, or computed again where it is large."""
+    if v.numel() > MOST:
+        return chunks, chunks
+    held = list(chunks())
+    return lambda: held, lambda: held
 
 
 def _first(states: Tensor | None, values: slice, inside: _Inside) -> Tensor:

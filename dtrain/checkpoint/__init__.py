@@ -11,7 +11,8 @@ code that is in it (tensors are read with torch's weights-only loader, everythin
 - `rundir.RunDirectory`: the directory of a run, its lock, and what a resume may change; `origin`: what it began from.
 - `identity`: what files hold, as digests.
 - `huggingface.read_weights`, `huggingface_write.write_directory`, `export.export`: safetensors in and out;
-  `safetensor_files` reads slices of them, `quantized` weights in 4 bits.
+  `safetensor_files` reads slices of them, `quantized` weights in 4 bits; `file_rows`: which rows of a file's tensor one
+  of the model's is.
 - `adapter_files`, `peft_config`: adapters in PEFT's layout, in and out; `adapter_base`: whether a model is the base
   that one names; `adapter_export`: alone, folded, or merged into what `base_weights` finds; `merged`: a model's weights
   with the adapter merged.

@@ -78,11 +78,17 @@ def indexed_files(directory: Path) -> dict[str, list[str]]:
 _TEXT_TOWERS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),  # or the one that text_config says
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", "qwen2"),
+    "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "qwen3"),
 }
 _TEXT_TOWERS["Gemma4ForConditionalGeneration"] = ("Gemma4ForCausalLM", "gemma4_text")
 _TEXT_TOWERS |= {"gemma4": _TEXT_TOWERS["Gemma4ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"gemma3": _TEXT_TOWERS["Gemma3ForConditionalGeneration"]}
 _TEXT_TOWERS |= {"qwen3_5": _TEXT_TOWERS["Qwen3_5ForConditionalGeneration"]}
+_TEXT_TOWERS |= {"mistral3": _TEXT_TOWERS["Mistral3ForConditionalGeneration"]}
+_TEXT_TOWERS |= {"qwen2_5_vl": _TEXT_TOWERS["Qwen2_5_VLForConditionalGeneration"]}
+_TEXT_TOWERS |= {"qwen3_vl": _TEXT_TOWERS["Qwen3VLForConditionalGeneration"]}
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:
@@ -97,6 +103,8 @@ def text_only(config: dict[str, Any]) -> dict[str, Any]:
         if key in config:
             text.setdefault(key, config[key])
     architecture, kind = _text_tower(config) or ("", "")
+    if text.get("model_type") == "ministral3":
+        architecture, kind = "Ministral3ForCausalLM", "ministral3"
     return text | {"architectures": [architecture], "model_type": kind}
 
 

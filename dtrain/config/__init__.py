@@ -5,6 +5,7 @@ load             YAML, shipped recipes and overrides to a `Recipe`
 saved, secrets   and back, without what is for the run alone; what that is
 world            the mesh and the batch in a world of so many processes
 patterns         which parameters a recipe's patterns mean
+slips            what is said to a slip of the pen, in YAML or in a value
 words, lacks     other tools' words for our keys; what has no key here, and why
 
 What must hold between keys is `dtrain.check`, which knows the methods; its functions are found here too.

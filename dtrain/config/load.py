@@ -19,7 +19,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config import secrets, words
+from dtrain import ranges
+from dtrain.config import secrets, slips, words
 from dtrain.config.saved import PARTS, UNSET, Loaded, flat, hidden, merge, texts, with_origins
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError, UserError
@@ -30,21 +31,9 @@ CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
 
 RECIPE_BYTES = 1 << 20
-_PARSERS = (
-    ("<block end>", ": keys of one section begin in the same column, those of a section inside it two blanks later"),
-    ("another document", ": a recipe has one; leave out the line ---"),
-    ("<document start>", ": a recipe holds lines `key: value`; a file of rows is named in it, as data.train.path"),
-)
-"""What the YAML parser says, in part, and what to add."""
+_NO_RECIPE = "{} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`"
 FOREIGN = 5  # keys of another tool that make a recipe one of its own
 _PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template", "checkpoint.resume")
-_NEEDED = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    dict: "a mapping such as {name: value}",
-}
 
 
 def load(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
@@ -82,6 +71,9 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
         value = getattr(getattr(made, section), key, None)
+        if value and re.match(r"\$\w", value):
+            name = re.findall(r"\w+", value)[0]
+            problems.append(f"{section}.{key}={value}: no shell reads this; write ${{oc.env:{name}}} for ${name}")
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
@@ -134,6 +126,19 @@ def keys() -> list[str]:
     return _keys(Recipe, "")
 
 
+def _hint_of(key: str) -> Any:
+    """The type of a dotted key, an entry of a list by its number; None for a key of no recipe."""
+    hint: Any = Recipe
+    for part in re.findall(r"[^.\[\]]+", key):
+        kinds = _kinds(hint)
+        if part.isdigit():
+            hint = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+        else:
+            section = _section_of(kinds)
+            hint = get_type_hints(section).get(part) if section else None
+    return hint
+
+
 def _keys(cls: type, prefix: str) -> list[str]:
     found = []
     for name, hint in get_type_hints(cls).items():
@@ -145,20 +150,38 @@ def _keys(cls: type, prefix: str) -> list[str]:
 def _read(path: Path) -> dict:
     text = read_text(path, RECIPE_BYTES)
     try:
-        check_shape(yaml.load(text, Loader=yaml.BaseLoader), PARTS)
+        check_shape(typed := yaml.load(text, Loader=yaml.BaseLoader), PARTS)
+        if typed and not isinstance(typed, dict):
+            raise UserError(_NO_RECIPE.format(path))
         config = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
-        said = next((fix for part, fix in _PARSERS if part in str(error.problem)), "")
+        near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
+        said = slips.pasted(" ".join(near)) or slips.of_yaml(error.problem)
         raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{said}") from error
     except RecursionError:
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
+        raise UserError(f"{path} is not YAML: {slips.first_line(error)}{slips.of_yaml(error)}") from error
     if not isinstance(config, DictConfig):
-        raise UserError(f"{path} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`")
-    return _tree(config)
+        raise UserError(_NO_RECIPE.format(path))
+    return _as_typed(Recipe, _tree(config), typed)
+
+
+def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
+    """`value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may be
+    called 1e3, or 007."""
+    kinds = _kinds(hint)
+    section = _section_of(kinds)
+    if section and isinstance(value, dict) and isinstance(typed, dict):
+        hints = get_type_hints(section)
+        return {key: _as_typed(hints.get(key), one, typed.get(str(key))) for key, one in value.items()}
+    entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
+    if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
+        return [_as_typed(entry, one, other) for one, other in zip(value, typed, strict=True)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return typed if is_number and isinstance(typed, str) and str in kinds and not {int, float} & {*kinds} else value
 
 
 def _tree(config: DictConfig) -> dict[str, Any]:
@@ -179,6 +202,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
     try:
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = _as_typed(_hint_of(key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
@@ -188,7 +212,7 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
             quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
-        problems.append(f"{shown}: {_first_line(error)}")
+        problems.append(f"{shown}: {slips.first_line(error)}")
     except ValueError:  # a name where OmegaConf takes the number of an entry
         section, _, name = key.rpartition(".")
         problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
@@ -207,9 +231,11 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            said, absent = _first_line(error), re.search(r"Environment variable '(.+?)' not found", str(error))
+            said, absent = slips.first_line(error), re.search(r"Environment variable '(.+?)' not found", str(error))
             if absent:
                 said = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
+            elif other := re.search(r"Interpolation key '([A-Z_]+)' not found", str(error)):
+                said = f"the recipe has no key {other[1]} to take it from; of the environment: ${{oc.env:{other[1]}}}"
             problems.append(f"{dotted}: {said}")
             values |= {key: None} if listed else {}  # what follows it keeps its place
             continue
@@ -289,21 +315,28 @@ def _not_a_section(
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
-    if plain and _share(value):
-        return f"{dotted}={value} must be {plain.partition(',')[0]}{_share(value)}"
-    if isinstance(value, str) and _stuck(value):
+    if plain and slips.share(value):
+        return f"{dotted}={value} must be {plain.partition(',')[0]}{slips.share(value)}"
+    if isinstance(value, str) and slips.stuck(value):
         return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
-    leaf = next((key for key in ("path", "name", "train.path") if key.partition(".")[0] in hints), None)
+    leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
     said = words.meant(f"{dotted}.{leaf}", value) or value
     meant = f"; write {dotted}.{leaf}={said}" if isinstance(value, str) and leaf else ""
-    return f"{dotted}={_shown(value)}: {dotted} is {wanted}{meant}"
+    if entry and not section and isinstance(value, str):
+        first = next(iter(get_type_hints(entry)))
+        meant = f"; write {dotted}=[{{{first}: {words.meant(f'{dotted}.{first}', value) or value}}}]"
+    if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
+        return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
+    return f"{dotted}={ranges.shown(value)}: {dotted} is {wanted}{meant}"
 
 
 def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
     """Put a leaf's value into its section, converted to its type; the problem, where it does not fit."""
     kinds, cls = _kinds(hint), cast(Any, type(section))  # mypy takes no class for hashable
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if isinstance(value, Mapping) and (stuck := [one for one, said in value.items() if said is None and _stuck(one)]):
+    if isinstance(value, Mapping) and (
+        stuck := [one for one, said in value.items() if said is None and slips.stuck(one)]
+    ):
         return [f"{dotted}: YAML reads {one} as one word: write a blank after the colon" for one in stuck]
     try:
         with warnings.catch_warnings():
@@ -314,37 +347,18 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
     except (OmegaConfBaseException, FutureWarning):
         if choices:
             near = words.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
-            hint = f"; did you mean {near}?" if near else ""
-            return [f"{dotted}={_shown(value)} is none of {', '.join(choices)}{hint}"]
-        return [
-            f"{dotted}={_shown(value)} must be {_needed(kinds)}{_blank(value)}{_comma(value, kinds)}{_share(value)}"
-        ]
+            hint = f"; did you mean {near}?" if near else slips.pasted(value)
+            return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
+        if said := words.meant(re.sub(r"\[\d+\]", "", dotted), value):
+            return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}: {said}"]
+        return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}{_slip(value, kinds)}"]
     return []
 
 
-def _comma(value: Any, kinds: list) -> str:
-    """What to add where a number is written with a comma in it, or behind it."""
-    if not isinstance(value, str) or not {int, float} & {*kinds} or not re.fullmatch(r"[\d.]+,[\d.]*(e-?\d+)?", value):
-        return ""
-    return (
-        ": leave out the comma"
-        if value.endswith(",") or float not in kinds
-        else f": write {value.replace(chr(44), chr(46))}"
-    )
-
-
-def _share(value: Any) -> str:
-    """What to add where a share is written in percent."""
-    is_one = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
-    return f": write {float(value[:-1]) / 100:g}" if is_one else ""
-
-
-def _blank(value: Any) -> str:
-    """What to add where YAML reads {name:value} as a name without a value."""
-    names = (
-        [name for name, inner in value.items() if inner is None and ":" in str(name)] if isinstance(value, dict) else []
-    )
-    return f": a blank follows each colon, {{{names[0].replace(':', ': ', 1)}}}" if names else ""
+def _slip(value: Any, kinds: list) -> str:
+    """What to add to a refusal of `value`, where the cause is known."""
+    found = (slips.pasted(value), slips.in_number(value, kinds), slips.share(value), slips.in_list(value, kinds))
+    return next(filter(None, found), "")
 
 
 @cache
@@ -384,19 +398,6 @@ def _converted(value: Any, kinds: list) -> Any:
     return value
 
 
-def _needed(kinds: list) -> str:
-    said = []
-    for kind in kinds:
-        if get_origin(kind) is dict and (numbers := {int: "whole numbers", float: "numbers"}.get(get_args(kind)[1])):
-            said.append(f"a mapping from names to {numbers}")
-        elif get_origin(kind) is list:
-            inner = _NEEDED[get_args(kind)[0]].removeprefix("a whole ").removeprefix("a ")
-            said.append(f"a list of {'texts' if inner == 'text' else 'numbers'}")
-        else:
-            said.append("null" if kind is NoneType else _NEEDED[get_origin(kind) or kind])
-    return " or ".join(said)
-
-
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[str]:
     """One problem for an unknown key, and one per word of another tool in an unknown section."""
     word = dotted.removeprefix(prefix)
@@ -406,17 +407,12 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str]) -> list[
         for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
         if (said := words.answer(key))
     ]
-    if value is None and _stuck(word):
+    if value is None and slips.stuck(word):
         key, _, text = word.partition(":")
         return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
     if known:
         return [f"{dotted}: {known}", *inner]
-    return [f"{dotted} is no key of a recipe{_near(word, prefix, siblings)}", *inner]
-
-
-def _stuck(word: Any) -> bool:
-    """Whether it is a key and its value, without the blank between them that YAML wants."""
-    return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
+    return [f"{dotted} is no key of a recipe{slips.pasted(word)}{_near(word, prefix, siblings)}", *inner]
 
 
 def _near(word: str, prefix: str, siblings: list[str]) -> str:
@@ -485,11 +481,3 @@ def _kinds(hint: Any) -> list:
 def _section_of(kinds: list) -> type | None:
     """The dataclass among `kinds`."""
     return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,10 +9,12 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from dtrain import json_files
 from dtrain.data import formats
 from dtrain.data.columns import how_to_map, renamed
 from dtrain.errors import UserError
+from dtrain.ranges import nearest
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 CHUNK_ROWS = 256
@@ -101,7 +104,16 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
             return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
-    raise UserError(f"{key}: there is no file {path}{several}")
+    raise UserError(f"{key}: there is no file {path}{several or _instead(expanded)}")
+
+
+def _instead(file: Path) -> str:
+    """What to add where a path leads to no file: whither a link leads, or the name that is meant."""
+    if file.is_symlink():
+        return f": it is a link to {os.readlink(file)}, which is no file"
+    names = [one.name for one in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
+    near = nearest(file.name, names)
+    return f"; did you mean {file.parent / near}?" if near else ""
 
 
 def kind_of(file: Path, key: str = "data.train.path") -> str:
@@ -165,6 +177,8 @@ def _mend(text: str, name: str) -> str:
     """How to mend a line that is not JSON, where it shows what it is."""
     if text.strip() in ("{", "["):
         return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
+    if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
+        return f'. Its quotes are of a page, {text.lstrip("{ ")[0]}: JSON has "'
     return ". It looks like Python's own notation: write it with json.dumps" if text.startswith("{'") else ""
 
 

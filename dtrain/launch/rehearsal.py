@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain import metrics, models, resume
+from dtrain import metrics, models, resume, sizing
 from dtrain.checkpoint.files import refuse_unwritable
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.rundir import RunDirectory
@@ -105,7 +105,9 @@ def rehearse(
     tokenizer = _quietly(Tokenizer.from_directory, recipe.model.directory) if recipe.model.path else None
     if tokenizer is None:
         return found
+    before = len(found.problems)
     columns, rows = _data(recipe, tokenizer, found, known, awaited)
+    is_read = bool(columns) and len(found.problems) == before
     if known:
         return found
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
@@ -120,7 +122,10 @@ def rehearse(
     if rows:
         columns = {split: one.samples.column_names() for split, one in rows.items()}
         found.settled, found.steps = sized, found.ask(_steps, sized, method, rows["train"])
-    found.ask(method.examine, columns)
+    steps = found.steps or sized.train.steps
+    found.notes += [] if steps is None else sizing.notes(sized, steps)
+    if is_read:
+        found.ask(method.examine, columns)
     if here and (rows or recipe.data.packing != "auto"):
         device, longest = torch.device(device_type), method.facts.longest_row(sized)
         model_config = found.ask(read_config, recipe.model.directory)
@@ -128,7 +133,7 @@ def rehearse(
         found.ask(method.refuse_device, device)
     if model is not None:
         is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-        _updates(sized, model, found.steps or sized.train.steps or 1000, world_size > 1 or is_mixed, found)
+        _updates(sized, model, steps or 1000, world_size > 1 or is_mixed, found)
         found.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
     return found
 
@@ -136,7 +141,7 @@ def rehearse(
 def _quietly(act: Callable[..., T], *given: Any) -> T | None:
     try:
         return act(*given)
-    except UserError:  # preflight tells
+    except (OSError, UserError):  # preflight tells
         return None
 
 
@@ -168,7 +173,7 @@ def _data(
     """Of each split the columns that its first rows have, and its rows where the files are small. Each file's first
     mistake is one of the problems."""
     columns: dict[str, list[str]] = {}
-    if any(one.startswith("data.") for one in (*known, *awaited)) or to_copy(recipe):
+    if any(one.startswith(("data.", "data=")) for one in (*known, *awaited)) or to_copy(recipe):
         return columns, {}
     before = len(found.problems)
     cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere

@@ -19,7 +19,7 @@ from dtrain.errors import RecipeError, UserError
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import Train, run_in_place, told_to_all
-from dtrain.preflight import named_code, not_here, preflight, to_copy, with_local_model, with_small_files
+from dtrain.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
 from dtrain.rollout.worker import search_path
 
 
@@ -52,7 +52,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     here = world_size is None
     loaded, awaited, refused = with_small_files(with_local_model(given))
     size = loaded.launch.nproc if world_size is None else world_size
-    found = list(dict.fromkeys([*found, *refused, *preflight(loaded, size, awaited)]))
+    found = together([*found, *refused], preflight(loaded, size, awaited))
     rehearsal = import_module("dtrain.launch.rehearsal").rehearse  # with torch
     heard = rehearsal(loaded, max(size, 1), os.environ, here=here, known=found, awaited=awaited)
     found = list(dict.fromkeys([*found, *(hidden(problem, loaded) for problem in heard.problems)]))

@@ -146,7 +146,10 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
         rows = {"q": keys, "k": keys, "v": values, "z": values, "b": count, "a": count}
         layer = {f"linear_attn.in_proj_{part}": (size, hidden) for part, size in rows.items()}
         layer["linear_attn.out_proj"] = (hidden, values)
-    mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    parent, down = ("shared_mlp", "output_linear") if "input_linear" in config.fused else ("mlp", "down_proj")
+    mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
+        f"{parent}.{down}": (hidden, inner)
+    }
     if (own := config.per_layer) is not None:
         mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
     joined: dict[str, tuple[int, int]] = {}

@@ -300,9 +300,15 @@ _ACTIVATIONS = {
 }
 
 
-def _with_one_rope(fields: Fields, share: float | None = None, theta: float = 10_000.0, **values: Any) -> ModelConfig:
-    """share, theta: as `read_rope` takes them."""
-    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share, theta)
+def _with_one_rope(
+    fields: Fields,
+    share: float | None = None,
+    theta: float = 10_000.0,
+    scales_queries: bool = False,
+    **values: Any,
+) -> ModelConfig:
+    """share, theta, scales_queries: as `read_rope` takes them."""
+    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share, theta, scales_queries)
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
@@ -352,18 +358,92 @@ def _llama(architecture: str, fields: Fields) -> ModelConfig:
     )
 
 
-def _mistral(architecture: str, fields: Fields) -> ModelConfig:
-    common = _common(architecture, fields, kv_heads=8)
+def _mistral(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+    common = _common(architecture, fields, kv_heads=8, tie=tie)
     window, count = _written_window(fields), common["num_hidden_layers"]
     types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
-    return _with_one_rope(fields, **common, layer_types=types, sliding_window=window)
+    values = {**common, "layer_types": types, "sliding_window": window, "is_text_tower": is_text_tower}
+    return _with_one_rope(fields, **values)
 
 
-def _qwen2(architecture: str, fields: Fields) -> ModelConfig:
+# What Ministral 3's files may leave out, and the same of Mistral Small's text_config.
+_MINISTRAL3_DEFAULTS = {
+    "vocab_size": 131_072,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+def _ministral3(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+    fields = fields.over(_MINISTRAL3_DEFAULTS)
+    common = _common(architecture, fields, kv_heads=8, head_dim=128, pad=11, tie=tie)
+    window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+    types = _layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    values = {**common, "layer_types": types, "sliding_window": window, "is_text_tower": is_text_tower}
+    return _with_one_rope(fields, scales_queries=True, **values)
+
+
+def _mistral3_multimodal(architecture: str, fields: Fields) -> ModelConfig:
+    """A text tower of either kind. Where neither level says so it is untied, as the published files are."""
+    fields.known("vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer")
+    fields.known("multimodal_projector_bias", "spatial_merge_size")
+    text = fields.get("text_config")
+    is_scaled = isinstance(text, dict) and text.get("model_type") == "ministral3"
+    return _text_tower(architecture, fields, _ministral3 if is_scaled else _mistral, tie=False)
+
+
+def _qwen2(
+    architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False, theta: float = 10_000.0
+) -> ModelConfig:
     if fields.get("attention_bias") is False:
         fields.problem("attention_bias false: Qwen2 always has biases on q, k and v")
-    common = _common(architecture, fields, kv_heads=32)
-    return _with_one_rope(fields, **common, **_qwen_layers(fields, common["num_hidden_layers"]), qkv_bias=True)
+    common = _common(architecture, fields, kv_heads=32, tie=tie)
+    layers = _qwen_layers(fields, common["num_hidden_layers"])
+    return _with_one_rope(fields, theta=theta, **common, **layers, qkv_bias=True, is_text_tower=is_text_tower)
+
+
+_IMAGES = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def _qwen2_5_vl(architecture: str, fields: Fields) -> ModelConfig:
+    """The text tower, described by `text_config`, or, in the first files, beside the rest."""
+    fields.known(*_IMAGES, "vision_token_id")
+    defaults = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80, "eos_token_id": 151_645}
+
+    def read(architecture: str, text: Fields, tie: bool, is_text_tower: bool) -> ModelConfig:
+        return _qwen2(architecture, text.over(defaults), tie, is_text_tower, theta=1_000_000.0)
+
+    if isinstance(fields.get("text_config"), dict):
+        return _text_tower(architecture, fields, read, tie=False)
+    return read(architecture, fields, tie=False, is_text_tower=True)
+
+
+def _qwen3_vl(architecture: str, fields: Fields) -> ModelConfig:
+    fields.known(*_IMAGES)
+
+    def read(architecture: str, text: Fields, tie: bool, is_text_tower: bool) -> ModelConfig:
+        common = _common(architecture, text, kv_heads=32, head_dim=128, tie=tie)
+        bias, count = text.flag("attention_bias", False), common["num_hidden_layers"]
+        types = _layer_types(text, count, [FULL] * count, fixed=True)
+        values = {**common, "layer_types": types, "sliding_window": None, "is_text_tower": is_text_tower}
+        return _with_one_rope(text, theta=500_000.0, **values, qkv_bias=bias, o_bias=bias)
+
+    return _text_tower(architecture, fields, read, tie=False)
 
 
 def _qwen3(architecture: str, fields: Fields) -> ModelConfig:
@@ -397,8 +477,7 @@ _QWEN3_5_DEFAULTS = {
 def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
     fields = fields.over(_QWEN3_5_DEFAULTS)
     fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, which is carried along
-    fields.known("attn_output_gate", "mamba_ssm_dtype")
-    for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")):
+    for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
         if fields.get(key) not in (None, value):
             fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
     common = _common(architecture, fields, kv_heads=4, head_dim=256, tie=tie)
@@ -438,6 +517,7 @@ def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower
 
 def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
     fields.known("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    fields.known("language_model_only")
     return _text_tower(architecture, fields, _qwen3_5, tie=False)
 
 
@@ -501,8 +581,12 @@ def _smollm3(architecture: str, fields: Fields) -> ModelConfig:
     )
 
 
-def _granite(architecture: str, fields: Fields) -> ModelConfig:
+def _granite(
+    architecture: str, fields: Fields, inner: int | None = None, fused: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelConfig:
+    """inner: an intermediate_size of another name."""
     common = _common(architecture, fields := fields.over({"bos_token_id": 1, "eos_token_id": 2}))
+    common["intermediate_size"] = inner or common["intermediate_size"]
     common["attention_scale"] = fields.number("attention_multiplier", 1.0)
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     return _with_one_rope(
@@ -516,7 +600,31 @@ def _granite(architecture: str, fields: Fields) -> ModelConfig:
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_scaling=fields.number("logits_scaling", 1.0),
+        fused=fused or {},
     )
+
+
+_DENSE = "only Granite 4's dense models are read, such as ibm-granite/granite-4.0-micro"
+# Of experts and mamba layers, which dense models do not have.
+_UNUSED = """num_experts_per_tok output_router_logits router_aux_loss_coef time_step_limit init_method mamba_n_heads
+mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias mamba_proj_bias"""
+
+
+def _granite_hybrid(architecture: str, fields: Fields) -> ModelConfig:
+    fields = fields.over({"intermediate_size": 11_008, "position_embedding_type": "none"})
+    fields.known(*_UNUSED.split(), "layers_block_type")
+    experts = fields.integer("num_local_experts", 8, minimum=0)
+    if experts:
+        fields.problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")
+    types = fields.get("layers_block_type") or fields.get("layer_types") or []
+    if not isinstance(types, list) or not types or any(kind not in ("attention", FULL) for kind in types):
+        fields.problem(f"layer_types {shown(types or 'missing')}: layers of mamba; {_DENSE}")
+    for key, only in (("position_embedding_type", "rope"), ("normalization_function", "rmsnorm")):
+        fields.choice(key, (only,), only)
+    # Said already; the rest of the file is that of Granite 3.
+    dense = fields.without("layer_types")
+    fused = {"input_linear": ("gate_proj", "up_proj")}
+    return _granite(architecture, dense, fields.integer("shared_intermediate_size", 1024), fused)
 
 
 # What the published Gemma3 checkpoints leave out of their text_config.
@@ -688,6 +796,10 @@ def _text_tower(architecture: str, fields: Fields, read: Callable[..., ModelConf
 _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "Ministral3ForCausalLM": _ministral3,
+    "Mistral3ForConditionalGeneration": _mistral3_multimodal,
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": _qwen3_vl,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "Phi3ForCausalLM": _phi3,
@@ -695,6 +807,7 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "Olmo3ForCausalLM": _olmo3,
     "SmolLM3ForCausalLM": _smollm3,
     "GraniteForCausalLM": _granite,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
     "Gemma3ForCausalLM": _gemma3,
@@ -707,6 +820,10 @@ _READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -714,6 +831,7 @@ _MODEL_TYPES = {
     "olmo3": "Olmo3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dtrain.models.adapters import Adapter, AdapterState
     from dtrain.models.regions import Region
 
-Rotary = tuple[Tensor, Tensor]
+Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
 DECODER_PLAN = {
@@ -276,6 +276,7 @@ class Decoder(Stack):
         super().__init__()
         self.config = config
         self.embed_scale = embed_scale
+        self.head_sizes = {kind: config.heads_of(kind).size for kind in config.layer_types}
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
@@ -306,9 +307,9 @@ class Decoder(Stack):
         rotary: dict[str, Rotary] = {}
         masks: dict[str, Any] = {}
         for kind in dict.fromkeys(config.layer_types):
-            rope = config.ropes[kind], config.heads_of(kind).size
+            rope = config.ropes[kind], self.head_sizes[kind]
             if rope not in made:
-                made[rope] = tables(*rope, turned, hidden.dtype, turns)
+                made[rope] = self.turns(*rope, turned, hidden.dtype, turns)
             rotary[kind], masks[kind] = made[rope], None
             if kind == LINEAR:
                 masks[kind] = self.linear_mask(seq_ids, tokens or length, cache)
@@ -337,6 +338,12 @@ class Decoder(Stack):
             run = layer.forward if cache is not None and cache.bare else layer
             hidden = run(hidden, rotary[kind], masks[kind], cache)
         return hidden
+
+    def turns(
+        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+    ) -> Rotary:
+        """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
+        return tables(rope, head_dim, positions, dtype, held)
 
     def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> Any:
         """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens as
@@ -484,7 +491,7 @@ class CausalLM(ParallelModel):
         count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
         window = config.sliding_window or seq_len
         reach = [
-            config.heads_of(kind).size * (min(seq_len, window) if kind == SLIDING else seq_len)
+            self.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)
             for kind in config.layer_types
             if kind != LINEAR
         ]

@@ -8,7 +8,7 @@ from dtrain.models.adapter_config import linears
 from dtrain.models.config import ModelConfig
 
 BLOCK = 64
-_CUT_BY_INPUTS = ("o_proj", "down_proj")  # of the style rowwise
+_CUT_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "output_linear")  # of the style rowwise
 
 
 def misfits(config: ModelConfig, quantize: str, tp: int) -> list[str]:

@@ -8,6 +8,20 @@ from dtrain.models.fields import shown
 
 _READ = "of quantized weights only bitsandbytes' nf4 is read; use the original checkpoint"
 
+_SIBLING = (
+    "take the model in bfloat16, by the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-8bit (Qwen, Meta), or with "
+    "-BF16 (Mistral)"
+)
+
+
+def _instead(values: dict[str, Any]) -> str:
+    """What to say of weights in a format that is known."""
+    method = values.get("quant_method")
+    if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
+        return f"; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
+    known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
+    return f"; {method} weights are not trained: {_SIBLING}" if method in known else ""
+
 
 def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
     """The patterns of modules that a checkpoint with this section holds as they were. What dtrain does not read is
@@ -15,7 +29,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
     values = section if isinstance(section, dict) else {}
     kind, storage = values.get("bnb_4bit_quant_type", "fp4"), values.get("bnb_4bit_quant_storage") or "uint8"
     if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
-        problems.append(f"quantization_config {shown(section)}: {_READ}")
+        problems.append(f"quantization_config {shown(section)}: {_READ}{_instead(values)}")
     elif kind != "nf4":
         problems.append(f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READ}")
     elif storage not in ("uint8", "torch.uint8"):

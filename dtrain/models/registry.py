@@ -11,19 +11,25 @@ from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
 from dtrain.models.gemma4 import Gemma4ForCausalLM
-from dtrain.models.granite import GraniteForCausalLM
+from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
+from dtrain.models.mistral import MistralForCausalLM
 from dtrain.models.nf4 import quantize_linears
 from dtrain.models.olmo import OlmoForCausalLM
 from dtrain.models.phi import Phi3ForCausalLM
 from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from dtrain.models.qwen3_5 import Qwen3_5ForCausalLM
+from dtrain.models.qwen_vl import Qwen2_5_VLText, Qwen3_VLText
 from dtrain.models.smollm import SmolLM3ForCausalLM
 
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
+    "Ministral3ForCausalLM": MistralForCausalLM,
+    "Mistral3ForConditionalGeneration": MistralForCausalLM,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLText,
+    "Qwen3VLForConditionalGeneration": Qwen3_VLText,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
@@ -31,6 +37,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Olmo3ForCausalLM": OlmoForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,

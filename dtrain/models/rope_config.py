@@ -13,8 +13,9 @@ class Rope:
     belong to some.
 
     share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
-    the first of either half, at the frequencies of whole heads. table_scale multiplies
-    cos and sin (YaRN's attention factor, arXiv:2309.00071, section 3.4).
+    the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
+    factor, arXiv:2309.00071, section 3.4). query_beta: how queries grow with each original_max_positions (Llama 4's;
+    `models.mistral`).
     """
 
     kind: str = "default"
@@ -28,6 +29,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     table_scale: float = 1.0
+    query_beta: float = 0.0
 
 
 # The parameters that each kind reads, beside rope_theta.
@@ -42,10 +44,15 @@ _PROPORTIONAL = ("factor",)
 
 
 def read_rope(
-    fields: Fields, max_positions: int, head_dim: int, share: float | None = None, theta: float = 10_000.0
+    fields: Fields,
+    max_positions: int,
+    head_dim: int,
+    share: float | None = None,
+    theta: float = 10_000.0,
+    scales_queries: bool = False,
 ) -> Rope:
     """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
-    rope_theta; no share where it rotates whole heads alone."""
+    rope_theta; no share where it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
     theta = _base(fields, "rope_theta", theta)
@@ -54,7 +61,9 @@ def read_rope(
         _whole_heads(fields)
     else:
         share = _share(fields, share)
-    rope = _rope(fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share)
+    rope = _rope(
+        fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share, scales_queries
+    )
     turned = int(head_dim * rope.share)
     if turned < 2 or turned % 2:
         fields.problem(
@@ -141,6 +150,7 @@ def _rope(
     kinds: tuple[str, ...],
     original: int | None = None,
     share: float | None = None,
+    scales_queries: bool = False,
 ) -> Rope:
     if not isinstance(written, dict):
         fields.problem(f"{where} {shown(written)} is no object")
@@ -149,6 +159,7 @@ def _rope(
     inner.known("type", "original_max_position_embeddings")
     inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
     kind = inner.get("rope_type") or written.get("type") or "default"
+    kind = "default" if kind == "mrope" and "mrope_section" in written else kind
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
@@ -157,7 +168,7 @@ def _rope(
         _whole_heads(inner)
     share = 1.0 if share is None else _share(inner, share)
     length = 0
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
     reads = _PARAMETERS.get(kind, _PROPORTIONAL)
     values: dict[str, Any] = {}
@@ -174,6 +185,9 @@ def _rope(
         values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _yarn_scale(inner, values["factor"])
+    if scales_queries:
+        inner.known("max_position_embeddings")
+        values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
     inner.refuse_the_rest()
     return Rope(kind=kind, theta=theta, share=share, original_max_positions=length, **values)
 

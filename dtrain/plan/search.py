@@ -19,7 +19,7 @@ from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.config.world import LARGEST_AUTO
 from dtrain.methods.facts import facts_of
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import LINEAR, ModelConfig, read_config
 from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time
@@ -176,8 +176,9 @@ class _ClosedForms:
         shards = world.dp_shard * world.cp
         trained, layers = self.trained / world.tp, config.num_hidden_layers
         whole = trained * compute + self.frozen_bytes / world.tp  # bytes
-        heads = [config.heads_of(kind) for kind in config.layer_types]
-        width = sum(max(1, one.count / world.tp) * one.size for one in heads) / layers
+        heads = [config.heads_of(kind) for kind in config.layer_types if kind != LINEAR]
+        keeping = len(heads)  # linear layers send states, whose size is that of no row
+        width = sum(max(1, one.count / world.tp) * one.size for one in heads) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
@@ -192,7 +193,7 @@ class _ClosedForms:
                 passes * (4 + again) * layers,
                 passes * (4 + again) * layers * tokens * config.hidden_size * compute,
             ),
-            ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * layers * keys),
+            ("cp", "all-gather", world.cp, passes * (2 + again) * layers, passes * (2 + again) * keeping * keys),
         ]
         gathered, reduced, replicas, tp, cp = (wire_time(*message, world, hardware) for message in messages)
         return max(computing, gathered + reduced + replicas) + tp + cp

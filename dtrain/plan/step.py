@@ -32,9 +32,9 @@ class Step:
     """What one rank holds, sends and computes in an optimizer step. Bytes.
 
     trained: of the parameters those that are; table: those that are embeddings for each layer. lightest: the smallest
-    parameters that a rank has. peak: with the optimizer's state. parts: what it is made of. moment: where it is. activations: kept for the backward of a
-    micro-batch, at most. traffic: (messages, bytes). flops: by the dtype of their operands. moved: read and written by
-    all other operations.
+    parameters that a rank has. peak: with the optimizer's state. parts: what it is made of. moment: where
+    it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages, bytes). flops: by the dtype
+    of their operands. moved: read and written by all other operations.
     """
 
     parameters: int

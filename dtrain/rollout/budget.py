@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtrain.models.config import LINEAR
 from dtrain.models.layers import CausalLM
 from dtrain.rollout.request import Request
 
@@ -36,18 +37,25 @@ class Budget:
 def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
     """The budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
 
-    A position is counted in every layer, though those with a window keep less, and in the parameters' dtype.
+    A position is counted in every layer that keeps keys, though those with a window keep less, and in the parameters'
+    dtype. What layers of linear attention keep of rows and their prompts takes half of the memory at most.
     """
     config = model.config
-    dtype = next(model.parameters()).dtype
+    dtype, free = next(model.parameters()).dtype, free_memory(device, ranks)
     widths = [
         max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
         for index, kind in enumerate(config.layer_types)
-        if config.key_sources[index] == index
+        if kind != LINEAR and config.key_sources[index] == index
     ]
     per_position = 2 * sum(widths) * dtype.itemsize
-    tokens = max(1, free_memory(device, ranks) // per_position)
-    return Budget(128, tokens, prefill=2048) if device.type == "cpu" else Budget(512, tokens, prefill=16384)
+    rows, prefill = (128, 2048) if device.type == "cpu" else (512, 16384)
+    if config.linear is not None:
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        window = (config.linear.width - 1) * (2 * config.linear.keys + config.linear.values) * dtype.itemsize
+        state = config.layer_types.count(LINEAR) * (config.linear.state * wide + window) // tp
+        rows = max(1, min(rows, free // 2 // (2 * state)))
+        free -= rows * 2 * state
+    return Budget(rows, max(1, free // max(per_position, 1)), prefill)
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int:

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain import config, models
+from dtrain.checkpoint.file_rows import joints
 from dtrain.cli import main
 from dtrain.config.schema import Lora
 from dtrain.errors import RecipeError, UserError
@@ -293,12 +294,14 @@ def test_the_names_are_those_of_the_model(tmp_path, family):
     else:
         shape = models.parse_config(SHAPES[family])
     model = models.build(shape, device="meta")
-    assert set(modules(shape)) == {
-        name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)
-    }
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".decay." not in name]
+    assert set(modules(shape)) == {one.name.rpartition(".")[0] for one in joints(model, parameters)}
     found = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
-    assert list(linears(shape)) == list(found)
-    assert linears(shape) == {name: tuple(one.weight.shape) for name, one in found.items()}
+    whole = {name: [found[part] for part in shape.parts(name)] for name in map(shape.whole, found)}
+    assert list(linears(shape)) == list(whole)
+    assert linears(shape) == {
+        name: (sum(part.out_features for part in parts), parts[0].in_features) for name, parts in whole.items()
+    }
 
 
 def with_styles(rank, path, styles):

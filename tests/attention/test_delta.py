@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
-from dtrain.attention import delta_chunks
+from dtrain.attention import delta, delta_chunks
 from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.parallel.checkpointing import _keep_expensive
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 
 SHARED, EQUAL = Sizes(), Sizes(key_heads=3, value_heads=3, key=4, value=6, width=3)
@@ -48,12 +51,13 @@ def test_packed_rows_are_their_documents_alone(case, sizes):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_heads_computed_in_groups_give_the_same(monkeypatch):
+def test_heads_and_tokens_some_at_a_time_give_the_same(monkeypatch):
     documents = ROWS["across chunks"]
     leaves = inputs(*documents.shape, SHARED)
     up = torch.randn(*documents.shape, SHARED.value_heads, SHARED.value, dtype=torch.float64)
     together = differentiated(lambda some: computed(some, documents, SHARED), leaves, up)
     monkeypatch.setattr(delta_chunks, "GROUP", 1)
+    monkeypatch.setattr(delta, "BLOCK", 1)  # 64 tokens, the fewest
     apart = differentiated(lambda some: computed(some, documents, SHARED), leaves, up)
     for one, other in zip([together[0], *together[1]], [apart[0], *apart[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
@@ -114,6 +118,23 @@ def test_decays_beyond_all_numbers_stay_finite():
     assert all(bool(one.isfinite().all()) for one in (out, *grads))
 
 
+def test_decays_of_one_document_cost_another_no_precision():
+    documents = packed((20, 30))
+    leaves = inputs(*documents.shape, SHARED)
+    leaves[2][documents == 0] *= 1e8
+    expected, _ = alone(*leaves, documents, SHARED)
+    torch.testing.assert_close(computed(leaves, documents, SHARED), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(9, 1), (9, 2), (9, 5), (1,), (3,), (12,)])
+def test_the_last_window_is_of_the_last_document(lengths):
+    documents = packed(lengths, padding=2)
+    x = torch.randn(*documents.shape, 3)
+    own = x[:, :-2][:, -min(3, lengths[-1]) :]
+    window = last_window(x, LinearMask.of(documents, x.shape[1]))
+    assert torch.equal(window, torch.cat([torch.zeros(1, 3 - own.shape[1], 3), own], 1))
+
+
 def test_half_precision_is_summed_in_float32():
     documents = packed((90, 3, 70))
     leaves = inputs(*documents.shape, SHARED, torch.bfloat16)
@@ -155,6 +176,26 @@ def test_tokens_after_prompts_are_those_of_the_whole_rows(sizes):
         torch.testing.assert_close(out[owner, : lengths[owner]], expected[0, :-more], rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.cat(found, 1)[row], expected[0, -more:], rtol=0, atol=1e-12)
         torch.testing.assert_close(state[row], states[0], rtol=0, atol=1e-12)
+
+
+class _Results(TorchDispatchMode):
+    """The operations of a forward whose results selective activation checkpointing would keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _keep_expensive(None, func) == CheckpointPolicy.MUST_SAVE:
+            self.kept.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_keeps_nothing_of_a_forward():
+    documents = ROWS["across chunks"]
+    with _Results() as results:
+        computed(inputs(*documents.shape, SHARED), documents, SHARED)
+    assert not results.kept
 
 
 def test_a_row_goes_on_from_a_window_and_a_state():

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.attention import delta_chunks
 from dtrain.attention.delta import LinearMask, causal_conv, gated_delta
 from dtrain.parallel.layout import join_sequence, shard_sequence
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
@@ -74,6 +75,17 @@ def test_ranks_compute_whole_rows_without_documents():
     found = _on_ranks(2, None, leaves, up)
     expected, _ = alone(*leaves, torch.zeros(2, 24, dtype=torch.int64), SIZES)
     torch.testing.assert_close(join_sequence([one[0] for one in found]), expected, rtol=0, atol=1e-12)
+
+
+def test_what_is_computed_again_after_the_exchange_is_the_same(monkeypatch):
+    documents = CASES["longer than a chunk"]
+    leaves = inputs(*documents.shape, SIZES)
+    up = torch.randn(*documents.shape, SIZES.value_heads, SIZES.value, dtype=torch.float64)
+    held = _on_ranks(2, documents, leaves, up)
+    monkeypatch.setattr(delta_chunks, "MOST", 1)
+    monkeypatch.setattr(delta_chunks, "GROUP", 1)
+    for one, other in zip(held, _on_ranks(2, documents, leaves, up), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
 class _Sent(TorchDispatchMode):

@@ -257,3 +257,18 @@ def test_shipped_recipes_are_found_by_name_and_all_load():
 def test_config_and_preflight_import_no_torch():
     code = "import sys, dtrain, dtrain.cli, dtrain.preflight, dtrain.launch; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_number_where_text_belongs_stays_as_typed(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {name: 007}\nmetrics: {wandb: 1e3}\ndata: {train: {path: 12:30}}\nlora: {target: [1e3]}\n")
+    found = config.load(path)
+    assert (found.run.name, found.metrics.wandb, found.data.train.path) == ("007", "1e3", "12:30")
+    assert found.lora.target == ["1e3"]
+    for typed, name in {"run.name=1e3": "1e3", "run.name=0x10": "0x10", "run={name: 1_000}": "1_000"}.items():
+        assert config.load({}, [typed]).run.name == name
+    sources = config.load({}, ["data.train.sources=[{path: 1e3}]", "data.train.sources[0].path=2e3"])
+    assert sources.data.train.sources[0].path == "2e3"
+    assert config.load({}, ["train.steps=1e3"]).train.steps == 1000
+    (tmp_path / "again.yaml").write_text(config.to_yaml(found))
+    assert config.load(tmp_path / "again.yaml").run.name == "007"

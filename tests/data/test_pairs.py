@@ -417,7 +417,8 @@ def test_preview(tmp_path, packing):
         method="dpo",
         data=section(file, max_length=128, packing=packing),
         model=Model(path=str(model)),
-        run=SimpleNamespace(seed=0, dir=str(tmp_path / "runs")),
+        run=SimpleNamespace(seed=0),
+        cache=tmp_path / "runs" / ".cache",
     )
     out = io.StringIO()
     preview(recipe, samples=1, out=out)

@@ -114,7 +114,8 @@ def test_preview(tmp_path, model):
         method="sft",
         data=section(train=split(str(file)), max_length=128),
         model=Model(path=str(model)),
-        run=SimpleNamespace(seed=0, dir=str(tmp_path / "runs")),
+        run=SimpleNamespace(seed=0),
+        cache=tmp_path / "runs" / ".cache",
     )
     out = io.StringIO()
     preview(recipe, samples=1, out=out)

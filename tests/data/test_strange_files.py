@@ -92,7 +92,7 @@ LINE = json.dumps({"text": "a"})
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("a.jsonl", gzip.compress(LINE.encode()), ["a.jsonl:1", "gzipped", ".gz"]),
+    ("a.jsonl", gzip.compress(LINE.encode(), mtime=0), ["a.jsonl:1", "gzipped", ".gz"]),
     ("a.jsonl", LINE.encode("utf-16"), ["a.jsonl:1", "UTF-16", "iconv"]),
     ("a.jsonl", json.dumps({"text": "a"}, indent=1).encode(), ["a.jsonl:1", "jq -c . a.jsonl"]),
     ("a.jsonl", b"{'text': 'a'}", ["a.jsonl:1", "Python's own notation", "json.dumps"]),

@@ -20,7 +20,7 @@ class Mistake:
     the directory of the files. says: words that the answer holds, whatever their order. files: name → content, text or
     bytes, written under the root before; a name that ends with / is a directory. base: the sound recipe that the
     overrides change: sft, dpo, grpo or distill; or the name of one of `files`, a recipe of its own.
-    status: what the process ends with.
+    status: what the process ends with. links: name → where it leads, from the root.
     """
 
     typed: tuple[str, ...]
@@ -28,6 +28,7 @@ class Mistake:
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     base: str = "sft"
     status: int = 1
+    links: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -44,6 +45,10 @@ class Mistake:
                 path.mkdir(exist_ok=True)
             else:
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+        for name, where in self.links.items():
+            if not (root / name).is_symlink():
+                (root / name).symlink_to(root / where if where == name else where)
 
     def words(self, root: Path) -> list[str]:
         """`typed`, with `root` in its place."""

@@ -3,8 +3,8 @@
 from tests.mistakes import Mistake
 
 
-def _one(typed: str | tuple[str, ...], *says: str, files=None, base: str = "sft") -> Mistake:
-    return Mistake((typed,) if isinstance(typed, str) else typed, says, files or {}, base)
+def _one(typed: str | tuple[str, ...], *says: str, files=None, base: str = "sft", links=None) -> Mistake:
+    return Mistake((typed,) if isinstance(typed, str) else typed, says, files or {}, base, links=links or {})
 
 
 ADAPTER = '{"peft_type": "LORA", "base_model_name_or_path": "Qwen/Q", "r": 8, "lora_alpha": 16}'
@@ -222,6 +222,9 @@ VALUES = (
     _one(("lora={}", "lora.quantize=int8"), "did you mean nf4, in 4 bits; none has 8?"),
     _one(("lora={}", "lora.target=[q_prj]"), "lora.target: q_prj", "did you mean q_proj?"),
     _one("parallel.cp_rotate=alltoall", "parallel.cp_rotate=alltoall is none of allgather, ring"),
+    _one("metrics.wandb=true", "metrics.wandb=true must be text or null", "such as metrics.wandb=my-project"),
+    _one("run.name=yes", "run.name=true must be text or null", "write a name, such as run.name=first"),
+    _one("checkpoint.init_from=true", "checkpoint.init_from=true must be", "write a run's directory"),
     _one("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     _one("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )
@@ -271,6 +274,72 @@ FILES = (
          base="twice.yaml"),
     _one((), "model.path is missing", "data.train.path is missing", files={"empty.yaml": ""}, base="empty.yaml"),
 )  # fmt: skip
+PASTED = (
+    _one("optimizer.lr=1e\u20135", "optimizer.lr=1e\u20135 must be a number", "U+2013, en dash", "type -"),
+    _one("optimizer.lr=1e\u22125", "U+2212, minus sign", "type -"),
+    _one("train.steps=\u201c10\u201d", "U+201C, left double quotation mark", 'type "'),
+    _one("optimizer\u2024lr=1e-5", "U+2024, one dot leader", "type ."),
+    _one("\u043eptimizer.lr=1e-5", "U+043E, cyrillic small letter o", "did you mean optimizer?"),
+    _one("\u2013train.steps=3", "U+2013, en dash", "type -"),
+    _one("train.steps==3", "train.steps==3 must be a whole number or null: write one ="),
+    _one("train.=5", "train. is no key of a recipe; the keys of train are steps"),
+    _one("train..steps=5", "train. is no key of a recipe"),
+    _one(".steps=5", "is no key of a recipe"),
+    _one("data.max_length=1e30", "data.max_length=", "below 2 ** 31"),
+    _one("optimizer.lr=" + "9" * 400, "optimizer.lr=inf must be a finite number"),
+    _one("train.steps=1e400", "train.steps=inf must be a whole number"),
+    _one("scheduler.warmup=nan", "scheduler.warmup=nan must be a share of the steps"),
+    _one('run.name="a\\nb"', "run.name='a\\nb' must have at most 200 bytes"),
+    _one("run.name=" + "x" * 300, "must have at most 200 bytes"),
+    _one("model.path=" + "x" * 300, "xxx", "File name too long: let this user read it, or name another place"),
+    _one("checkpoint.init_from=" + "x" * 300, "xxx", "File name too long"),
+    _one(("lora={}", "lora.path=" + "x" * 300), "xxx", "File name too long"),
+    _one("data.train.path=" + "x" * 300, "xxx", "File name too long"),
+    _one("run.name=${HOME}", "run.name: the recipe has no key HOME", "${oc.env:HOME}"),
+    _one("model.path=$HOME/model", "model.path=$HOME/model: no shell reads this", "${oc.env:HOME}"),
+    _one("optimizer.betas='0.9,0.95'", "must be a list of numbers: write [0.9, 0.95]"),
+    _one("train.freeze=layers.0", "train.freeze=layers.0 must be a list of texts: write [layers.0]"),
+    _one("data.train.sources[0].path=x", "data.train.sources is no list yet", "data.train.sources=[{...}]"),
+    _one("launch.nproc=gpu", "launch.nproc=gpu must be a whole number: write how many"),
+    _one("parallel.dp_shard=auto", "parallel.dp_shard=auto must be a whole number: write -1"),
+    _one("train.compile=reduce-overhead", "must be true or false: write true"),
+    _one("data.train.path={root}/ROWS.JSONL", "there is no file", "did you mean", "rows.jsonl?"),
+    _one("run.dir={root}/loop", "loop", "ymlink", links={"loop": "loop"}),
+    _one("data.train.path={root}/away.jsonl", "away.jsonl: it is a link to gone.jsonl, which is no file",
+         links={"away.jsonl": "gone.jsonl"}),
+    _one("data.train.path={root}/pasted.jsonl", "pasted.jsonl:1: this line is not JSON", "quotes are of a page, \u201c",
+         files={"pasted.jsonl": "{\u201ctext\u201d: 1}\n"}),
+    _one((), "steps is no key of a recipe", "U+00A0, no-break space", "type a blank",
+         files={"nbsp.yaml": "train:\n\u00a0 steps: 3\n\u00a0 epochs: null\n"}, base="nbsp.yaml"),
+    _one((), "method=\u201csft\u201d is none of", "U+201C",
+         files={"curly.yaml": "method: \u201csft\u201d\n"}, base="curly.yaml"),
+    _one((), "wide.yaml is not UTF-8 text", "convert it to UTF-8",
+         files={"wide.yaml": "method: sft\n".encode("utf-16")}, base="wide.yaml"),
+    _one((), "at.yaml:2 is not YAML", "quote a text that begins so", files={"at.yaml": "run:\n  name: @a\n"},
+         base="at.yaml"),
+    _one((), "star.yaml:1 is not YAML", "quote a text that begins so", files={"star.yaml": "run: {name: *.a}\n"},
+         base="star.yaml"),
+    _one((), "quote.yaml:2 is not YAML", "a quote is not closed", files={"quote.yaml": "run: {name: 'a}\n"},
+         base="quote.yaml"),
+    _one((), "open.yaml:2 is not YAML", "a bracket is not closed",
+         files={"open.yaml": "run: {name: a\n"}, base="open.yaml"),
+    _one((), "colons.yaml:2 is not YAML", "a text with a colon is quoted",
+         files={"colons.yaml": "run:\n  name: a: b\n"}, base="colons.yaml"),
+    _one((), "tag.yaml:1 is not YAML", "leave out the word that begins with !",
+         files={"tag.yaml": "run: !!python/object:os.system {}\n"}, base="tag.yaml"),
+    _one((), "number.yaml is not a recipe: its top level must be a mapping", files={"number.yaml": "5\n"},
+         base="number.yaml"),
+    _one((), "dollar.yaml is not YAML", "${ is closed by }", files={"dollar.yaml": "run:\n  name: ${a\n"},
+         base="dollar.yaml"),
+    _one((), "indented.yaml:3 is not YAML", "indent with blanks, not with a tab",
+         files={"indented.yaml": "run:\n  name: a\n\tdir: b\n"}, base="indented.yaml"),
+    _one((), "listkey.yaml:1 is not YAML", "a key is one word", files={"listkey.yaml": "? [a, b]\n: 1\n"},
+         base="listkey.yaml"),
+    _one((), "no list yet", files={"json.yaml": '{"data": {"train": {"sources": {"0": {"path": "x"}}}}}'},
+         base="json.yaml"),
+)  # fmt: skip
+"""Characters of web pages, slips of YAML, and places that lead nowhere."""
+
 ROWS = (
     _one("data.train.path={root}/none.json", "none.json", "no row", files={"none.json": "[]"}),
     _one("data.train.path={root}/none.jsonl", "none.jsonl", "no row", files={"none.jsonl": ""}),
@@ -388,4 +457,4 @@ WHOLE = (
          "it is written for another tool", "group_size: 8", files={"trl.yaml": TRL}, base="trl.yaml"),
 )  # fmt: skip
 
-RECIPES: tuple[Mistake, ...] = (*NUMBERS, *SLIPS, *VALUES, *FILES, *ROWS, *WORDS, *WHOLE)
+RECIPES: tuple[Mistake, ...] = (*NUMBERS, *SLIPS, *VALUES, *FILES, *PASTED, *ROWS, *WORDS, *WHOLE)

@@ -76,6 +76,14 @@ def _granite(**more):
     return transformers.GraniteConfig(**{**_TINY, **multipliers, **more})
 
 
+_MINISTRAL_ROPE = {**_YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+
+
+def _ministral3(**more):
+    scales = dict(rope_parameters={**_MINISTRAL_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}, head_dim=16)
+    return transformers.Ministral3Config(**{**_TINY, **scales, **more})
+
+
 def _qwen3_5(**more):
     sizes = dict(
         num_hidden_layers=4,
@@ -145,6 +153,21 @@ VARIANTS = {
     ),
     "granite": lambda: _granite(tie_word_embeddings=True),
     "granite-biases": lambda: _granite(attention_bias=True, mlp_bias=True, residual_multiplier=1.5),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
+        **_TINY,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+        num_local_experts=0,
+        shared_intermediate_size=64,
+        position_embedding_type="rope",
+        layer_types=["full_attention"] * 3,
+        mamba_n_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "ministral3": lambda: _ministral3(),
+    "ministral3-window": lambda: _ministral3(sliding_window=11, tie_word_embeddings=True),
     "qwen3.5": lambda: _qwen3_5(),
     "qwen3.5-tied": lambda: _qwen3_5(
         tie_word_embeddings=True,
@@ -192,6 +215,8 @@ _CLASSES = {
     "olmo3": transformers.Olmo3ForCausalLM,
     "smollm3": transformers.SmolLM3ForCausalLM,
     "granite": transformers.GraniteForCausalLM,
+    "granitemoehybrid": transformers.GraniteMoeHybridForCausalLM,
+    "ministral3": transformers.Ministral3ForCausalLM,
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
     "gemma4_text": transformers.Gemma4ForCausalLM,
@@ -219,6 +244,48 @@ def make_multimodal():
         text_config=_gemma().to_dict(), vision_config=vision, mm_tokens_per_image=1, image_token_index=VOCAB - 1
     )
     return randomise(transformers.Gemma3ForConditionalGeneration(config))
+
+
+def _mistral3(text, **more):
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return transformers.Mistral3Config(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=VOCAB - 1, **more
+    )
+
+
+def _qwen_vl(config, text, **vision):
+    text = {
+        **_TINY,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]},
+        **text,
+    }
+    shared = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48)
+    tokens = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+    tied = text.get("tie_word_embeddings", False)
+    return config(text_config=text, vision_config={**shared, **vision}, tie_word_embeddings=tied, **tokens)
+
+
+# Multimodal checkpoints, of which the text tower is trained.
+TOWERS = {
+    "gemma3": lambda: make_multimodal().config,
+    "mistral-small": lambda: _mistral3(_mistral(sliding_window=None, head_dim=12), tie_word_embeddings=False),
+    "ministral3": lambda: _mistral3(_ministral3(), tie_word_embeddings=False),
+    "ministral3-tied": lambda: _mistral3(_ministral3(tie_word_embeddings=True), tie_word_embeddings=True),
+    "qwen2.5-vl": lambda: _qwen_vl(transformers.Qwen2_5_VLConfig, dict(hidden_size=64), out_hidden_size=64),
+    "qwen3-vl": lambda: _qwen_vl(
+        transformers.Qwen3VLConfig,
+        dict(head_dim=16, tie_word_embeddings=True),
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
+    ),
+}
+
+
+def make_tower(name):
+    """The transformers model of one of `TOWERS`, every parameter random, in eval mode."""
+    return randomise(transformers.AutoModelForImageTextToText.from_config(TOWERS[name]()))
 
 
 def grads(model) -> dict[str, torch.Tensor]:

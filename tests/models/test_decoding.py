@@ -37,6 +37,7 @@ def store_of(model):
         "olmo3",
         "smollm3-window",
         "granite",
+        "ministral3-window",
     ],
 )
 @torch.no_grad()

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm as HfGemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
 from dtrain.models.gemma3 import Gemma3RMSNorm
@@ -196,14 +197,22 @@ def in_float64(model, head_dim):
     return model.double()
 
 
+def query_scale(positions, beta, length):
+    return (1 + beta * (1 + (positions // length).double()).log())[:, None, :, None]
+
+
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
 FREED += ["gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
-FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases"]
+FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 
 
 @pytest.mark.parametrize("variant", FREED)
-def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path):
+def test_float64_equals_transformers_freed_of_its_islands(variant, tmp_path, monkeypatch):
     theirs = make(variant)
+    if variant.startswith("ministral3"):
+        scales = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
+        theirs.config.rope_parameters = {"rope_type": "default", "rope_theta": 1000.0, **scales}
+        monkeypatch.setattr(modeling_ministral3, "get_llama_4_attn_scale", query_scale)
     if variant.startswith(("gemma3", "olmo3")):
         for parameters in theirs.config.rope_parameters.values():
             parameters.update(rope_type="default")

@@ -7,9 +7,10 @@ import transformers
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
-from tests.models.oracle import VARIANTS, VOCAB, make, save
+from dtrain.models.adapter_config import linears, modules
+from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
 
-SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite"]
+SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3"]
 
 
 @pytest.mark.parametrize("variant", SOME)
@@ -28,6 +29,64 @@ def test_transformers_loads_the_export_with_the_same_logits(variant, tmp_path):
     assert all(torch.equal(again[name], parameter) for name, parameter in ours.named_parameters())
 
 
+@pytest.mark.parametrize("variant", SOME)
+def test_adapters_and_modules_to_save_name_transformers_modules(variant):
+    theirs = make(variant)
+    config = models.parse_config(VARIANTS[variant]().to_dict())
+    layers = {name: tuple(one.weight.shape) for name, one in theirs.named_modules() if isinstance(one, torch.nn.Linear)}
+    layers.pop("lm_head")
+    assert linears(config) == layers
+    assert sorted(modules(config)) == sorted(name for name, one in theirs.named_modules() if one._parameters)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_text_tower_is_transformers_on_texts_and_its_export_has_the_other_parts(name, tmp_path):
+    theirs = make_tower(name)
+    source = save(theirs, tmp_path / "source")
+    ours = models.from_pretrained(source)
+    assert ours.config.is_text_tower
+    ids = torch.randint(0, 89, (2, 40), generator=torch.Generator().manual_seed(0))
+    more = {"token_type_ids": torch.zeros_like(ids)} if name == "gemma3" else {}
+    expected, logits = theirs(input_ids=ids, **more).logits, ours(ids)
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    expected.backward(weights)
+    logits.backward(weights)
+    wanted = {one: grad.grad for one, grad in theirs.named_parameters() if grad.grad is not None}
+    for one, parameter in ours.named_parameters():
+        (grad,) = [wanted[called] for called in ours.checkpoint_names(one) if called in wanted]
+        assert (parameter.grad - grad).abs().max() < 2e-5 * grad.abs().max(), one
+
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.mul_(1.01)
+        write_directory(ours, tmp_path / "out", source)
+        again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        expected = again(input_ids=ids, **more).logits
+        assert (ours(ids) - expected).abs().max() < 2e-5 * expected.abs().max()
+    trained = {called for one, _ in ours.named_parameters() for called in ours.checkpoint_names(one)}
+    others = {one: value for one, value in again.named_parameters() if one not in trained}
+    before = dict(theirs.named_parameters())
+    assert others and all(torch.equal(before[one], value) for one, value in others.items())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 weights are not trained: take the model in bf"),
+        ({"quant_method": "mxfp4"}, "mxfp4 weights are not trained: take the model in bfloat16, by the same name"),
+        ({"quant_method": "awq", "bits": 4}, "awq weights are not trained: take the model in bfloat16, by the same"),
+        ({"quant_method": "gptq", "bits": 4}, "-GPTQ-Int4"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "compressed-tensors weights are not"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes weights in 8 bits are not trained"),
+    ],
+)
+def test_weights_that_cannot_be_trained_are_refused_with_what_can(section, message):
+    with pytest.raises(UserError) as error:
+        models.parse_config({**TOWERS["ministral3"]().to_dict(), "quantization_config": section})
+    assert message in str(error.value) and "-BF16" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("variant", "changes", "message"),
     [
@@ -38,6 +97,9 @@ def test_transformers_loads_the_export_with_the_same_logits(variant, tmp_path):
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0]: must be a list of 0 and 1, one a layer"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "no sliding_window is set"),
         ("granite", {"logits_scaling": 0}, "logits_scaling 0: must be a number above 0"),
+        ("granite4", {"num_local_experts": 8}, "num_local_experts 8: a mixture of experts; only Granite 4's dense"),
+        ("granite4", {"layer_types": ["mamba", "attention", "mamba"]}, "layers of mamba; only Granite 4's dense"),
+        ("granite4", {"position_embedding_type": None}, "position_embedding_type 'none' is not implemented"),
         ("granite", {"num_local_experts": 8}, "num_local_experts 8: not a field"),
     ],
 )

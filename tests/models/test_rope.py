@@ -19,14 +19,15 @@ def test_frequencies_are_transformers_bits(variant):
     theirs = VARIANTS[variant]()
     ours = parse_config(theirs.to_dict())
     for kind, rope in ours.ropes.items():
-        nested = theirs.model_type == "gemma3_text"
+        nested = "rope_theta" not in theirs.rope_parameters
+        size = ours.heads_of(kind).size
+        turned = size if rope.kind == "proportional" else int(size * rope.share)
         if rope.kind == "default":
-            dim = int(ours.head_dim * rope.share)
-            expected, scale = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
+            expected, scale = 1.0 / (rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float) / turned)), 1.0
         else:
             init = ROPE_INIT_FUNCTIONS[rope.kind]
             expected, scale = init(theirs, "cpu", layer_type=kind if nested else None)
-        assert torch.equal(frequencies(rope, int(ours.head_dim * rope.share), torch.float32), expected)
+        assert torch.equal(frequencies(rope, turned, torch.float32), expected)
         assert rope.table_scale == scale
 
 

@@ -35,6 +35,8 @@ MODELS = {
     "olmo3, shared KV heads": ("olmo3", {"attention_bias": True}),
     "smollm3": ("smollm3", {}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "granite4": ("granite4", {}),
+    "ministral3": ("ministral3", {}),
     "llama, uneven MLP": ("llama", {"intermediate_size": 50}),
 }
 

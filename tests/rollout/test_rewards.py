@@ -248,7 +248,7 @@ def test_a_name_or_path_that_is_not_there_is_found_without_running_it(mine):
         assert ".".join(find(name)) == name.replace(":", ".")
     for name, words in (
         ("math_exat", "did you mean math_exact?"),
-        ("mine.exactly", "defines no exactly; did you mean exact?"),
+        ("mine.exacct", "defines no exacct; did you mean exact?"),
         ("nowhere.fn", f"there is no module nowhere, neither in {mine}"),
         ("package.outer.fn", "there is no module package.outer"),
         ("mine.exact.fn", "there is no module mine.exact"),

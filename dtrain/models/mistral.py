@@ -1,0 +1,57 @@
+"""Mistral Small 3.1 and 3.2, and Ministral 3 (https://huggingface.co/mistralai), alone or as the text tower of a
+multimodal checkpoint. Llama's layer; Ministral 3 scales queries by their position, as Llama 4 does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.models.config import ModelConfig, Rope
+from dtrain.models.layers import Attention, Decoder, PreNormLayer, Rotary
+from dtrain.models.tower import TextTower
+
+
+class ScaledAttention(Attention):
+    """Attention whose queries are multiplied by a number of each position."""
+
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+        """As `Attention.project`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
+        *turns, scale = rotary
+        q, k, v = super().project(hidden, tuple(turns))
+        return q * scale, k, v
+
+
+class ScaledLayer(PreNormLayer):
+    def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
+        """Give the layer its attention."""
+        self.self_attn = ScaledAttention(config, index)
+
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        """As `Layer.before`; more: the queries' scale [B or 1, S, 1, 1]"""
+        return self.mixer.project(self.input_layernorm(hidden), (cos, sin, *more))
+
+
+class ScaledDecoder(Decoder):
+    """A decoder that hands its layers the queries' scale beside the rotary tables."""
+
+    def turns(
+        self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
+    ) -> Rotary:
+        """As `Decoder.turns`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32, dtype) and
+        rounded: [B or 1, S, 1, 1]"""
+        wide = torch.promote_types(dtype, torch.float32)
+        lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
+        scale = (1 + rope.query_beta * torch.log1p(lengths)).to(dtype)
+        return *super().turns(rope, head_dim, positions, dtype, held), scale[..., None, None]
+
+
+class MistralForCausalLM(TextTower):
+    tower_names = ("language_model.model.", "model.language_model.")
+    head_names = ("lm_head.", "language_model.lm_head.")
+    carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+
+    def __init__(self, config: ModelConfig):
+        is_scaled = any(rope.query_beta for rope in config.ropes.values())
+        decoder = ScaledDecoder(config, ScaledLayer) if is_scaled else Decoder(config, PreNormLayer)
+        super().__init__(config, decoder)

@@ -1,0 +1,26 @@
+"""The text tower of a multimodal checkpoint: what the files call its tensors, and what an export carries beside it."""
+
+from dtrain.models.layers import CausalLM
+
+
+class TextTower(CausalLM):
+    """A model that may be one part of a multimodal checkpoint (config.is_text_tower).
+
+    tower_names: what files call `model.` then, the likeliest first; head_names: what they call `lm_head.`;
+    carried: patterns (re.fullmatch) of the other parts' tensors.
+    """
+
+    tower_names: tuple[str, ...]
+    head_names: tuple[str, ...] = ("lm_head.",)
+    carried: tuple[str, ...]
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        if not self.config.is_text_tower:
+            return [name]
+        if name.startswith("lm_head."):
+            return [head + name.removeprefix("lm_head.") for head in self.head_names]
+        return [tower + name.removeprefix("model.") for tower in self.tower_names]
+
+    @property
+    def carried_checkpoint_names(self) -> tuple[str, ...]:
+        return self.carried if self.config.is_text_tower else ()
