@@ -91,6 +91,7 @@ FAMILIES = {
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
+        "rms_norm_eps": 1e-3,  # the norms of small random branches would make roundings a thousand times larger
         "head_dim": 8,
         "global_head_dim": 12,
         "attention_k_eq_v": True,

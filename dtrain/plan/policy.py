@@ -190,8 +190,9 @@ def mark_layers(layers: Iterable[nn.Module], tracer: Tracer) -> None:
         tracer.memory.begin(Phase("backward", tracer.current, index))
 
     def after(index, module, inputs, output):
-        if output.requires_grad and tracer.is_forward:
-            output.register_hook(partial(at_gradient, index))
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad and tracer.is_forward:
+            hidden.register_hook(partial(at_gradient, index))
 
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(before, index))

@@ -117,6 +117,8 @@ def _memory(plan: Plan) -> str:
     for part, name, why in _PARTS:
         if step.parts.get(part, 0) >= _SHOWN:
             rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
+        if part == "parameters" and step.table >= _SHOWN:
+            rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
     rows.append(("  peak", gib(step.peak), moment(plan)))
     if plan.device == "cuda":
         free = plan.budget - step.peak
@@ -187,6 +189,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "peak": step.peak,
             "peak_moment": moment(plan),
             "peak_parts": dict(step.parts),
+            "per_layer_table": step.table,
             "lightest_rank_parameters": step.lightest,
             "budget": plan.budget if plan.device == "cuda" else None,
             "fits": plan.fits if plan.device == "cuda" else None,

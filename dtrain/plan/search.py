@@ -176,8 +176,10 @@ class _ClosedForms:
         shards = world.dp_shard * world.cp
         trained, layers = self.trained / world.tp, config.num_hidden_layers
         whole = trained * compute + self.frozen_bytes / world.tp  # bytes
-        keys = 2 * tokens * world.cp * max(1, config.num_key_value_heads / world.tp) * config.head_dim * compute
-        keeping = layers - config.layer_types.count(LINEAR)  # linear ones send states, whose size is that of no row
+        heads = [config.heads_of(kind) for kind in config.layer_types if kind != LINEAR]
+        keeping = len(heads)  # linear layers send states, whose size is that of no row
+        width = sum(max(1, one.count / world.tp) * one.size for one in heads) / max(keeping, 1)
+        keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
         gathers = 1 if recipe.parallel.reshard_after_forward is False else 2
         passes = world.accumulation
         messages = [

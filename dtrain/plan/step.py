@@ -31,10 +31,10 @@ _MARGIN = 2  # layers at either end that differ from those between: prefetched, 
 class Step:
     """What one rank holds, sends and computes in an optimizer step. Bytes.
 
-    trained: of the parameters those that are. lightest: the smallest parameters that a rank has. peak: with the
-    optimizer's state. parts: what it is made of. moment: where it is. activations: kept for the backward of a
-    micro-batch, at most. traffic: (messages, bytes). flops: by the dtype of their operands. moved: read and written by
-    all other operations.
+    trained: of the parameters those that are; table: those that are embeddings for each layer. lightest: the smallest
+    parameters that a rank has. peak: with the optimizer's state. parts: what it is made of. moment: where
+    it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages, bytes). flops: by the dtype
+    of their operands. moved: read and written by all other operations.
     """
 
     parameters: int
@@ -49,6 +49,7 @@ class Step:
     traffic: dict[Collective, tuple[int, int]]
     flops: dict[torch.dtype, int]
     moved: int
+    table: int = 0
 
 
 def plan_step(
@@ -74,7 +75,9 @@ def plan_step(
 
 
 def _alike(recipe: Recipe, config: ModelConfig) -> bool:
-    """Whether of every layer the same is trained."""
+    """Whether of every layer the same is trained, and none needs another's keys."""
+    if config.shared_layers:
+        return False
     if recipe.lora is None:
         patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
         return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
@@ -141,4 +144,5 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         {key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
         {key[1]: count for key, count in total.items() if key[0] == "flops"},
         total["moved",],
+        total["table",],
     )

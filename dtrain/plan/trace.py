@@ -40,7 +40,8 @@ class Trace:
     """A step of so many layers and micro-batches.
 
     peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
-    "state": bytes of this rank's shards, of those that are trained, and of what the optimizer keeps for them;
+    "state": bytes of this rank's shards, of those that are trained, and of what the optimizer keeps for them; "table":
+    of the embeddings for each layer;
     "lightest": the smallest parameters that a rank has; "rows", "micro rows": of the host's tensors on a planned CPU,
     and of those that one micro-batch brings.
     """
@@ -81,9 +82,11 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
             batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
+    table = getattr(policy.model.model, "embed_tokens_per_layer", None)
     held = {
         "parameters": bytes_of(map(on_device, parameters)),
         "trained": bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
+        "table": 0 if table is None else bytes_of([on_device(table.weight)]),
         "gradients": policy.gradient_bytes,
         "state": policy.state_bytes,
         "lightest": _min_shard_bytes(parameters),

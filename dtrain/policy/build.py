@@ -141,18 +141,23 @@ def choose_attention(
         return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
     tp, kernel, exchanges = recipe.parallel.tp, VarlenKernel(), recipe.parallel.cp > 1
     window = config.sliding_window if SLIDING in config.layer_types else None
+    sizes = dict.fromkeys((config.heads_of(kind).count, config.heads_of(kind).size) for kind in config.kv_heads)
 
     def proof() -> str | None:
-        return prove(
-            kernel.flash,
-            heads=config.num_attention_heads // tp,
-            key_heads=max(1, config.num_key_value_heads // tp),
-            head_dim=config.head_dim,
-            window=window,
-            dtype=precision.compute,
-            device=device,
-            exchange=recipe.parallel.cp_rotate if exchanges else None,
+        problems = (
+            prove(
+                kernel.flash,
+                heads=config.num_attention_heads // tp,
+                key_heads=max(1, key_heads // tp),
+                head_dim=head_dim,
+                window=window,
+                dtype=precision.compute,
+                device=device,
+                exchange=recipe.parallel.cp_rotate if exchanges else None,
+            )
+            for key_heads, head_dim in sizes
         )
+        return next((one for one in problems if one is not None), None)
 
     of_ranks = [proof()] if every is None else every(proof)
     problem = next((one for one in of_ranks if one is not None), None)
