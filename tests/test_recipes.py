@@ -69,6 +69,11 @@ RELATIVES = {
     "ministral3-3b-sft": (published.MINISTRAL3_3B, 3429.0),
     "qwen3-vl-4b-sft": (published.QWEN3_VL_4B, 4022.5),
 }
+# Qwen3.5 and 3.6, each for what suits its size.
+QWEN3_5 = {
+    "qwen3.5-0.8b-sft": (published.QWEN3_5_0_8B, 752.4),
+    "qwen3.6-27b-sft": (published.QWEN3_6_27B, 26895.9),
+}
 OTHERS = {name.replace("-sft", method): shape for name, (shape, _) in MODELS.items() for method in ("-dpo", "-grpo")}
 ADAPTED = {
     name.replace("-sft", method): shape
@@ -76,8 +81,10 @@ ADAPTED = {
     for method in ("-lora-sft", "-lora-dpo", "-lora-grpo", "-qlora-sft")
 }
 ADAPTED |= {name.replace("-sft", "-lora-sft"): shape for name, (shape, _) in RELATIVES.items()}
-OTHERS |= ADAPTED
-MODELS |= RELATIVES
+ADAPTED |= {name: published.QWEN3_6_27B for name in ("qwen3.6-27b-lora-sft", "qwen3.6-27b-qlora-sft")}
+ADAPTED["qwen3.5-0.8b-lora-sft"] = published.QWEN3_5_0_8B
+OTHERS |= ADAPTED | {name: published.QWEN3_5_0_8B for name in ("qwen3.5-0.8b-dpo", "qwen3.5-0.8b-grpo")}
+MODELS |= RELATIVES | QWEN3_5
 NAMES = [name for name, _ in config.shipped()]
 PAIR = '{"prompt": "w3", "chosen": "w4", "rejected": "w5"}'
 

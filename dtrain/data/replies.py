@@ -14,6 +14,7 @@ A `{% generation %}` block is taken at its word. What none of this decides is re
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from dtrain.data.template import ChatTemplate, Marked
@@ -140,6 +141,7 @@ class Replies:
         start, end = self._block(messages, tools, marked, index)
         text = marked.text[start:end]
         headers = self.headers(tools is not None)
+        text = text[: self._own(messages, tools, marked, index, text)]
         end = start + len(text.rstrip())
         if headers.ending == "":
             # Some templates end a turn after it: directly in front of the next one, or at the very end.
@@ -154,6 +156,21 @@ class Replies:
             return start, end  # turns of this template begin without a header
         return self._end_of_prompt(messages, tools, marked, index), end
 
+    def _own(self, messages: Messages, tools: Messages | None, marked: Marked, index: int, text: str) -> int:
+        """How many characters of `text`, the block of messages[index], come before what tools answered: some templates
+        (Gemma 4's) write answers into the turn that asked. Known by the same conversation without the answers."""
+        after = _after_answers(messages, index)
+        if after == index + 1 or any(marked.blocks[index + 1 : after]):
+            return len(text)
+        try:
+            without = self.template.marked([*messages[: index + 1], *messages[after:]], tools)
+        except UserError as problem:
+            raise self._unknown(index, "it writes the answers of tools as a part of it") from problem
+        block = without.blocks[index]
+        if block is None:
+            raise self._unknown(index, "it writes the answers of tools as a part of it")
+        return len(commonprefix([text, without.text[slice(*block)]]))
+
     def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> int:
         """Where the generation prompt of messages[index] ends, if the conversation begins with that very prompt."""
         start, end = self._block(messages, tools, marked, index)
@@ -162,6 +179,8 @@ class Replies:
             silent = self.template.render(messages[:index], tools)
         except UserError as problem:
             raise self._unknown(index, "its turn begins unlike its generation prompt") from problem
+        if prompt == silent and marked.blocks[index - 1] is None and messages[index - 1]["role"] == "tool":
+            return start  # the turn that asked a tool goes on after the answer
         if prompt != silent and marked.text.startswith(prompt) and start <= len(prompt) <= end:
             return len(prompt)
         raise self._unknown(index, "its turn begins unlike its generation prompt")
@@ -178,6 +197,12 @@ class Replies:
             f"{self.template.origin}, writes: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
             "reply in a copy of the template and name it with data.chat_template, or set data.loss_on=all"
         )
+
+
+def _after_answers(messages: Messages, index: int) -> int:
+    """The first message after messages[index] and the answers of tools that follow it."""
+    rest = range(index + 1, len(messages))
+    return next((number for number in rest if messages[number]["role"] != "tool"), len(messages))
 
 
 def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,3 +23,5 @@ BY_INDEX = _read("by_index")
 SLOPPY = _read("sloppy")
 # Marks the reply itself, without its end-of-turn token.
 GENERATION = _read("generation")
+# The answers of tools stand in the turn that asked, which goes on after them without a header (Gemma 4).
+ANSWERS = _read("answers")
