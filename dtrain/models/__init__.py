@@ -5,7 +5,7 @@
     config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
     quantization_config          its section about a checkpoint in 4 bits
     registry                     from a `ModelConfig` to a model
-    llama, qwen, qwen3_5, gemma3, phi, olmo, smollm, granite, mistral, qwen_vl
+    llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl
                                  the families
     tower                        what is one part of a multimodal checkpoint
     layers, functions            what they are made of; norms, activations, rotary embedding
