@@ -75,20 +75,20 @@ def plan_step(
 
 
 def _alike(recipe: Recipe, config: ModelConfig) -> bool:
-    """Whether of every layer the same is trained, and none needs another's keys."""
+    """Whether of every layer of a type the same is trained, and none needs another's keys."""
     if config.shared_layers:
         return False
     if recipe.lora is None:
         patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
         return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
     adapter = adapter_of(asdict(recipe.lora))
-    layers: dict[str, dict[str, Low | None]] = {}
+    layers: list[dict[str, Low | None]] = [{} for _ in config.layer_types]
     whole = dict.fromkeys(adapter.saved(modules(config)))
     for name, low in {**whole, **adapter.adapted(linears(config))}.items():
-        if found := re.fullmatch(r"(model\.layers\.\d+)\.(.*)", name):
-            layers.setdefault(found[1], {})[found[2]] = low
-    first = next(iter(layers.values()), {})
-    return not layers or (len(layers) == config.num_hidden_layers and all(one == first for one in layers.values()))
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
+            layers[int(found[1])][found[2]] = low
+    of_type = dict(zip(config.layer_types, layers, strict=True))
+    return all(of_type[kind] == one for kind, one in zip(config.layer_types, layers, strict=True))
 
 
 def _period(types: tuple[str, ...]) -> int:

@@ -64,6 +64,13 @@ WHOLE = {
         ["train.freeze=['model.layers.[0-4].*','model.embed*']", "train.global_batch=2"],
     ),
     "cuda, norms alone": ("llama", {}, "cuda", 2, ["train.train_only=['*norm*']"]),
+    "cuda, linear attention": (
+        "qwen3.5",
+        {"num_hidden_layers": 16, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4},
+        "cuda",
+        2,
+        ["lora={rank: 2}"],
+    ),
     "cpu, ring": ("qwen3", {}, "cpu", 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "data.packing=false"]),
 }
 SAMPLED = ("cuda, gemma3's pattern",)
