@@ -3,6 +3,8 @@
 `config` is torch-free; what needs torch is imported when it is first asked for.
 
     config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
+    config_families, config_gemma, config_parts
+                                 the families' fields; Gemma's; what all have alike
     quantization_config          its section about a checkpoint in 4 bits
     registry                     from a `ModelConfig` to a model
     llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl
