@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import rms_norm
-from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, RMSNorm
+from dtrain.models.layers import DECODER_PLAN, Attention, Decoder, GatedMLP, Layer, RMSNorm
+from dtrain.models.tower import TextTower
 
 
 class Gemma3RMSNorm(RMSNorm):
@@ -41,7 +42,10 @@ class Gemma3Layer(Layer):
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
 
 
-class Gemma3ForCausalLM(CausalLM):
+class Gemma3ForCausalLM(TextTower):
+    tower_names = ("language_model.model.", "model.language_model.")  # transformers 4's, and 5's
+    head_names = ("lm_head.", "language_model.lm_head.")
+    carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
     plan = {
         **DECODER_PLAN,
         "model.layers.*.self_attn.q_norm": "head_norm",
@@ -53,16 +57,3 @@ class Gemma3ForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, Gemma3Layer, Gemma3RMSNorm, embed_scale=config.hidden_size**0.5))
-
-    def checkpoint_names(self, name: str) -> list[str]:
-        """Multimodal files call the text tower `language_model.model` (transformers 4) or `model.language_model`."""
-        if not self.config.is_text_tower:
-            return [name]
-        if name.startswith("lm_head."):
-            return [name, f"language_model.{name}"]
-        inner = name.removeprefix("model.")
-        return [f"language_model.model.{inner}", f"model.language_model.{inner}"]
-
-    @property
-    def carried_checkpoint_names(self) -> tuple[str, ...]:
-        return (r"(model\.)?(vision_tower|multi_modal_projector)\..*",) if self.config.is_text_tower else ()

@@ -19,7 +19,6 @@ from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate
 from dtrain.models.layers import (
     DECODER_PLAN,
     Attention,
-    CausalLM,
     Decoder,
     GatedMLP,
     Layer,
@@ -28,6 +27,7 @@ from dtrain.models.layers import (
     Rotary,
     rounded,
 )
+from dtrain.models.tower import TextTower
 from dtrain.parallel.tensor import VocabEmbedding
 
 Keys = tuple[Tensor, Tensor]  # of one layer, as the kernel gathers them
@@ -188,7 +188,10 @@ class Gemma4Decoder(Decoder):
         return ((normed + found.unflatten(-1, (-1, sizes.size))) * 2**-0.5).unbind(2)
 
 
-class Gemma4ForCausalLM(CausalLM):
+class Gemma4ForCausalLM(TextTower):
+    tower_names = ("model.language_model.",)
+    carried = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
+
     def __init__(self, config: ModelConfig):
         super().__init__(config, Gemma4Decoder(config))
         plan = {
@@ -207,17 +210,10 @@ class Gemma4ForCausalLM(CausalLM):
         names = [name for name, _ in self.named_modules()]
         self.plan = {one: style for one, style in plan.items() if any(fnmatchcase(name, one) for name in names)}
 
-    def checkpoint_names(self, name: str) -> list[str]:
-        """Multimodal files call the text tower `model.language_model`."""
-        if not self.config.is_text_tower or name.startswith("lm_head."):
-            return [name]
-        return [f"model.language_model.{name.removeprefix('model.')}"]
-
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
         """The other towers, and what the files have of keys and values in layers that read another's."""
         prefix = r"model\.language_model\." if self.config.is_text_tower else r"model\."
-        towers = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",) * self.config.is_text_tower
         sharing = [index for index, source in enumerate(self.config.key_sources) if source != index]
         unread = rf"{prefix}layers\.({'|'.join(map(str, sharing))})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
-        return (*towers, unread) if sharing else towers
+        return (*super().carried_checkpoint_names, *((unread,) if sharing else ()))

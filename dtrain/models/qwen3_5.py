@@ -20,7 +20,6 @@ from dtrain.models.gemma3 import Gemma3RMSNorm
 from dtrain.models.layers import (
     DECODER_PLAN,
     Attention,
-    CausalLM,
     Decoder,
     Linear,
     Mixer,
@@ -28,6 +27,7 @@ from dtrain.models.layers import (
     RMSNorm,
     Rotary,
 )
+from dtrain.models.tower import TextTower
 from dtrain.parallel.placement import LocalParameters
 
 
@@ -210,7 +210,9 @@ class Qwen3_5Decoder(Decoder):
         return LinearMask.of(seq_ids, tokens, width, self.kernel.group) if cache is None else cache.linear_mask(width)
 
 
-class Qwen3_5ForCausalLM(CausalLM):
+class Qwen3_5ForCausalLM(TextTower):
+    tower_names = ("model.language_model.",)
+    carried = (r"model\.visual\..*",)
     initial = {
         "*.A_log": "decay",
         "*.dt_bias": "ones",
@@ -235,12 +237,7 @@ class Qwen3_5ForCausalLM(CausalLM):
         plan = DECODER_PLAN if types != {LINEAR} else {k: v for k, v in DECODER_PLAN.items() if "self_attn" not in k}
         self.plan = {**plan, **(linear if LINEAR in types else {}), **(full if types != {LINEAR} else {})}
 
-    def checkpoint_names(self, name: str) -> list[str]:
-        """Multimodal files call the text tower `model.language_model`."""
-        if not self.config.is_text_tower or name.startswith("lm_head."):
-            return [name]
-        return [f"model.language_model.{name.removeprefix('model.')}"]
-
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
-        return (r"mtp\..*", *((r"model\.visual\..*",) if self.config.is_text_tower else ()))
+        """The head for several tokens too, which a text model's files have as well."""
+        return (r"mtp\..*", *super().carried_checkpoint_names)
