@@ -113,6 +113,7 @@ def test_bench_prints_what_a_recipe_does(tmp_path):
 
     model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "rows.jsonl")
     overrides = [f"model.path={model}", "model.init=scratch", f"data.train.path={rows}", "data.max_length=32"]
+    overrides.append("train.global_batch=4")
     finished = run_tool("bench_sft.py", "sft", *overrides, "launch.nproc=2", "--steps", 3, "--warmup", 1)
     result = json.loads(finished.stdout)
     assert (result["recipe"], result["processes"], result["steps"]) == ("sft", 2, 3)

@@ -52,7 +52,7 @@ def test_over_weights_in_four_bits(tmp_path):
 @pytest.mark.parametrize(
     ("mutant", "words"),
     [
-        (Mutant("dtrain.models.functions", "if rope not in held:", "if True:"), "pageable|from the host"),
+        (Mutant("dtrain.models.functions", "if (rope, turned) not in held:", "if True:"), "pageable|from the host"),
         (Mutant("dtrain.models.layers", "layer.forward if cache is not None and cache.bare else layer", "layer"),
          "a stream waits"),
     ],
