@@ -98,7 +98,7 @@ WAYS = {
 }
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(14)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_training_change_no_number(tmp_path, way):
     ranks, options = WAYS[way]
@@ -114,7 +114,7 @@ def test_ways_of_training_change_no_number(tmp_path, way):
         torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(14)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.cp=2"), (4, "parallel.tp=2")])
 def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
     one = run(dpo(tmp_path, "one", "train.micro_batch=12"))
@@ -123,7 +123,7 @@ def test_preferences_on_a_mesh(tmp_path, ranks, mesh):
         assert mine[:2] == pytest.approx(right[:2], rel=1e-9)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(14)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "parallel.tp=2"), (4, "parallel.cp=2")])
 def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
     recipes = [tiny_grpo(tmp_path, "train.steps=2", family="qwen3.5", name="one")]
@@ -134,7 +134,7 @@ def test_rollouts_draw_the_same_tokens_on_every_mesh(tmp_path, ranks, mesh):
         assert mine["reward_mean"] == right["reward_mean"]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(7)
 @pytest.mark.parametrize("again", ["none", "full", "selective"])
 def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, again):
     save_weights(write_model(tmp_path / "model", "qwen3.5"))
@@ -149,7 +149,7 @@ def test_half_precision_follows_float32_and_computes_the_decay_in_it(tmp_path, a
     assert {str(held[name].dtype) for name in held if "A_log" in name} == {"torch.float32"}
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(14)
 def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
     shape = ["train.micro_batch=3", "checkpoint.every=2"]
     whole = run(sft(tmp_path, "whole", *shape, "parallel.tp=2"), 2)

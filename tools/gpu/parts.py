@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from tools.gpu.runs import decode_rank, hang_rank, peak_rank, proof_rank, rows_o
 WRONG = "WRONG"
 # Relative, of the loss and of the norm after three steps.
 BOUNDS = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.1)}
+ROUGH = {"qwen3.5": 3.0}  # times these: rounding grows in tiny linear layers
+SMALL = ("llama", "qwen2", "qwen3", "gemma3")  # families, where models are to be few
 CLOSE = 0.05  # planned to allocated
 PATIENCE = 10.0  # seconds that the provoked hang waits in its collective
 ANSWERED = 90.0  # seconds in which it is to end
@@ -45,7 +47,7 @@ def parity(asked: Asked, run: Run, root: Path) -> Iterator[str]:
     meshes = [(1, ())] + [(size, ("train.micro_batch=1",)) for size in (2, 4, 8) if size <= asked.world]
     if asked.world > 1:
         meshes += [(2, ("parallel.tp=2",)), (2, ("parallel.cp=2",)), (2, ("parallel.cp=2", "parallel.cp_rotate=ring"))]
-    for family in FAMILIES:
+    for family in SMALL if asked.small else FAMILIES:
         widest = not asked.small or family == "gemma3"
         for packing in ("true", "false") if widest else ("true",):
             keys = "train.steps=3", f"data.packing={packing}"
@@ -58,15 +60,16 @@ def parity(asked: Asked, run: Run, root: Path) -> Iterator[str]:
                     name = "-".join([family, packing, dtype, str(size), *words])
                     recipe = tiny_recipe(root, *keys, f"train.dtype={dtype}", *mesh, family=family, name=name)
                     run(train_rank, size, recipe)
-                    yield _compared(name, rows_of(recipe), rows_of(of_cpu), dtype)
+                    bounds = [bound * ROUGH.get(family, 1.0) for bound in BOUNDS[dtype]]
+                    yield _compared(name, rows_of(recipe), rows_of(of_cpu), bounds)
 
 
-def _compared(name: str, rows: list, expected: list, dtype: str) -> str:
+def _compared(name: str, rows: list, expected: list, bounds: Sequence[float]) -> str:
     off = [
         max(abs(row[field] - other[field]) / abs(other[field]) for row, other in zip(rows, expected, strict=True))
         for field in ("loss", "grad_norm")
     ]
-    is_wrong = any(not one <= bound for one, bound in zip(off, BOUNDS[dtype], strict=True))
+    is_wrong = any(not one <= bound for one, bound in zip(off, bounds, strict=True))
     return f"{WRONG if is_wrong else 'ok'}  {name}: loss off by {off[0]:.1e}, norm by {off[1]:.1e}"
 
 
@@ -106,7 +109,7 @@ def saves(asked: Asked, run: Run, root: Path) -> Iterator[str]:
         run(train_rank, 1, tiny_recipe(root, *keys, "train.steps=2", name=name))
         resumed = tiny_recipe(root, *keys, "train.steps=4", name=name)
         run(train_rank, size, resumed)
-        yield _compared(f"saved on 1, resumed on {size}", rows_of(resumed), rows_of(whole), "bfloat16")
+        yield _compared(f"saved on 1, resumed on {size}", rows_of(resumed), rows_of(whole), BOUNDS["bfloat16"])
 
 
 def speed(asked: Asked, run: Run, root: Path) -> Iterator[str]:
