@@ -92,8 +92,9 @@ def last_window(x: Tensor, mask: LinearMask, window: Tensor | None = None) -> Te
     rows, places = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.shape[1], device=x.device)
     last = (places * mask.real).amax(1, keepdim=True)  # [B, 1]
     window = whole[rows, last + torch.arange(1, count + 1, device=x.device)]  # [B, W - 1, C]
-    same = torch.stack([mask.near[lag, rows[:, 0], last[:, 0]] for lag in reversed(range(count - 1))], 1)
-    seen = torch.cat([same, torch.ones_like(same[:, :1])], 1) & mask.real.any(1)[:, None, None]
+    same = [mask.near[lag, rows[:, 0], last[:, 0]] for lag in reversed(range(count - 1))]  # [B, 1] each
+    is_any = mask.real.any(1)[:, None]  # of the last token itself
+    seen = torch.stack([*same, is_any], 1) & is_any[:, None]
     return torch.where(seen, window, 0)
 
 

@@ -31,13 +31,13 @@ from dtrain.checkpoint.model_files import (
     with_dtype,
     write_config,
 )
-from dtrain.checkpoint.safetensor_files import DTYPES, INDEX, SINGLE, WeightFiles
+from dtrain.checkpoint.safetensor_files import CARRIED, DTYPES, INDEX, SINGLE, WeightFiles
 from dtrain.errors import UserError, in_words
 from dtrain.parallel.ranks import Ranks
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000
-_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+_KINDS = {dtype: kind for kind, dtype in CARRIED.items()}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Layout:
     def entry(self, files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> Entry:
         """The tensor `name` of `files`, to be written in `dtype` or its own."""
         stored = files.stored[name]
-        own = stored.dtype
+        own = CARRIED.get(stored.kind)
         if own is None:
             raise UserError(f"{self.source}: {name} is {stored.kind}, which dtrain does not copy")
 
@@ -179,9 +179,10 @@ def write_entries(
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         sizes[entry.dtype] += torch.Size(entry.shape).numel()
-    foreign = sizes.keys() - _KINDS.keys()
+    known = set(DTYPES.values())
+    foreign = sizes.keys() - known
     if foreign:
-        raise UserError(f"safetensors are written in {sorted(map(str, _KINDS))}, not {sorted(map(str, foreign))}")
+        raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
     dtype = sizes.most_common(1)[0][0]
     write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)

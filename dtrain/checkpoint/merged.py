@@ -123,7 +123,8 @@ def _joined(name: str, parts: list[WholeWeight]) -> WholeWeight:
         return torch.cat([part.read(dtype) for part in parts])
 
     shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
-    return WholeWeight([name], shape, parts[0].dtype, read, any(part.collective for part in parts))
+    is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
+    return WholeWeight([name], shape, parts[0].dtype, read, is_collective, is_exact)
 
 
 def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:

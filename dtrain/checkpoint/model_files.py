@@ -1,12 +1,14 @@
 """The small files beside a model's weights: config.json, tokenizer, chat template. Imports no torch."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint.files import replace, replace_text
 from dtrain.errors import UserError
 from dtrain.json_files import LARGE, read_json
+from dtrain.models.config_families import MODEL_TYPES
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -74,21 +76,16 @@ def indexed_files(directory: Path) -> dict[str, list[str]]:
     return files
 
 
-# Of a multimodal model, by its architecture or model_type: those of its text tower.
+# The model_type of a multimodal model's text tower, where its text_config does not say another that is known.
 _TEXT_TOWERS = {
-    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),  # or the one that text_config says
-    "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", "qwen2"),
-    "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "qwen3"),
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
 }
-_TEXT_TOWERS["Gemma4ForConditionalGeneration"] = ("Gemma4ForCausalLM", "gemma4_text")
-_TEXT_TOWERS |= {"gemma4": _TEXT_TOWERS["Gemma4ForConditionalGeneration"]}
-_TEXT_TOWERS |= {"gemma3": _TEXT_TOWERS["Gemma3ForConditionalGeneration"]}
-_TEXT_TOWERS |= {"qwen3_5": _TEXT_TOWERS["Qwen3_5ForConditionalGeneration"]}
-_TEXT_TOWERS |= {"mistral3": _TEXT_TOWERS["Mistral3ForConditionalGeneration"]}
-_TEXT_TOWERS |= {"qwen2_5_vl": _TEXT_TOWERS["Qwen2_5_VLForConditionalGeneration"]}
-_TEXT_TOWERS |= {"qwen3_vl": _TEXT_TOWERS["Qwen3VLForConditionalGeneration"]}
+_OF_IMAGES = re.compile(r"(vision|image|video|audio)_.*")  # the fields of other parts, in a file without a text_config
 
 
 def has_untrained_parts(config: dict[str, Any]) -> bool:
@@ -98,21 +95,22 @@ def has_untrained_parts(config: dict[str, Any]) -> bool:
 
 def text_only(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the text tower alone, for a model that never had the other parts."""
-    text = dict(config["text_config"])
+    flat = {key: value for key, value in config.items() if not _OF_IMAGES.fullmatch(key)}
+    text = dict(config.get("text_config", flat))
     for key in ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
         if key in config:
             text.setdefault(key, config[key])
-    architecture, kind = _text_tower(config) or ("", "")
-    if text.get("model_type") == "ministral3":
-        architecture, kind = "Ministral3ForCausalLM", "ministral3"
-    return text | {"architectures": [architecture], "model_type": kind}
+    of_text = text.get("model_type")
+    kind = of_text if "text_config" in config and of_text in MODEL_TYPES else _text_tower(config)
+    return text | {"architectures": [MODEL_TYPES[kind or ""]], "model_type": kind}
 
 
-def _text_tower(config: dict[str, Any]) -> tuple[str, str] | None:
-    """Its architecture and model_type; None for a model that is one."""
-    names = [*(config.get("architectures") or []), config.get("model_type")]
-    found = next((_TEXT_TOWERS[name] for name in names if isinstance(name, str) and name in _TEXT_TOWERS), None)
-    return found if "text_config" in config or config.get("architectures") else None
+def _text_tower(config: dict[str, Any]) -> str | None:
+    """Its model_type; None for a model that is one."""
+    names = list(config.get("architectures") or [])
+    if "text_config" in config and isinstance(kind := config.get("model_type"), str):
+        names.append(MODEL_TYPES.get(kind))
+    return next((_TEXT_TOWERS[name] for name in names if isinstance(name, str) and name in _TEXT_TOWERS), None)
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

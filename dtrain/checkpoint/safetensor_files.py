@@ -16,6 +16,9 @@ from dtrain.checkpoint.model_files import INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What an export carries of parts that dtrain does not train, beside these.
+CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+CARRIED |= {"BOOL": torch.bool}
 BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
 

@@ -195,6 +195,7 @@ VARIANTS = {
     "gemma4-shared-pairs": lambda: _gemma4(
         attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=4, global_head_dim=16
     ),
+    "qwen3.5-pairs": lambda: _qwen3_5(linear_conv_kernel_dim=2),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
     "gemma3-softcap": lambda: _gemma(final_logit_softcapping=3.0),

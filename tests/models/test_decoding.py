@@ -31,6 +31,7 @@ def store_of(model):
         "gemma3-softcap",
         "qwen3.5",
         "qwen3.5-tied",
+        "qwen3.5-pairs",
         "gemma4",
         "gemma4-unshared",
         "gemma4-shared-pairs",

@@ -1,8 +1,11 @@
 """Families of one file: transformers loads what is exported; fields that would change the numbers are refused."""
 
+import json
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
@@ -68,6 +71,32 @@ def test_a_text_tower_is_transformers_on_texts_and_its_export_has_the_other_part
     others = {one: value for one, value in again.named_parameters() if one not in trained}
     before = dict(theirs.named_parameters())
     assert others and all(torch.equal(before[one], value) for one, value in others.items())
+
+
+@torch.no_grad()
+def test_a_flat_config_of_qwen2_5_vl_and_whole_numbers_among_the_other_parts(tmp_path):
+    """The first Qwen2.5-VL files describe the text beside the rest; a tower may hold buffers that are no floats."""
+    source = save(make_tower("qwen2.5-vl"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    flat = {key: value for key, value in config.items() if key not in ("text_config", "tie_word_embeddings")}
+    text = {key: value for key, value in config["text_config"].items() if key not in ("model_type", "architectures")}
+    (source / "config.json").write_text(json.dumps(text | flat))
+    weights = load_file(source / "model.safetensors")
+    steps, mask = torch.arange(5), torch.tensor([True, False])
+    save_file(weights | {"visual.steps": steps, "visual.mask": mask}, source / "model.safetensors", {"format": "pt"})
+    ours = models.from_pretrained(source)
+    write_directory(ours, tmp_path / "out", source)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == weights.keys() | {"visual.steps", "visual.mask"}
+    assert torch.equal(written["visual.steps"], steps) and torch.equal(written["visual.mask"], mask)
+
+    (source / "model.safetensors").unlink()  # of a model that started from its config alone
+    write_directory(ours, tmp_path / "text", source)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
+    ids = torch.randint(0, 89, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = theirs(ids).logits
+    assert type(theirs).__name__ == "Qwen2ForCausalLM"
+    assert (ours(ids) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
