@@ -102,7 +102,7 @@ class Trainer:
         self.splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         self.method.examine({name: rows.samples.column_names() for name, rows in self.splits.items()})
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
-        mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
+        mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
         self._before = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
         self.policy = Policy(recipe, model_config, mesh, runtime, build)

@@ -156,6 +156,9 @@ class Parallel:
     """Context parallel: ranks that share each sequence."""
     tp: int = 1
     """Tensor parallel: ranks that share each layer's matrices."""
+    ep: int = 1
+    """Expert parallel: ranks that share the experts of each layer, among those of dp_shard × cp, which it must divide.
+    The number of processes stays the product of the other four."""
     sequence_parallel: bool = True
     """Under tp: the activations between the matrices are split over the sequence."""
     cp_rotate: Literal["allgather", "ring"] = "allgather"

@@ -9,6 +9,7 @@ the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.batch import PADDING_DOCUMENT
 from dtrain.models import nf4
 from dtrain.models.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from dtrain.models.regions import Region
 
 Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
+Handed = tuple[Any, ...]  # rotary, mask, cache, and of a sparse layer where tokens are no padding
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
 DECODER_PLAN = {
@@ -56,6 +59,12 @@ DECODER_PLAN = {
     "model.norm": "sequence",
     "lm_head": "vocab_head",
 }
+
+
+def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """What of `plan` names modules of this model."""
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
 class Linear(LocalParameters, nn.Linear):
@@ -234,7 +243,7 @@ class Layer(nn.Module):
 
 class PreNormLayer(Layer):
     """A norm before attention and one before the MLP, each in its residual branch. A family with another mixer makes it
-    in `add_mixer`."""
+    in `add_mixer`, one with another MLP in `add_mlp`."""
 
     def __init__(
         self,
@@ -246,13 +255,17 @@ class PreNormLayer(Layer):
         super().__init__()
         norm = norm or RMSNorm
         self.add_mixer(config, index, qk_norm)
-        self.mlp = GatedMLP(config)
+        self.add_mlp(config)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
 
     def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
         """Give the layer its mixer: attention."""
         self.self_attn = Attention(config, index, qk_norm)
+
+    def add_mlp(self, config: ModelConfig) -> None:
+        """Give the layer its MLP."""
+        self.mlp: Block = GatedMLP(config)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
@@ -322,21 +335,20 @@ class Decoder(Stack):
                         length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
                     )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
-        return self.norm(self.through(hidden, input_ids, rotary, masks, cache))
+        real = None if seq_ids is None else seq_ids != PADDING_DOCUMENT  # [B, S]
+        if real is None and tokens is not None and tokens < length:
+            real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
+        handed: list[Handed] = [
+            (rotary[kind], masks[kind], cache, *((real,) if config.is_sparse(index) else ()))
+            for index, kind in enumerate(config.layer_types)
+        ]
+        return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
 
-    def through(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        rotary: Mapping[str, Rotary],
-        masks: Mapping[str, Any],
-        cache: Cached | None,
-    ) -> Tensor:
+    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
         """The embeddings [B, S, D] of `input_ids` [B, S], which sequence parallel does not cut, through all layers ->
-        [B, S, D]. rotary, masks: by the layers' type."""
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            run = layer.forward if cache is not None and cache.bare else layer
-            hidden = run(hidden, rotary[kind], masks[kind], cache)
+        [B, S, D]. handed: what each layer takes beside them. bare: as in `Cached`."""
+        for layer, beside in zip(self.layers, handed, strict=True):
+            hidden = (layer.forward if bare else layer)(hidden, *beside)
         return hidden
 
     def turns(

@@ -16,7 +16,7 @@ class ModelSizes(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...
+    def inner_sizes(self) -> set[int]: ...
     @property
     def linear_key_heads(self) -> int | None: ...
 
@@ -45,8 +45,7 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
         problems.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
     if _leaves_one_empty(model.vocab_size, tp):
         problems.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
-    if _leaves_one_empty(model.intermediate_size, tp):
-        inner = model.intermediate_size
+    for inner in (one for one in sorted(model.inner_sizes) if _leaves_one_empty(one, tp)):
         problems.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
     return problems
 

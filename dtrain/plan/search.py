@@ -106,7 +106,8 @@ def candidates(
                 continue
             for replicate in _divisors(dp):
                 for micro in _divisors(total // dp):
-                    yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, total // dp // micro)
+                    accumulation, ep = total // dp // micro, recipe.parallel.ep
+                    yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, accumulation, ep)
 
 
 def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:

@@ -185,6 +185,8 @@ class Scorer:
         positions from 0, take the plain causal kernel.
         """
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
+        if self.model.config.experts is not None:  # padding is not routed
+            is_packed |= self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_DOCUMENT).any())
         counted = torch.arange(batch["position_ids"].shape[1])
         by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
         count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
