@@ -63,6 +63,11 @@ class Experts:
     normed: bool
     layers: tuple[int, ...]
 
+    @property
+    def share(self) -> float:
+        """Of a layer's experts those that a token goes to."""
+        return self.top / self.count
+
 
 @dataclass(frozen=True)
 class KeyHeads:

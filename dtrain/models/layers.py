@@ -10,7 +10,7 @@ the projections' outputs, which may be one rank's share.
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from dtrain.batch import PADDING_DOCUMENT
 from dtrain.models import nf4
 from dtrain.models.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
+from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import LocalParameters, local_tensor
 from dtrain.parallel.tensor import (
     Block,
@@ -221,6 +222,7 @@ class Layer(nn.Module):
     self_attn: Attention
     input_layernorm: "RMSNorm"
     regions: "tuple[Region, Region] | None" = None
+    is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
 
     @property
     def mixer(self) -> Mixer:
@@ -341,8 +343,8 @@ class Decoder(Stack):
         if real is None and tokens is not None and tokens < length:
             real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
         handed: list[Handed] = [
-            (rotary[kind], masks[kind], cache, *((real,) if config.is_sparse(index) else ()))
-            for index, kind in enumerate(config.layer_types)
+            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse else ()))
+            for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
         ]
         return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
 
@@ -491,7 +493,7 @@ class CausalLM(ParallelModel):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
-        parameter, whose gradient is not computed.
+        parameter, whose gradient is not computed. Of experts those count that a token goes to.
 
         A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
         PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
@@ -502,7 +504,11 @@ class CausalLM(ParallelModel):
         if (table := getattr(self.model, "embed_tokens_per_layer", None)) is not None:
             lookups.append(table.weight)
         products = [one for one in self.parameters() if not any(one is table for table in lookups)]
-        count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
+        share = {} if config.experts is None else dict.fromkeys(expert_parameters(self), config.experts.share)
+        count = sum(
+            weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+            for parameter in products
+        )
         window = config.sliding_window or seq_len
         reach = [
             self.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)

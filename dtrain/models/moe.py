@@ -17,7 +17,7 @@ from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated
 from dtrain.models.layers import PreNormLayer, Rotary
-from dtrain.parallel.experts import Experts, collect, spread
+from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import Block
 
@@ -79,7 +79,7 @@ class GatedExperts(Experts):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D]. Under ep three
         all-to-alls, two of them again in the backward."""
-        routes = self.routes(counts)
+        routes = self.routes(len(rows), counts)
         x, here = self.dispatched(rows, routes), routes.counts
         inner = gated(self.gate_proj(x, here), self.up_proj(x, here), self.activation)  # [m, F]
         return self.returned(self.down_proj(inner, here), routes)
@@ -111,12 +111,15 @@ def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, 
     flat = chosen.flatten()
     if real is not None:
         flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
-    order, counts = flat.argsort(stable=True), torch.bincount(flat, minlength=count + 1)
-    return (order if real is None else order[: int(counts[:count].sum())]), counts[:count]
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
+    return (order if real is None else order[: sum(on_host(counts, len(flat)))]), counts
 
 
 class SparseLayer(PreNormLayer):
     """A layer whose MLP is sparse."""
+
+    is_sparse = True
 
     def add_mlp(self, config: ModelConfig) -> None:
         """Give the layer its MLP."""
@@ -181,6 +184,6 @@ def _ends(counts: Tensor) -> Tensor:
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
     """Of each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the counts."""
-    sizes = counts.tolist()
+    sizes = on_host(counts, len(tensors[0]))
     parts = zip(*(one.split(sizes) for one in tensors), strict=True)
     return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

@@ -38,14 +38,14 @@ class Experts(nn.Module):
     count: int  # of experts in the whole model's layer
     ep: DeviceMesh | None = None  # set by `spread_experts`
 
-    def routes(self, counts: Tensor) -> Routes:
-        """counts: of this rank's rows by expert, [E] int64. Under ep one all-to-all of them, and a wait for it."""
+    def routes(self, rows: int, counts: Tensor) -> Routes:
+        """rows: of this rank; counts: by expert, [E] int64. Under ep one all-to-all of them, and a wait for it."""
         if self.ep is None:
             return Routes(counts)
         ranks, group = self.ep.size(), self.ep.get_group()
         theirs = _exchange(counts, [len(counts) // ranks] * ranks, [len(counts) // ranks] * ranks, group)
         both = torch.stack([counts.view(ranks, -1), theirs.view(ranks, -1)])  # [2, ep, E/ep]
-        sends, receives = both.sum(2).tolist()
+        sends, receives = (on_host(one, rows) for one in both.sum(2))
         here = torch.arange(both.shape[2], device=counts.device).repeat(ranks)
         expert = here.repeat_interleave(theirs, output_size=sum(receives))  # [m]
         return Routes(both[1].sum(0), sends, receives, expert.argsort(stable=True))
@@ -66,6 +66,11 @@ class Experts(nn.Module):
         assert routes.sends is not None and routes.receives is not None
         sorted_by_rank = _Permuted.apply(rows, _inverse(routes.order))
         return _AllToAll.apply(sorted_by_rank, routes.sends, routes.receives, self.ep.get_group())
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The stacks of all experts in `model`."""
+    return {one for module in model.modules() if isinstance(module, Experts) for one in module.parameters()}
 
 
 def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
@@ -95,6 +100,14 @@ def _cut_by_expert(held: nn.Parameter, mesh: DeviceMesh, ep: DeviceMesh) -> nn.P
         stride=held.stride(),
     )
     return nn.Parameter(placed, requires_grad=held.requires_grad)
+
+
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """counts [n] int64 whose sum is `total`, for which the host waits; of stand-ins without values (`dtrain plan`) even
+    shares of it."""
+    if counts.is_meta:
+        return [(total + index) // len(counts) for index in range(len(counts))]
+    return counts.tolist()
 
 
 def spread(x: Tensor, order: Tensor, copies: int) -> Tensor:

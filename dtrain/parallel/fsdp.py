@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
-from dtrain.parallel.experts import Experts
+from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.tensor import ParallelModel
 
@@ -103,7 +103,7 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
     than ranks and that cuts evenly. Of others None."""
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
     ranks = mesh.size(mesh.ndim - 1)
-    experts = {one for module in model.modules() if isinstance(module, Experts) for one in module.parameters()}
+    experts = expert_parameters(model)
 
     def shards(parameter: nn.Parameter) -> ShardPlacementResult | None:
         if parameter not in experts:
