@@ -150,6 +150,10 @@ class ModelConfig:
         return self.max_position_embeddings if scaled else None
 
     @property
+    def expert_count(self) -> int | None:
+        return None if self.experts is None else self.experts.count
+
+    @property
     def linear_key_heads(self) -> int | None:
         return None if self.linear is None else self.linear.key_heads
 

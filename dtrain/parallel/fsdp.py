@@ -99,8 +99,8 @@ Shards = Callable[[nn.Parameter], ShardPlacementResult | None]
 
 
 def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
-    """Of parameters over ep where they are sharded: over `mesh`, between experts, or within them where there are fewer
-    than ranks and that cuts evenly. Of others None."""
+    """Of parameters over ep where they are sharded: over `mesh`, between experts, or by the columns of each where there
+    are fewer than ranks and that cuts evenly. Of others None."""
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
     ranks = mesh.size(mesh.ndim - 1)
     experts = expert_parameters(model)
@@ -108,8 +108,8 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
     def shards(parameter: nn.Parameter) -> ShardPlacementResult | None:
         if parameter not in experts:
             return None
-        count, rows = local_tensor(parameter).shape[:2]
-        return ShardPlacementResult(Shard(1 if count < ranks and rows % ranks == 0 else 0), info)
+        count, _, columns = local_tensor(parameter).shape
+        return ShardPlacementResult(Shard(2 if count < ranks and columns % ranks == 0 else 0), info)
 
     return shards
 

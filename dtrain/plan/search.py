@@ -90,7 +90,7 @@ def candidates(
     length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
     total = LARGEST_AUTO if is_open else recipe.train.batch
     for tp in _divisors(world_size):
-        if misfits(config, tp):
+        if misfits(config, tp, recipe.parallel.ep):
             counts["tp does not fit the model"] += 1
             continue
         if tp > per_node:
