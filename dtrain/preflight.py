@@ -221,7 +221,14 @@ def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
-    return misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
+    problems = misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
+    most, length = model.most_positions, recipe.data.max_length
+    if most is not None and length > most:
+        problems.append(
+            f"data.max_length={length}: the model has LongRoPE, and beyond {most} tokens (its "
+            f"original_max_position_embeddings) another table of positions; set data.max_length={most} or less"
+        )
+    return problems
 
 
 def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> list[str]:

@@ -83,7 +83,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int  # as `head_dim`, of the kinds of layers that `key_heads` does not name
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # of LongRoPE the original length
     hidden_act: str  # a key of models.functions.ACTIVATIONS
     rms_norm_eps: float
     initializer_range: float
@@ -125,6 +125,12 @@ class ModelConfig:
         """The module of the files that the model's module `name` is, or is a part of."""
         parent, _, module = name.rpartition(".")
         return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
+
+    @property
+    def most_positions(self) -> int | None:
+        """Tokens of a document beyond which the files mean another rotary table (LongRoPE's, see `Rope`); None: any."""
+        scaled = any(rope.kind == "longrope" for rope in self.ropes.values())
+        return self.max_position_embeddings if scaled else None
 
     @property
     def linear_key_heads(self) -> int | None:

@@ -14,7 +14,7 @@ from dtrain.models.config_parts import (
     written_window,
 )
 from dtrain.models.fields import Fields, shown
-from dtrain.models.rope_config import read_olmo_ropes, read_rope
+from dtrain.models.rope_config import PHI_KINDS, read_olmo_ropes, read_rope
 
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:
@@ -195,12 +195,14 @@ def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _phi3(architecture: str, fields: Fields) -> ModelConfig:
-    fields = fields.over({"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000})
+    defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000}
+    fields = fields.over({**defaults, "original_max_position_embeddings": 4096})
     common = common_fields(architecture, fields, pad=32_000)
     window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
     types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    return with_one_rope(fields, 1.0, **common, layer_types=types, sliding_window=window, fused=fused)
+    values = {**common, "layer_types": types, "sliding_window": window, "fused": fused}
+    return with_one_rope(fields, 1.0, kinds=PHI_KINDS, **values)
 
 
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}

@@ -297,6 +297,8 @@ class Decoder(Stack):
         length = input_ids.shape[1]
         if cache is not None:
             position_ids = cache.positions
+        elif position_ids is None and config.most_positions is not None and length > config.most_positions:
+            raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         by_position = seq_ids is not None or kernel.abilities.context_parallel
         keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None

@@ -144,6 +144,17 @@ VARIANTS = {
     ),
     "phi3": lambda: _phi3(sliding_window=11),
     "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
+    "phi4-mini": lambda: _phi3(
+        max_position_embeddings=256 * 8,
+        original_max_position_embeddings=96,
+        rope_parameters={
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.25, 3.5],
+            "long_factor": [1.5, 9.0, 40.0],
+        },
+        tie_word_embeddings=True,
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**_TINY),
     "olmo2-biases": lambda: transformers.Olmo2Config(**{**_TINY, "num_key_value_heads": 4, "attention_bias": True}),
     "olmo3": lambda: _olmo3(),
