@@ -32,7 +32,10 @@ class Sizes:
         mesh = [f"{name} {getattr(self, name)}" for name in ("dp_replicate", "dp_shard", "cp", "tp")]
         shape = " × ".join(part for part in mesh if not part.endswith(" 1")) or "one process"
         if self.is_open:
-            return f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel ranks"
+            ranks = "rank" if self.dp == 1 else "ranks"
+            return (
+                f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel {ranks}"
+            )
         return (
             f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
             f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"
