@@ -221,7 +221,19 @@ def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
-    problems = misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
+    tp, ep = recipe.parallel.tp, recipe.parallel.ep
+    problems = misfits(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
+    section, masters = recipe.optimizer, recipe.train.masters
+    if model.experts is not None and tp > 1 and (section.state != "float32" or masters != "float32"):
+        problems.append(
+            f"parallel.tp={tp} cuts the experts' matrices where optimizer.state={section.state} and "
+            f"train.masters={masters} keep them by whole rows: set both to float32, or parallel.tp=1 with parallel.ep"
+        )
+    if model.experts is not None and recipe.lora is not None and recipe.lora.quantize != "none":
+        problems.append(
+            f"lora.quantize={recipe.lora.quantize}: the experts, most of this model, would stay as they are; "
+            "set lora.quantize=none, and share them by parallel.ep"
+        )
     most, length = model.most_positions, recipe.data.max_length
     if most is not None and length > most:
         problems.append(

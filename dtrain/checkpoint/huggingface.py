@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from dtrain.checkpoint import quantized
-from dtrain.checkpoint.file_rows import FileRows, joints, places
+from dtrain.checkpoint.file_rows import FileRows, add_places, joints, places
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
@@ -44,7 +44,7 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
         if name.endswith(quantized.CODES):
             quantized.fill(files, source, tensors[name], tensors[quantized.scales_of(name)])
         elif local.numel():
-            files.copy_into(local, source.name, source.slices(local_slices(tensors[name])))
+            source.fill(files, local, local_slices(tensors[name]))
 
 
 def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
@@ -64,7 +64,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
         shape, rows = places(joint, found[0], shapes)
-        sources |= rows
+        add_places(sources, rows)
         beside = quantized.companions(files, found[0])
         used.update(beside)
         misfits += _misfits(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
