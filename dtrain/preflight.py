@@ -33,6 +33,7 @@ from dtrain.models import nf4_config
 from dtrain.models.adapter_config import modules
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
+from dtrain.ranges import beside
 from dtrain.rollout.rewards.find import find_file
 
 
@@ -125,7 +126,7 @@ def not_here(recipe: Recipe) -> list[str]:
     """What `with_local_model` would fetch, as what is wrong where nothing is fetched."""
     return [
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
-        f"`dtrain download {name}` fetches it"
+        f"`dtrain download {name}` fetches it{beside(name)}"
         for key, name, _ in _ids(recipe)
     ] + [data_hub.absent(name, pick, key) for key, name, pick in _absent_data(recipe)]
 
@@ -220,7 +221,26 @@ def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
-    return misfits(model, recipe.parallel.tp) if recipe.parallel.tp >= 1 else []  # check says so
+    tp, ep = recipe.parallel.tp, recipe.parallel.ep
+    problems = misfits(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
+    section, masters = recipe.optimizer, recipe.train.masters
+    if model.experts is not None and tp > 1 and (section.state != "float32" or masters != "float32"):
+        problems.append(
+            f"parallel.tp={tp} cuts the experts' matrices where optimizer.state={section.state} and "
+            f"train.masters={masters} keep them by whole rows: set both to float32, or parallel.tp=1 with parallel.ep"
+        )
+    if model.experts is not None and recipe.lora is not None and recipe.lora.quantize != "none":
+        problems.append(
+            f"lora.quantize={recipe.lora.quantize}: the experts, most of this model, would stay as they are; "
+            "set lora.quantize=none, and share them by parallel.ep"
+        )
+    most, length = model.most_positions, recipe.data.max_length
+    if most is not None and length > most:
+        problems.append(
+            f"data.max_length={length}: the model has LongRoPE, and beyond {most} tokens (its "
+            f"original_max_position_embeddings) another table of positions; set data.max_length={most} or less"
+        )
+    return problems
 
 
 def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> list[str]:

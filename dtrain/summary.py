@@ -38,9 +38,7 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
     packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
     yield labelled("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
-    shape = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
-    axes = " × ".join(f"{axis} {number}" for axis, number in shape.items() if number > 1)
-    world = f"{sizes.world_size} processes: {axes}" if sizes.world_size > 1 else "one process"
+    world = f"{sizes.world_size} processes: {sizes.axes}" if sizes.world_size > 1 else "one process"
     yield labelled("mesh", f"{world}, {policy.device.type}")
     auto = " (auto)" * (asked.train.global_batch == "auto")
     yield labelled(

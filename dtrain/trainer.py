@@ -102,7 +102,7 @@ class Trainer:
         self.splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         self.method.examine({name: rows.samples.column_names() for name, rows in self.splits.items()})
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
-        mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
+        mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
         self._before = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
         self.policy = Policy(recipe, model_config, mesh, runtime, build)
@@ -315,6 +315,7 @@ class Trainer:
             epoch=epoch,
             loss=self._measured["loss"],
             **self.method.fields({name: value[0].item() for name, value in result["sums"].items()}),
+            **{name: value[0].item() for name, value in result["loads"].items()},
             grad_norm=result["grad_norm"],
             lr=result["lr"],
             tokens=tokens,

@@ -76,6 +76,17 @@ FAMILIES = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -146,7 +157,10 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
     model = models.build(models.read_config(directory))
     models.init_weights(model, seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    whole = {one.name: torch.cat([tensors[part] for part in one.parts]) for one in joints(model, tensors)}
+    whole = {}
+    for one in joints(model, tensors):
+        parts = [tensors[part] for part in one.parts]
+        whole[one.name] = torch.cat(parts) if one.expert is None else parts[0][one.expert].clone()
     files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}
     save_file(files, directory / "model.safetensors")
     return directory

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from dtrain.checkpoint.adapter_export import StoredAdapter
 from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.base_weights import BaseWeights, RunFacts, step_around, trained_beside
-from dtrain.checkpoint.file_rows import joints
+from dtrain.checkpoint.file_rows import Stack, joints
 from dtrain.checkpoint.huggingface import check_fit
-from dtrain.checkpoint.huggingface_write import Entry, Layout, joined, layout_of, write_entries
+from dtrain.checkpoint.huggingface_write import Entry, Layout, joined, layout_of, matrix_of, write_entries
 from dtrain.checkpoint.merged import exact_names, wider
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
@@ -64,7 +64,7 @@ def export(
         model, files = _model(layout), WeightFiles(source)
         places, exact = check_fit(model, files), exact_names(model)
         kept = {places[name].name for name in exact}
-        names = dict.fromkeys(rows.name for rows in places.values())
+        names = dict.fromkeys(name for rows in places.values() for name in rows.names)
         entries = [layout.entry(files, name, wanted and wider(wanted, name in kept)) for name in names]
         write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
         return f"weights of {source}"
@@ -171,9 +171,15 @@ def _entries(
         act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
         return Entry(name, tuple(tensors[name].shape), dtype or own, act)
 
+    stacks: dict[str, Stack] = {}
     for joint in joints(model, [*saved, *(one for one in tensors if one not in saved)]):
         parts = [entry(part) for part in joint.parts]
-        yield joined(layout.name(model, known.get(joint.name, [joint.name])), parts)
+        name = layout.name(model, known.get(joint.name, [joint.name]))
+        if joint.expert is None:
+            yield joined(name, parts)
+        else:
+            stack = stacks.setdefault(joint.parts[0], Stack(parts[0].shape[0]))
+            yield matrix_of(parts[0], name, joint.expert, stack)
 
 
 def _write_form(

@@ -1,12 +1,13 @@
-"""Where a model's tensors lie in files: each as a tensor of its own, or as rows of one that joins several.
+"""Where a model's tensors lie in files: each as a tensor of its own, as rows of one that joins several, or in several.
 
 Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_proj and v_proj, one below the other. So
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
-`ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. Imports no torch.
+`ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a model
+holds a layer's experts as one stack [E, out, in], of which the files may have each matrix. Imports no torch.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileRows:
-    """What one tensor of a model is in files: the tensor `name`, or `count` of its rows from `start` on."""
+    """What one tensor of a model is in files: the tensor `name`, or `count` of its rows from `start` on; or, where
+    others are given, these one after another, each a matrix of the model's stack."""
 
     name: str
     start: int = 0
     count: int | None = None
+    stacked: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors of the files that it is in."""
+        return self.stacked or (self.name,)
 
     def slices(self, held: tuple[slice, ...]) -> tuple[slice, ...]:
         """Where the part `held` of the model's tensor, a slice for each dimension, lies in the file's."""
@@ -32,8 +40,21 @@ class FileRows:
             return held
         return (slice(held[0].start + self.start, held[0].stop + self.start), *held[1:])
 
+    def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
+        """Read the part `held` of it into `local`, [its sizes], cast to its dtype. No collective."""
+        if not self.stacked:
+            return files.copy_into(local, self.name, self.slices(held))
+        for index, name in enumerate(self.stacked[held[0]]):
+            files.copy_into(local[index], name, held[1:])
+
     def read(self, files: "WeightFiles") -> "Tensor":
         """All of it, [the model's shape], in the dtype of the files."""
+        if self.stacked:
+            first = files.read(self.name)
+            whole = first.new_empty(len(self.stacked), *first.shape)
+            for matrix, name in zip(whole, self.stacked, strict=True):
+                matrix.copy_(files.read(name))
+            return whole
         if self.count is None:
             return files.read(self.name)
         _, *others = files.stored[self.name].shape
@@ -42,29 +63,34 @@ class FileRows:
 
 @dataclass(frozen=True)
 class Joint:
-    """The tensor that files call `name`, and the model's tensors whose rows it is, in order."""
+    """The tensor that files call `name`, and the model's tensors whose rows it is, in order; or of a stack the matrix
+    of this number."""
 
     name: str
     parts: tuple[str, ...]
+    expert: int | None = None
 
 
 def joints(model: Any, names: Iterable[str]) -> list[Joint]:
     """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, in order, each
     once. An adapter's A is one parameter of all that the files join, and known by the first one's name."""
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
-    found = (_joint(config, name) if isinstance(config, ModelConfig) else Joint(name, (name,)) for name in names)
-    return list(dict.fromkeys(found))
+    if not isinstance(config, ModelConfig):
+        return [Joint(name, (name,)) for name in names]
+    return list(dict.fromkeys(joint for name in names for joint in _joints(config, name)))
 
 
-def _joint(config: ModelConfig, name: str) -> Joint:
+def _joints(config: ModelConfig, name: str) -> list[Joint]:
     module, _, parameter = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     if last in config.unnamed:
-        return Joint(f"{parent}.{parameter}", (name,))
+        return [Joint(f"{parent}.{parameter}", (name,))]
+    if config.experts is not None and parent.endswith(".experts"):
+        return [Joint(f"{parent}.{one}.{last}.{parameter}", (name,), one) for one in range(config.experts.count)]
     if (whole := config.whole(module)) == module:
-        return Joint(name, (name,))
+        return [Joint(name, (name,))]
     parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))
-    return Joint(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)
+    return [Joint(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)]
 
 
 def places(
@@ -72,9 +98,36 @@ def places(
 ) -> tuple[tuple[int, ...], dict[str, FileRows]]:
     """The shape of the tensor that files call `name`, and where the parts of it lie, whose shapes are given."""
     first = shapes[joint.parts[0]]
+    if joint.expert is not None:
+        return first[1:], {joint.parts[0]: FileRows(name, stacked=(name,))}
     if len(joint.parts) == 1:
         return first, {joint.parts[0]: FileRows(name)}
     counts = [shapes[part][0] for part in joint.parts]
     starts = accumulate(counts[:-1], initial=0)
-    rows = {part: FileRows(name, *at) for part, *at in zip(joint.parts, starts, counts, strict=True)}
+    rows = {part: FileRows(name, *at) for part, at in zip(joint.parts, zip(starts, counts, strict=True), strict=True)}
     return (sum(counts), *first[1:]), rows
+
+
+def add_places(found: dict[str, FileRows], more: Mapping[str, FileRows]) -> None:
+    """Put `more` places into `found`, of a stack's next matrix behind those before."""
+    for part, rows in more.items():
+        before = found.get(part)
+        found[part] = rows if before is None else replace(before, stacked=before.stacked + rows.stacked)
+
+
+class Stack:
+    """What reads a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
+    each was asked for once."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._left: dict[Any, int] = {}
+        self._whole: dict[Any, Tensor] = {}
+
+    def matrix(self, number: int, read: "Callable[[], Tensor]", key: Any = None) -> "Tensor":
+        """The matrix of this number of what `read` reads; key: what `read` depends on beside."""
+        if key not in self._whole:
+            self._whole[key], self._left[key] = read(), self._count
+        self._left[key] -= 1
+        whole = self._whole[key] if self._left[key] else self._whole.pop(key)
+        return whole[number]

@@ -12,13 +12,14 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dtrain.checkpoint.file_rows import Stack
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, carried
 from dtrain.checkpoint.merged import WholeWeight, whole_weights
@@ -164,6 +165,12 @@ def joined(name: str, parts: Sequence[Entry]) -> Entry:
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return Entry(name, shape, dtype, lambda: torch.cat([part.read().to(dtype) for part in parts]))
+
+
+def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:
+    """The tensor `name` that is the matrix of this number in a stack, which `whole` reads."""
+    read = partial(stack.matrix, number, whole.read)
+    return dataclasses.replace(whole, name=name, shape=whole.shape[1:], read=read)
 
 
 def write_entries(

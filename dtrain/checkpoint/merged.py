@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtrain.checkpoint.file_rows import joints
+from dtrain.checkpoint.file_rows import Stack, joints
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import adapted_layers, remove_adapters
@@ -56,7 +56,16 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             found[name] = _of_layer(layer, name)
         else:
             found[name] = replace(_as_it_is(tensors[name], names), exact=name in exact)
-    return {one.name: _joined(one.name, [found[part] for part in one.parts]) for one in joints(model, found)}
+    stacks: dict[str, Stack] = {}
+    whole: dict[str, WholeWeight] = {}
+    for joint in joints(model, found):
+        if joint.expert is None:
+            whole[joint.name] = _joined(joint.name, [found[part] for part in joint.parts])
+        else:
+            one = found[joint.parts[0]]
+            stack = stacks.setdefault(joint.parts[0], Stack(one.shape[0]))
+            whole[joint.name] = _matrix(joint.name, one, joint.expert, stack)
+    return whole
 
 
 def exact_names(model: nn.Module) -> set[str]:
@@ -127,6 +136,15 @@ def _joined(name: str, parts: list[WholeWeight]) -> WholeWeight:
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
+
+
+def _matrix(name: str, whole: WholeWeight, number: int, stack: Stack) -> WholeWeight:
+    """The matrix of this number in a stack."""
+
+    def read(dtype: torch.dtype) -> Tensor:
+        return stack.matrix(number, lambda: whole.read(dtype), dtype)
+
+    return replace(whole, names=[name], shape=whole.shape[1:], read=read)
 
 
 def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:

@@ -136,10 +136,6 @@ NOT_YET = by_word(
             "deepspeed deepcompile ds3_gather_for_generation"
         ),
         "pipeline parallel": "pipeline_parallel_size pipeline_parallel_degree pp",
-        "mixture-of-experts models": (
-            "expert_parallel_size ep moe_aux_loss_coef router_aux_loss_coef output_router_logits "
-            "experts_implementation expert_model_parallel_size"
-        ),
         "computing in 8 bits": "fp8 fp8_config fp8_backend float8 enable_float8 enable_fp8",
         "training for later quantisation": "qat qat_scheme",
         "streamed datasets; data.train.path reads files without loading them whole": (

@@ -100,6 +100,8 @@ OURS = by_word(
         "data.template_kwargs": "chat_template_kwargs",
         "data.template_kwargs, {enable_thinking: false}": "enable_thinking",
         "parallel.dp_replicate": "data_parallel_replicate_degree data_parallel_replicate_dim dp_replicate_size",
+        "parallel.ep": "expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size",
+        "moe.balance": "moe_aux_loss_coef router_aux_loss_coef output_router_logits aux_loss_coef",
         "parallel.dp_shard": (
             "data_parallel_size data_parallel_shard_degree data_parallel_shard_dim dp_size dp_shard_size"
         ),

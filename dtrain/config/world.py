@@ -21,6 +21,7 @@ class Sizes:
     global_batch: int
     micro_batch: int
     accumulation: int
+    ep: int = 1
     is_open: bool = False  # train.global_batch=auto, which the data settle: the numbers are an upper bound of its parts
 
     @property
@@ -28,11 +29,24 @@ class Sizes:
         """Ranks, or groups of cp×tp ranks, that see different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """The mesh's sizes, whose product is the world's, by name."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def axes(self) -> str:
+        """The sizes above 1 in words."""
+        among = f", ep {self.ep} among them" if self.ep > 1 else ""
+        return " × ".join(f"{axis} {number}" for axis, number in self.shape.items() if number > 1) + among
+
     def __str__(self) -> str:
-        mesh = [f"{name} {getattr(self, name)}" for name in ("dp_replicate", "dp_shard", "cp", "tp")]
-        shape = " × ".join(part for part in mesh if not part.endswith(" 1")) or "one process"
+        shape = self.axes or "one process"
         if self.is_open:
-            return f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel ranks"
+            ranks = "rank" if self.dp == 1 else "ranks"
+            return (
+                f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel {ranks}"
+            )
         return (
             f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
             f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"
@@ -51,7 +65,8 @@ def sizes(recipe: Recipe, world_size: int) -> Sizes:
     accumulation, rest = divmod(total, unit)
     if rest:
         raise ValueError("; ".join(batch_problems(recipe, replicate * shard)))
-    return Sizes(world_size, replicate, shard, cp, tp, total, recipe.train.micro_batch, accumulation, is_open)
+    micro, ep = recipe.train.micro_batch, recipe.parallel.ep
+    return Sizes(world_size, replicate, shard, cp, tp, total, micro, accumulation, ep, is_open)
 
 
 def automatic_batch(rows: int) -> int:
@@ -71,14 +86,22 @@ def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int
                 f"parallel: {named} = {fixed} does not divide {world}; "
                 f"set launch.nproc to a multiple of {fixed}, or change one of the three"
             ], None
-        return [], (p.dp_replicate, world_size // fixed, p.cp, p.tp)
+        return _experts(p.ep, world_size // fixed, p.cp), (p.dp_replicate, world_size // fixed, p.cp, p.tp)
     if fixed * p.dp_shard != world_size:
         fits = f"parallel.dp_shard={world_size // fixed} or -1, or " if world_size % fixed == 0 else ""
         return [
             f"parallel: dp_shard {p.dp_shard} × {named} = {fixed * p.dp_shard} is not {world}; "
             f"set {fits}launch.nproc={fixed * p.dp_shard}"
         ], None
-    return [], (p.dp_replicate, p.dp_shard, p.cp, p.tp)
+    return _experts(p.ep, p.dp_shard, p.cp), (p.dp_replicate, p.dp_shard, p.cp, p.tp)
+
+
+def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
+    shared = dp_shard * cp
+    if shared % ep == 0:
+        return []
+    fitting = ", ".join(str(one) for one in range(1, shared + 1) if shared % one == 0)
+    return [f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}; ep may be {fitting}"]
 
 
 def batch_problems(recipe: Recipe, dp: int) -> list[str]:

@@ -150,6 +150,8 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
     mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
         f"{parent}.{down}": (hidden, inner)
     }
+    if config.is_sparse(number):
+        mlp = {}  # its experts are stacks, and its router is no linear layer, as in PEFT
     if (own := config.per_layer) is not None:
         mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
     joined: dict[str, tuple[int, int]] = {}
@@ -177,6 +179,9 @@ def modules(config: ModelConfig) -> list[str]:
         for name in [*norms, *more.get(kind, [])]
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
+    sparse = ("gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
+    numbers = () if config.experts is None else config.experts.layers
+    of_layers += [f"model.layers.{number}.mlp.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
     return [*ENDS, "model.norm", *linears(config), *of_layers]

@@ -16,6 +16,7 @@ from dtrain.json_files import read_json
 from dtrain.models.fields import Fields
 from dtrain.models.quantization_config import unquantized
 from dtrain.models.rope_config import Rope
+from dtrain.ranges import beside
 
 __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
 __all__ += ["parse_config", "read_config"]
@@ -53,6 +54,23 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; normed: whether a
+    token's weights add up to one; layers: the sparse ones' numbers."""
+
+    count: int
+    top: int
+    inner: int
+    normed: bool
+    layers: tuple[int, ...]
+
+    @property
+    def share(self) -> float:
+        """Of a layer's experts those that a token goes to."""
+        return self.top / self.count
+
+
+@dataclass(frozen=True)
 class KeyHeads:
     """The heads of keys and values of layers of one kind; queries have heads of the same size. tied: whether keys and
     values come from one projection."""
@@ -82,7 +100,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int  # as `head_dim`, of the kinds of layers that `key_heads` does not name
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # of LongRoPE the original length
     hidden_act: str  # a key of models.functions.ACTIVATIONS
     rms_norm_eps: float
     initializer_range: float
@@ -97,6 +115,7 @@ class ModelConfig:
     shared_layers: int = 0  # the last layers, which read the keys and values of an earlier one of their type
     shared_width: int = 1  # times intermediate_size: the MLPs of those
     per_layer: PerLayer | None = None
+    experts: Experts | None = None  # of layers whose MLP is a mixture
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -126,6 +145,16 @@ class ModelConfig:
         return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
 
     @property
+    def most_positions(self) -> int | None:
+        """Tokens of a document beyond which the files mean another rotary table (LongRoPE's, see `Rope`); None: any."""
+        scaled = any(rope.kind == "longrope" for rope in self.ropes.values())
+        return self.max_position_embeddings if scaled else None
+
+    @property
+    def expert_count(self) -> int | None:
+        return None if self.experts is None else self.experts.count
+
+    @property
     def linear_key_heads(self) -> int | None:
         return None if self.linear is None else self.linear.key_heads
 
@@ -146,6 +175,16 @@ class ModelConfig:
         last = {kind: index for index, kind in enumerate(self.layer_types[:own])}
         return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of a layer, by its number, is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def inner_sizes(self) -> set[int]:
+        """Of the MLPs that there are, experts among them."""
+        dense = {self.inner_size(one) for one in range(self.num_hidden_layers) if not self.is_sparse(one)}
+        return dense | ({self.experts.inner} if self.experts is not None else set())
+
     def inner_size(self, layer: int) -> int:
         """Of the MLP of a layer, by its number."""
         own = self.num_hidden_layers - self.shared_layers
@@ -156,7 +195,10 @@ class ModelConfig:
         """How many there are in the matrices; norms and biases are left out."""
         hidden, widths = self.hidden_size, 0
         for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
-            widths += 3 * self.inner_size(index)
+            if self.experts is not None and self.is_sparse(index):
+                widths += self.experts.count * (3 * self.experts.inner + 1)
+            else:
+                widths += 3 * self.inner_size(index)
             if kind == LINEAR and self.linear is not None:
                 widths += 2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads
                 continue
@@ -204,6 +246,8 @@ def _no_directory(name: str) -> str:
             f"model.path={name} is a file: give the directory that holds config.json, *.safetensors and the tokenizer"
         )
     message = f"model.path: there is no directory {name!r}"
+    if hint := beside(name):
+        return message + hint
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         message += f"; for a model of the Hugging Face hub, `dtrain download {name}` fetches it and says where it is"
     return message

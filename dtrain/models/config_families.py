@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtrain.models.config import FULL, LINEAR, SLIDING, LinearAttention, ModelConfig
+from dtrain.models.config import FULL, LINEAR, SLIDING, Experts, LinearAttention, ModelConfig
 from dtrain.models.config_gemma import read_gemma3, read_gemma3_multimodal, read_gemma4, read_gemma4_multimodal
 from dtrain.models.config_parts import (
     common_fields,
@@ -14,7 +14,7 @@ from dtrain.models.config_parts import (
     written_window,
 )
 from dtrain.models.fields import Fields, shown
-from dtrain.models.rope_config import read_olmo_ropes, read_rope
+from dtrain.models.rope_config import PHI_KINDS, read_olmo_ropes, read_rope
 
 
 def _llama(architecture: str, fields: Fields) -> ModelConfig:
@@ -126,13 +126,44 @@ def _qwen3(architecture: str, fields: Fields) -> ModelConfig:
     return with_one_rope(fields, **common, **layers, qkv_bias=bias, o_bias=bias)
 
 
-def _qwen_layers(fields: Fields, count: int) -> dict[str, Any]:
-    """The window counts only where it is switched on, from a certain layer upwards."""
+def _qwen3_moe(architecture: str, fields: Fields) -> ModelConfig:
+    common = common_fields(architecture, fields, kv_heads=4)
+    bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
+    return with_one_rope(
+        fields,
+        **common,
+        **_qwen_layers(fields, count, moe=True),
+        qkv_bias=bias,
+        o_bias=bias,
+        experts=_qwen_experts(fields, count),
+    )
+
+
+def _qwen_experts(fields: Fields, count: int) -> Experts | None:
+    """Each `decoder_sparse_step`-th layer is sparse, but those of `mlp_only_layers`; None: none is."""
+    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    experts, top = fields.integer(key, 128, minimum=0), fields.integer("num_experts_per_tok", 8)
+    inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
+    fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
+    fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+        fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
+        dense = []
+    if 0 < experts < top:
+        fields.problem(f"num_experts_per_tok {top} of {experts} experts")
+    sparse = tuple(one for one in range(count) if one not in dense and (one + 1) % step == 0 and experts)
+    return Experts(experts, top, inner, normed, sparse) if sparse else None
+
+
+def _qwen_layers(fields: Fields, count: int, moe: bool = False) -> dict[str, Any]:
+    """The window counts only where it is switched on, from a certain layer upwards; in a mixture of experts in all."""
     window, switched_on = written_window(fields), fields.flag("use_sliding_window", False)
     window = window if switched_on else None
-    full_layers = fields.integer("max_window_layers", 28, minimum=0)
+    full_layers = 0 if moe else fields.integer("max_window_layers", 28, minimum=0)
+    fields.known("max_window_layers")
     default = [SLIDING if window is not None and index >= full_layers else FULL for index in range(count)]
-    types = read_layer_types(fields, count, default)
+    types = read_layer_types(fields, count, default, fixed=moe)
     return {"layer_types": types, "sliding_window": used_window(fields, types, window)}
 
 
@@ -197,12 +228,14 @@ def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
 
 
 def _phi3(architecture: str, fields: Fields) -> ModelConfig:
-    fields = fields.over({"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000})
+    defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000}
+    fields = fields.over({**defaults, "original_max_position_embeddings": 4096})
     common = common_fields(architecture, fields, pad=32_000)
     window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
     types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    return with_one_rope(fields, 1.0, **common, layer_types=types, sliding_window=window, fused=fused)
+    values = {**common, "layer_types": types, "sliding_window": window, "fused": fused}
+    return with_one_rope(fields, 1.0, kinds=PHI_KINDS, **values)
 
 
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
@@ -314,6 +347,7 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "Qwen3VLForConditionalGeneration": _qwen3_vl,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
     "Phi3ForCausalLM": _phi3,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
@@ -338,6 +372,7 @@ MODEL_TYPES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",

@@ -5,7 +5,7 @@ from typing import Any
 
 from dtrain.models.config import FULL, SLIDING, ModelConfig
 from dtrain.models.fields import Fields, shown
-from dtrain.models.rope_config import read_rope
+from dtrain.models.rope_config import KINDS, read_rope
 
 
 def common_fields(
@@ -77,10 +77,14 @@ def with_one_rope(
     share: float | None = None,
     theta: float = 10_000.0,
     scales_queries: bool = False,
+    kinds: tuple[str, ...] = KINDS,
     **values: Any,
 ) -> ModelConfig:
-    """share, theta, scales_queries: as `read_rope` takes them."""
-    rope = read_rope(fields, values["max_position_embeddings"], values["head_dim"], share, theta, scales_queries)
+    """share, theta, scales_queries, kinds: as `read_rope` takes them."""
+    positions, head_dim = values["max_position_embeddings"], values["head_dim"]
+    rope = read_rope(fields, positions, head_dim, share, theta, scales_queries, kinds)
+    if rope.kind == "longrope":
+        values["max_position_embeddings"] = min(positions, rope.original_max_positions)
     fields.refuse_the_rest()
     return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 

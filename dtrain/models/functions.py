@@ -106,6 +106,8 @@ def frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
         return _llama3(rope, plain)
     if rope.kind == "yarn":
         return _yarn(rope, powers, head_dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors, dtype=dtype, device="cpu") * powers)
     return plain
 
 

@@ -6,8 +6,6 @@ which hands them on as values, whole under a kernel that gathers them. A second 
 layer (`embed_tokens_per_layer`), which a gate in the layer multiplies. What leaves a layer is multiplied by its factor.
 """
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,10 +19,12 @@ from dtrain.models.layers import (
     Attention,
     Decoder,
     GatedMLP,
+    Handed,
     Layer,
     Linear,
     RMSNorm,
     Rotary,
+    plan_of,
     rounded,
 )
 from dtrain.models.tower import TextTower
@@ -154,25 +154,15 @@ class Gemma4Decoder(Decoder):
             self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
             self.per_layer_projection_norm = Gemma4RMSNorm(config.per_layer.size, config.rms_norm_eps)
 
-    def through(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        rotary: Mapping[str, Rotary],
-        masks: Mapping[str, Any],
-        cache: Cached | None,
-    ) -> Tensor:
+    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
         """As `Decoder.through`: [B, S, D] -> [B, S, D]"""
-        config, bare = self.config, cache is not None and cache.bare
-        own = self.per_layer(hidden, input_ids, bare)
-        handed: dict[int, Keys] = {}  # by the number of the layer that made them
-        for index, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
+        own, sources = self.per_layer(hidden, input_ids, bare), self.config.key_sources
+        made: dict[int, Keys] = {}  # by the number of the layer that made them
+        for index, layer in enumerate(self.layers):
             run = layer.forward if bare else layer
-            hidden, keys = run(
-                hidden, rotary[kind], masks[kind], cache, own[index], handed.get(config.key_sources[index])
-            )
+            hidden, keys = run(hidden, *handed[index], own[index], made.get(sources[index]))
             if keys is not None:
-                handed[index] = keys
+                made[index] = keys
         return hidden
 
     def per_layer(self, hidden: Tensor, input_ids: Tensor, bare: bool) -> tuple[Tensor | None, ...]:
@@ -207,8 +197,7 @@ class Gemma4ForCausalLM(TextTower):
             "model.layers.*.per_layer_projection": "sequence",
             "model.layers.*.post_per_layer_input_norm": "sequence",
         }
-        names = [name for name, _ in self.named_modules()]
-        self.plan = {one: style for one, style in plan.items() if any(fnmatchcase(name, one) for name in names)}
+        self.plan = plan_of(self, plan)
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:

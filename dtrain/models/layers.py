@@ -9,7 +9,8 @@ the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.batch import PADDING_DOCUMENT
 from dtrain.models import nf4
 from dtrain.models.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
+from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import LocalParameters, local_tensor
 from dtrain.parallel.tensor import (
     Block,
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
     from dtrain.models.adapters import Adapter, AdapterState
     from dtrain.models.regions import Region
+    from dtrain.models.routing import Routing
 
 Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
+Handed = tuple[Any, ...]  # rotary, mask, cache, and of a sparse layer where tokens are no padding
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
 DECODER_PLAN = {
@@ -56,6 +61,12 @@ DECODER_PLAN = {
     "model.norm": "sequence",
     "lm_head": "vocab_head",
 }
+
+
+def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """What of `plan` names modules of this model."""
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
 class Linear(LocalParameters, nn.Linear):
@@ -212,6 +223,7 @@ class Layer(nn.Module):
     self_attn: Attention
     input_layernorm: "RMSNorm"
     regions: "tuple[Region, Region] | None" = None
+    is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
 
     @property
     def mixer(self) -> Mixer:
@@ -234,7 +246,7 @@ class Layer(nn.Module):
 
 class PreNormLayer(Layer):
     """A norm before attention and one before the MLP, each in its residual branch. A family with another mixer makes it
-    in `add_mixer`."""
+    in `add_mixer`, one with another MLP in `add_mlp`."""
 
     def __init__(
         self,
@@ -246,13 +258,17 @@ class PreNormLayer(Layer):
         super().__init__()
         norm = norm or RMSNorm
         self.add_mixer(config, index, qk_norm)
-        self.mlp = GatedMLP(config)
+        self.add_mlp(config)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
 
     def add_mixer(self, config: ModelConfig, index: int, qk_norm: type[nn.Module] | None) -> None:
         """Give the layer its mixer: attention."""
         self.self_attn = Attention(config, index, qk_norm)
+
+    def add_mlp(self, config: ModelConfig) -> None:
+        """Give the layer its MLP."""
+        self.mlp: Block = GatedMLP(config)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
@@ -297,6 +313,8 @@ class Decoder(Stack):
         length = input_ids.shape[1]
         if cache is not None:
             position_ids = cache.positions
+        elif position_ids is None and config.most_positions is not None and length > config.most_positions:
+            raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         by_position = seq_ids is not None or kernel.abilities.context_parallel
         keys = kernel.keys(positions, seq_ids, packing) if by_position and cache is None else None
@@ -322,21 +340,20 @@ class Decoder(Stack):
                         length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)
                     )
                 masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
-        return self.norm(self.through(hidden, input_ids, rotary, masks, cache))
+        real = None if seq_ids is None else seq_ids != PADDING_DOCUMENT  # [B, S]
+        if real is None and tokens is not None and tokens < length:
+            real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
+        handed: list[Handed] = [
+            (rotary[kind], masks[kind], cache, *((real,) if layer.is_sparse else ()))
+            for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
+        ]
+        return self.norm(self.through(hidden, input_ids, handed, cache is not None and cache.bare))
 
-    def through(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        rotary: Mapping[str, Rotary],
-        masks: Mapping[str, Any],
-        cache: Cached | None,
-    ) -> Tensor:
+    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
         """The embeddings [B, S, D] of `input_ids` [B, S], which sequence parallel does not cut, through all layers ->
-        [B, S, D]. rotary, masks: by the layers' type."""
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            run = layer.forward if cache is not None and cache.bare else layer
-            hidden = run(hidden, rotary[kind], masks[kind], cache)
+        [B, S, D]. handed: what each layer takes beside them. bare: as in `Cached`."""
+        for layer, beside in zip(self.layers, handed, strict=True):
+            hidden = (layer.forward if bare else layer)(hidden, *beside)
         return hidden
 
     def turns(
@@ -372,6 +389,7 @@ class CausalLM(ParallelModel):
     config: ModelConfig
     model: Decoder
     adapters: "AdapterState | None" = None  # what those of the layers share
+    routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     uncompiled: str | None = None  # why layers that were to be compiled are not
 
@@ -477,7 +495,7 @@ class CausalLM(ParallelModel):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen
-        parameter, whose gradient is not computed.
+        parameter, whose gradient is not computed. Of experts those count that a token goes to.
 
         A linear layer's state of K·V a head takes three products a token, whatever the length: 18·Hv·K·V.
         PaLM's count (arXiv:2204.02311, appendix B): N leaves out the input embedding, attention is counted over all
@@ -488,7 +506,11 @@ class CausalLM(ParallelModel):
         if (table := getattr(self.model, "embed_tokens_per_layer", None)) is not None:
             lookups.append(table.weight)
         products = [one for one in self.parameters() if not any(one is table for table in lookups)]
-        count = sum(weights_in(parameter) * (6 if parameter.requires_grad else 4) for parameter in products)
+        share = {} if config.experts is None else dict.fromkeys(expert_parameters(self), config.experts.share)
+        count = sum(
+            weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+            for parameter in products
+        )
         window = config.sliding_window or seq_len
         reach = [
             self.model.head_sizes[kind] * (min(seq_len, window) if kind == SLIDING else seq_len)

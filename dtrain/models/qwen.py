@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5 (arXiv:2407.10671, 2412.15115), and Qwen3 (arXiv:2505.09388).
+"""Qwen2 and 2.5 (arXiv:2407.10671, 2412.15115), and Qwen3 (arXiv:2505.09388), dense and with experts.
 
 Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an RMSNorm over each head of q and k.
 """
@@ -6,7 +6,8 @@ Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an R
 from functools import partial
 
 from dtrain.models.config import ModelConfig
-from dtrain.models.layers import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm
+from dtrain.models.layers import DECODER_PLAN, CausalLM, Decoder, PreNormLayer, RMSNorm, plan_of
+from dtrain.models.moe import SPARSE_PLAN, SparseLayer
 
 
 class Qwen2ForCausalLM(CausalLM):
@@ -23,3 +24,12 @@ class Qwen3ForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, partial(PreNormLayer, qk_norm=RMSNorm)))
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig):
+        def layer(config: ModelConfig, index: int) -> PreNormLayer:
+            return (SparseLayer if config.is_sparse(index) else PreNormLayer)(config, index, qk_norm=RMSNorm)
+
+        super().__init__(config, Decoder(config, layer))
+        self.plan = plan_of(self, {**Qwen3ForCausalLM.plan, **SPARSE_PLAN})

@@ -5,7 +5,6 @@ norms multiply by 1 + weight, and a part of each head is rotated. What the files
 model holds apart (`ModelConfig.fused`). `attention.delta` has the arithmetic of linear attention.
 """
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -21,11 +20,13 @@ from dtrain.models.layers import (
     DECODER_PLAN,
     Attention,
     Decoder,
+    Handed,
     Linear,
     Mixer,
     PreNormLayer,
     RMSNorm,
     Rotary,
+    plan_of,
 )
 from dtrain.models.tower import TextTower
 from dtrain.parallel.placement import LocalParameters
@@ -187,22 +188,14 @@ class Qwen3_5Layer(PreNormLayer):
 class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
 
-    def through(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        rotary: Mapping[str, Rotary],
-        masks: Mapping[str, Any],
-        cache: Cached | None,
-    ) -> Tensor:
-        """As `Decoder.through`: [B, S, D] -> [B, S, D]"""
-        bare, layers = cache is not None and cache.bare, cast(list[Qwen3_5Layer], list(self.layers))
-        decays = [one.linear_attn.decay for one in layers if one.is_linear]
-        turns = iter([one.forward() if bare else one() for one in decays])
-        for layer, kind in zip(layers, self.config.layer_types, strict=True):
-            run = layer.forward if bare else layer
-            hidden = run(hidden, next(turns) if layer.is_linear else rotary[kind], masks[kind], cache)
-        return hidden
+    def through(self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool) -> Tensor:
+        """As `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in the place of rotary tables,
+        from units of FSDP that are not theirs."""
+        for index, layer in enumerate(cast(list[Qwen3_5Layer], list(self.layers))):
+            if layer.is_linear:
+                decay = layer.linear_attn.decay
+                handed[index] = (decay.forward() if bare else decay(), *handed[index][1:])
+        return super().through(hidden, input_ids, handed, bare)
 
     def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> LinearMask | None:
         """Of the rows' documents; with a cache of its prompts, None where each row goes on by a token."""
@@ -224,18 +217,18 @@ class Qwen3_5ForCausalLM(TextTower):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Qwen3_5Decoder(config, Qwen3_5Layer, Gemma3RMSNorm))
-        linear = {
+        plan = {
+            **DECODER_PLAN,
             "model.layers.*.linear_attn": "block",
             "model.layers.*.linear_attn.in_proj_*": "colwise",
             "model.layers.*.linear_attn.conv1d_*": "heads",
             "model.layers.*.linear_attn.decay": "heads",
             "model.layers.*.linear_attn.norm": "head_norm",
             "model.layers.*.linear_attn.out_proj": "rowwise",
+            "model.layers.*.self_attn.q_norm": "head_norm",
+            "model.layers.*.self_attn.k_norm": "head_norm",
         }
-        full = {"model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
-        types = set(config.layer_types)
-        plan = DECODER_PLAN if types != {LINEAR} else {k: v for k, v in DECODER_PLAN.items() if "self_attn" not in k}
-        self.plan = {**plan, **(linear if LINEAR in types else {}), **(full if types != {LINEAR} else {})}
+        self.plan = plan_of(self, plan)
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:

@@ -61,6 +61,8 @@ def obstacle(model: CausalLM, device: torch.device) -> str | None:
     dropout = 0.0 if model.adapters is None else model.adapters.dropout
     if dropout:
         return f"lora.dropout={dropout} is drawn for each layer, which would be a graph of its own"
+    if model.config.experts is not None:
+        return "a mixture of experts sorts its tokens by numbers that the host reads"
     if device.type == "cuda" and not has_triton():
         return "Triton, which comes with torch's CUDA builds, is not installed or does not know this GPU"
     compilers = ("g++",) if device.type == "cpu" else ("cc", "gcc", "clang")

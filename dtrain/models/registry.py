@@ -15,10 +15,11 @@ from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalL
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
 from dtrain.models.mistral import MistralForCausalLM
+from dtrain.models.moe import share_routing
 from dtrain.models.nf4 import quantize_linears
 from dtrain.models.olmo import OlmoForCausalLM
 from dtrain.models.phi import Phi3ForCausalLM
-from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from dtrain.models.qwen3_5 import Qwen3_5ForCausalLM
 from dtrain.models.qwen_vl import Qwen2_5_VLText, Qwen3_VLText
 from dtrain.models.smollm import SmolLM3ForCausalLM
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Qwen3VLForConditionalGeneration": Qwen3_VLText,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Olmo2ForCausalLM": OlmoForCausalLM,
     "Olmo3ForCausalLM": OlmoForCausalLM,
@@ -67,6 +69,8 @@ def build(
     )
     with torch.device("meta"):
         model = FAMILIES[config.architecture](config)
+    if config.experts is not None:
+        model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)
     if adapter is not None:
         model.adapters = add_adapters(model, adapter)

@@ -9,8 +9,8 @@ from dtrain.models.fields import Fields, shown
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3, yarn or proportional; the other fields
-    belong to some.
+    """Rotary embedding of one kind of layer. `kind`: default, linear, llama3, yarn, longrope or proportional; the other
+    fields belong to some.
 
     share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
     the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
@@ -30,6 +30,7 @@ class Rope:
     truncate: bool = True
     table_scale: float = 1.0
     query_beta: float = 0.0
+    factors: tuple[float, ...] = ()
 
 
 # The parameters that each kind reads, beside rope_theta.
@@ -40,7 +41,13 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 
-_PROPORTIONAL = ("factor",)
+KINDS = tuple(_PARAMETERS)
+# Of kinds that one family has alone.
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "proportional": ("factor",),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+PHI_KINDS = ("default", "longrope")
 
 
 def read_rope(
@@ -50,9 +57,11 @@ def read_rope(
     share: float | None = None,
     theta: float = 10_000.0,
     scales_queries: bool = False,
+    kinds: tuple[str, ...] = KINDS,
 ) -> Rope:
     """The rope of a model whose layers all share it. share, theta: the family's defaults of partial_rotary_factor and
-    rope_theta; no share where it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read."""
+    rope_theta; no share where it rotates whole heads alone. scales_queries: whether llama_4_scaling_beta is read.
+    kinds: that the family has."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
     theta = _base(fields, "rope_theta", theta)
@@ -61,10 +70,10 @@ def read_rope(
         _whole_heads(fields)
     else:
         share = _share(fields, share)
-    rope = _rope(
-        fields, "rope_parameters", written, theta, max_positions, tuple(_PARAMETERS), original, share, scales_queries
-    )
+    rope = _rope(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
     turned = int(head_dim * rope.share)
+    if rope.kind == "longrope" and len(rope.factors) != turned // 2:
+        fields.problem(f"short_factor has {len(rope.factors)} numbers for the {turned // 2} pairs that are rotated")
     if turned < 2 or turned % 2:
         fields.problem(
             f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {turned} dimensions, and "
@@ -86,7 +95,7 @@ def read_olmo_ropes(fields: Fields, max_positions: int, full: str, sliding: str)
     if theta != 500_000.0:
         # transformers 4 gives it to all layers, 5 to full ones.
         fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {full} and under {sliding}")
-    return _by_kind(fields, max_positions, {full: theta, sliding: theta}, tuple(_PARAMETERS))
+    return _by_kind(fields, max_positions, {full: theta, sliding: theta}, KINDS)
 
 
 def read_gemma4_ropes(
@@ -106,7 +115,7 @@ def read_gemma4_ropes(
     for kind in sizes:
         one, where = nested[kind], f"rope_parameters.{kind}"
         share = 1.0 if isinstance(one, dict) and one.get("rope_type") == "proportional" else None
-        kinds = (*_PARAMETERS, "proportional")
+        kinds = (*KINDS, "proportional")
         ropes[kind] = _rope(fields, where, one, 10_000.0, max_positions, kinds, share=share)
     return ropes
 
@@ -160,6 +169,7 @@ def _rope(
     inner.known("mrope_section", "mrope_interleaved")  # which of an image's axes turns what; a text's are all equal
     kind = inner.get("rope_type") or written.get("type") or "default"
     kind = "default" if kind == "mrope" and "mrope_section" in written else kind
+    kind = "longrope" if kind == "su" and "longrope" in kinds else kind  # its first name
     if kind not in kinds:
         fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
@@ -168,13 +178,14 @@ def _rope(
         _whole_heads(inner)
     share = 1.0 if share is None else _share(inner, share)
     length = 0
-    if kind in ("llama3", "yarn") or scales_queries:
+    if kind in ("llama3", "yarn", "longrope") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
-    reads = _PARAMETERS.get(kind, _PROPORTIONAL)
+    reads = _PARAMETERS.get(kind) or _OTHERS.get(kind, ())
     values: dict[str, Any] = {}
     if "factor" in reads:
-        # YaRN may leave the factor to the two lengths (DeepSeek's files do).
-        default = {"yarn": max_positions / max(length, 1), "proportional": 1.0}.get(kind)
+        # Some leave the factor to the two lengths: DeepSeek's YaRN, and Phi.
+        ratio = max_positions / max(length, 1)
+        default = {"yarn": ratio, "longrope": ratio, "proportional": 1.0}.get(kind)
         values["factor"] = inner.number("factor", default, least=1e-3)
     if kind == "llama3":
         values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
@@ -185,6 +196,11 @@ def _rope(
         values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _yarn_scale(inner, values["factor"])
+    if kind == "longrope":
+        values["factors"] = _factors(inner, "short_factor")
+        if len(_factors(inner, "long_factor")) != len(values["factors"]):
+            inner.problem("short_factor and long_factor are not of one length")
+        values["table_scale"] = _longrope_scale(inner, values["factor"], length)
     if scales_queries:
         inner.known("max_position_embeddings")
         values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
@@ -204,3 +220,20 @@ def _yarn_scale(fields: Fields, factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+def _factors(fields: Fields, key: str) -> tuple[float, ...]:
+    written = fields.get(key)
+    numbers = written if isinstance(written, list) else [written]
+    if any(isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one <= 1e6 for one in numbers):
+        fields.problem(f"{key} {shown(written)}: must be a list of numbers above 0 and at most 1e+06")
+        return ()
+    return tuple(map(float, numbers))
+
+
+def _longrope_scale(fields: Fields, factor: float, length: int) -> float:
+    """The attention factor of LongRoPE, √(1 + ln(factor) / ln(length)) where the file does not give it."""
+    given = fields.optional_number("attention_factor")
+    if given is not None:
+        return given
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))

@@ -90,7 +90,7 @@ def in_words(style: str | Style | ParallelStyle) -> str:
     return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
 
 
-_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "head_norm", "heads"}
+_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "head_norm", "heads", "router"}
 
 
 def _contradictions(
@@ -129,7 +129,8 @@ def _contradictions(
             reading = "sequence parallel cuts what it reads; give it one, or set parallel.sequence_parallel=false"
             problems.append(f"{name}: has no style, and {f'{parent} is a block' if in_block else reading}")
         inside = {other for other in styles if other.startswith(f"{name}.")}
-        if style == "block" and not (inside & unnamed or "rowwise" in {styles[other] for other in inside}):
+        joining = {other for other in inside if styles[other] in ("rowwise", "expert_rowwise")}
+        if style == "block" and not (inside & unnamed or joining):
             problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
     # Functions on an embedding, the head or the whole decoder may do what these do.
     if not any(_is_an_end(name, modules[name]) for name in unnamed):

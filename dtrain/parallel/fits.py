@@ -16,19 +16,29 @@ class ModelSizes(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...
+    def inner_sizes(self) -> set[int]: ...
     @property
     def linear_key_heads(self) -> int | None: ...
+    @property
+    def expert_count(self) -> int | None: ...  # of a layer
 
 
-def misfits(model: ModelSizes, tp: int) -> list[str]:
-    """What keeps tensor parallel over `tp` ranks from sharing a model out, one line each; empty where nothing does.
+def misfits(model: ModelSizes, tp: int, ep: int = 1) -> list[str]:
+    """What keeps tensor parallel over `tp` ranks, or expert parallel over `ep`, from sharing a model out, one line
+    each; empty where nothing does.
 
     Every rank computes whole query heads, and whole key heads or one that it shares, and holds some of the vocabulary
     and of every MLP: FSDP2 cannot reduce the gradient of an empty shard.
     """
     fitting = [size for size in range(1, model.num_attention_heads + 1) if not _problems(model, size)]
-    return [f"{problem}; tp may be {', '.join(map(str, fitting))}" for problem in _problems(model, tp)]
+    problems = [f"{problem}; tp may be {', '.join(map(str, fitting))}" for problem in _problems(model, tp)]
+    count = model.expert_count
+    if ep > 1 and count is None:
+        problems.append(f"parallel.ep={ep}: this model has no experts; leave it out")
+    elif count is not None and count % ep:
+        dividing = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        problems.append(f"parallel.ep={ep} does not divide the model's {count} experts; ep may be {dividing}")
+    return problems
 
 
 def _problems(model: ModelSizes, tp: int) -> list[str]:
@@ -45,8 +55,7 @@ def _problems(model: ModelSizes, tp: int) -> list[str]:
         problems.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
     if _leaves_one_empty(model.vocab_size, tp):
         problems.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
-    if _leaves_one_empty(model.intermediate_size, tp):
-        inner = model.intermediate_size
+    for inner in (one for one in sorted(model.inner_sizes) if _leaves_one_empty(one, tp)):
         problems.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
     return problems
 

@@ -1,6 +1,6 @@
 """FSDP2 over a decoder: which modules form one unit, in which dtypes, and the sum (never the mean) of gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
@@ -16,7 +16,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 
+from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.tensor import ParallelModel
 
@@ -35,12 +38,13 @@ def shard_model(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool | str = "default",
     cpu_offload: bool = False,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """`shard_with_policies` in the terms of a recipe."""
     # Inputs are not cast at unit borders: ids are integers, hidden states and rotary tables have the dtype already.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    shard_with_policies(model, mesh, precision, offload, reshard_after_forward)
+    shard_with_policies(model, mesh, precision, offload, reshard_after_forward, expert_mesh)
 
 
 def shard_with_policies(
@@ -49,11 +53,13 @@ def shard_with_policies(
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard_after_forward: bool | str = "default",
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard `model` in place: every decoder layer a unit, and the root (embedding, norm, head) one. A module that says
     `gathered_alone` is a unit of its own, which holds its weights no longer than its forward.
 
-    mesh: one dimension, or (replicate, shard) for HSDP. By default a layer is gathered before its forward and again
+    mesh: one dimension, or (replicate, shard) for HSDP; expert_mesh: the same of experts that lie over ep, whose layer
+    then has two messages where it has one. By default a layer is gathered before its forward and again
     before its backward (one all-gather each, the next layer's on its way while one computes), its gradient
     reduce-scattered after, and under HSDP all-reduced over the replicas. The last layer and the root stay gathered
     between the two: the last of the forward are the first of the backward. reshard_after_forward True gives up those
@@ -61,6 +67,7 @@ def shard_with_policies(
 
     Gradients are summed: the loss already divides by the count of the global batch.
     """
+    shards = None if expert_mesh is None else _shards(model, expert_mesh)
     keep_exact(model, mesh, precision, offload)
     for module in model.modules():
         if getattr(module, "gathered_alone", False):
@@ -70,7 +77,7 @@ def shard_with_policies(
     reshards = [layer is not layers[-1] if default else bool(reshard_after_forward) for layer in layers]
     units = []
     for module, reshard in [*zip(layers, reshards, strict=True), (model, reshard_after_forward is True)]:
-        units.append(_own_unit(module, mesh, precision, offload, reshard))
+        units.append(_own_unit(module, mesh, precision, offload, reshard, shards))
     for unit, following in pairwise([units[-1], *units[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     # The head's weight is read inside these; unregistered, they would see this rank's shard and give wrong numbers.
@@ -88,10 +95,41 @@ def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecision
             _own_unit(module, mesh, exact, offload, False)
 
 
+Shards = Callable[[nn.Parameter], ShardPlacementResult | None]
+
+
+def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
+    """Of parameters over ep where they are sharded: over `mesh`, between experts, or by the columns of each where there
+    are fewer than ranks and that cuts evenly. Of others None."""
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
+    ranks = mesh.size(mesh.ndim - 1)
+    experts = expert_parameters(model)
+
+    def shards(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        if parameter not in experts:
+            return None
+        count, _, columns = local_tensor(parameter).shape
+        return ShardPlacementResult(Shard(2 if count < ranks and columns % ranks == 0 else 0), info)
+
+    return shards
+
+
 def _own_unit(
-    module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy, reshard: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard: bool,
+    shards: Shards | None = None,
 ) -> _Unit:
-    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=reshard,
+        shard_placement_fn=shards,
+    )
     unit = cast(_Unit, module)
     unit.reshards_after_forward = reshard
     unit.set_gradient_divide_factor(1.0)

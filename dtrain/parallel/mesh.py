@@ -20,6 +20,8 @@ class Mesh:
     `fsdp` is what parameters are sharded over: dp_shard and cp flattened, with dp_replicate in front under HSDP.
     `dp` is what samples are shared out over: dp_replicate and dp_shard flattened; the cp and tp ranks of one dp rank
     hold the same samples. `dp_cp`: what tokens are shared out over.
+    `ep`: the ranks that share experts, neighbours of one fsdp slice; None where each has all. `expert_fsdp`: what
+    experts are sharded over: what ep leaves of `fsdp`, with dp_replicate in front as there.
     """
 
     device_mesh: DeviceMesh
@@ -31,16 +33,26 @@ class Mesh:
     size: int
     dp_rank: int
     dp_size: int
+    ep: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
 
 
-def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1) -> Mesh:
-    """The mesh over the process group, which must be up; the four sizes must multiply to the world size."""
+def build_mesh(
+    runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
+) -> Mesh:
+    """The mesh over the process group, which must be up; the first four sizes must multiply to the world size, and ep
+    divide dp_shard · cp."""
     sizes = (dp_replicate, dp_shard, cp, tp)
     mesh = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=DIMENSIONS)
     sharded = mesh["dp_shard", "cp"]._flatten("fsdp")
     dp = mesh["dp_replicate", "dp_shard"]._flatten("dp")
     dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
-    for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in (sharded, dp, dp_cp))):
+    apart: list[DeviceMesh] = []
+    if ep > 1:
+        shape = (sharded.size() // ep, ep)
+        over, experts = (sharded._unflatten(0, shape, ("expert_fsdp", "ep"))[name] for name in ("expert_fsdp", "ep"))
+        apart = [over, experts]
+    for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in (sharded, dp, dp_cp, *apart))):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
         device_mesh=mesh,
@@ -52,6 +64,10 @@ def build_mesh(runtime: Runtime, *, dp_replicate: int = 1, dp_shard: int = 1, cp
         size=mesh.size(),
         dp_rank=dp.get_local_rank(),
         dp_size=dp.size(),
+        ep=apart[1] if apart else None,
+        expert_fsdp=(DeviceMesh._concatenate([mesh["dp_replicate"], apart[0]]) if dp_replicate > 1 else apart[0])
+        if apart
+        else None,
     )
 
 

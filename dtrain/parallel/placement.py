@@ -84,18 +84,21 @@ class LocalView:
     """How a module reads a parameter placed on the tp mesh.
 
     grad: how the ranks' local gradients stand to the whole one (Partial: they are summed); of: what of the local part.
+    is_expert: whether the parameter is cut over ep too, before tp.
     """
 
-    grad: Placement
+    grad: Placement | None
     of: Callable[[Tensor], Tensor] | None = None
+    is_expert: bool = False
 
     def __call__(self, parameter: DTensor) -> Tensor:
-        if parameter.device_mesh.ndim != 1:
+        grads = ([Shard(0)] if self.is_expert else []) + ([] if self.grad is None else [self.grad])
+        if parameter.device_mesh.ndim != len(grads):
             raise RuntimeError(
                 "a tensor-parallel module was used outside the forward of its FSDP root, where its weights are shards: "
                 "call the model, or a method registered with register_fsdp_forward_method"
             )
-        local = parameter.to_local(grad_placements=[self.grad])
+        local = parameter.to_local(grad_placements=grads)
         return local if self.of is None else self.of(local)
 
 

@@ -244,6 +244,22 @@ def head_norm(module: LocalParameters, tp: TensorParallel) -> None:
     _place(module, tp, "weight", Replicate(), grad=Partial())
 
 
+def router(module: LocalParameters, tp: TensorParallel) -> None:
+    """What weighs the results of a block: whole on every rank, which weighs its share of them, so gradients are
+    summed."""
+    _place(module, tp, "weight", Replicate(), grad=Partial())
+
+
+def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
+    """Matrices [E, out, in], of each of which a rank computes its share of the outputs."""
+    _place(module, tp, "weight", Shard(1))
+
+
+def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
+    """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up."""
+    _place(module, tp, "weight", Shard(2))
+
+
 def heads(module: LocalParameters, tp: TensorParallel) -> None:
     """A module in a block whose parameters have rows for each head or channel: a rank has those of its heads."""
     for name in module._parameters:
@@ -272,8 +288,11 @@ STYLES: dict[str, Style] = {
     "colwise": colwise,
     "colwise_kv": colwise_kv,
     "decoder": decoder,
+    "expert_colwise": expert_colwise,
+    "expert_rowwise": expert_rowwise,
     "head_norm": head_norm,
     "heads": heads,
+    "router": router,
     "rowwise": rowwise,
     "sequence": sequence,
     "vocab_embedding": vocab_embedding,

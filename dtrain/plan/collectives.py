@@ -24,6 +24,7 @@ _KINDS = {
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
     "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
 }
 _SILENT = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
@@ -45,6 +46,7 @@ class CollectiveReader:
 
     def __init__(self, mesh: Mesh):
         self._tp = mesh.tp.get_group().group_name if mesh.tp.size() > 1 else None
+        self._ep = mesh.ep.get_group().group_name if mesh.ep is not None else None
         self._replicate = mesh.fsdp["dp_replicate"].get_group().group_name if mesh.fsdp.ndim == 2 else None
 
     def read(self, func: torch._ops.OpOverload, args: tuple, out: Any, in_pass: bool) -> tuple[Collective, int] | None:
@@ -69,6 +71,8 @@ class CollectiveReader:
     def _dimension(self, group: str, in_place: bool, kind: str, in_pass: bool) -> str:
         if group == self._tp:
             return "tp"
+        if group == self._ep and kind == "all-to-all":
+            return "ep"
         if not in_place or kind == "send":
             return "cp"
         if in_pass and kind in ("all-gather", "reduce-scatter"):

@@ -144,6 +144,7 @@ def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
     strides = {
         "tp": (1, sizes.tp),
         "cp": (sizes.tp, sizes.cp),
+        "ep": (sizes.tp, sizes.ep),
         "fsdp": (sizes.tp, sizes.dp_shard * sizes.cp),
         "dp_replicate": (sizes.tp * sizes.cp * sizes.dp_shard, sizes.dp_replicate),
     }

@@ -90,7 +90,7 @@ def candidates(
     length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
     total = LARGEST_AUTO if is_open else recipe.train.batch
     for tp in _divisors(world_size):
-        if misfits(config, tp):
+        if misfits(config, tp, recipe.parallel.ep):
             counts["tp does not fit the model"] += 1
             continue
         if tp > per_node:
@@ -106,7 +106,8 @@ def candidates(
                 continue
             for replicate in _divisors(dp):
                 for micro in _divisors(total // dp):
-                    yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, total // dp // micro)
+                    accumulation, ep = total // dp // micro, recipe.parallel.ep
+                    yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, accumulation, ep)
 
 
 def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:

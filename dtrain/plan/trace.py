@@ -65,8 +65,7 @@ def trace_step(recipe: Recipe, config: ModelConfig, sizes: Sizes, *, rank: int =
         raise RuntimeError("a plan needs a process of its own, and torch.distributed is up in this one")
     warnings.simplefilter("ignore")  # torch's own, of what a later release will want
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=sizes.world_size)
-    shape = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
-    mesh = build_mesh(Runtime(), **shape)  # FSDP on stand-ins is FSDP on a CPU
+    mesh = build_mesh(Runtime(), **sizes.shape, ep=sizes.ep)  # FSDP on stand-ins is FSDP on a CPU
     planned = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tracer = Tracer(mesh, on_host=device == "cpu")
     policy = PlannedPolicy(recipe, config, mesh, Runtime(rank=rank, device=planned), tracer)

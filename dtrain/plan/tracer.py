@@ -19,6 +19,7 @@ from dtrain.plan.planned_device import MetaKernels
 _aten = torch.ops.aten
 _FLOPS = {
     **flop_registry,
+    _aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }

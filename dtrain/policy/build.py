@@ -1,7 +1,7 @@
 """From a recipe to a model that lies on its mesh, by the fixed order in which the parts can be applied.
 
 1. the modules on meta, so that no rank ever holds the whole model, their adapters, and which parameters are trained;
-2. tensor parallel, which replaces parameters by their shards;
+2. tensor parallel, which replaces parameters by their shards, and expert parallel, which does so with experts;
 3. context parallel, which only sets the attention kernel;
 4. activation checkpointing, around what the layer computes, its collectives included;
 5. compile, per layer, what lies before and after attention: no kernel, no hook of checkpointing or FSDP is in it;
@@ -27,6 +27,7 @@ from dtrain.models.config import SLIDING, ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.ranks import Ranks
@@ -96,6 +97,10 @@ def lay_out(
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
+    if model.routing is not None:
+        model.routing.cp, model.routing.tp = mesh.cp, mesh.tp
+    if mesh.ep is not None:
+        spread_experts(model, mesh.ep, mesh.tp)
     if kernel is None:
         every = Ranks(mesh.cp.get_group()).every if mesh.cp.size() > 1 else None
         kernel = choose_attention(recipe, config, precision, device, longest_row or recipe.data.max_length, every)
@@ -113,6 +118,7 @@ def lay_out(
             reduce_dtype=precision.reduce,
             reshard_after_forward=parallel.reshard_after_forward,
             cpu_offload=_offloads(recipe, device),
+            expert_mesh=mesh.expert_fsdp,
         )
     return model
 

@@ -185,6 +185,8 @@ class Scorer:
         positions from 0, take the plain causal kernel.
         """
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
+        if self.model.config.experts is not None:  # padding is not routed
+            is_packed |= self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_DOCUMENT).any())
         counted = torch.arange(batch["position_ids"].shape[1])
         by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
         count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
@@ -194,6 +196,8 @@ class Scorer:
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
+        if self.model.routing is not None:
+            self.model.routing.documents = local["document_ids"], count
         if adapters is not None:
             adapters.tokens = local.pop("dropped", None)
         inputs: Inputs = {

@@ -379,8 +379,15 @@ class Engine:
             self._decoding = None
 
     def check(self, request: Request, name: str) -> None:
-        """Raises UserError for a bad request, and where the memory does not hold it even alone."""
-        check_request(request, self.model.config.vocab_size, name, has_decode=self._decode_text is not None)
+        """Raises UserError for a bad request, and where model or memory do not hold it even alone."""
+        config = self.model.config
+        check_request(request, config.vocab_size, name, has_decode=self._decode_text is not None)
+        longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.most_positions
+        if most is not None and longest > most:
+            raise UserError(
+                f"{name} may come to {longest} tokens, and with LongRoPE this model takes {most}; lower "
+                f"max_new_tokens={request.sampling.max_new_tokens}, or shorten the prompt"
+            )
         needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
         if needed > self.budget.tokens:
             raise UserError(

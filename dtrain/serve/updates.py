@@ -210,6 +210,7 @@ def _by_every_name(model: CausalLM) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for joint in joints(model, tensors):
         data = [tensors[part].detach() for part in joint.parts]
+        data = data if joint.expert is None else [data[0][joint.expert]]
         for name in names.get(joint.name, [joint.name]):
             found.update(dict.fromkeys([name, *model.checkpoint_names(name)], data))
     return found

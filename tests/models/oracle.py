@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from dtrain.checkpoint.file_rows import joints
+from dtrain.models.config import ModelConfig
 
 VOCAB = 97
 
@@ -56,6 +57,11 @@ def _qwen2(**more):
 
 def _qwen3(**more):
     return transformers.Qwen3Config(**{**_TINY, "head_dim": 16, **more})
+
+
+def _qwen3_moe(**more):
+    sizes = dict(head_dim=16, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    return transformers.Qwen3MoeConfig(**{**_TINY, **sizes, **more})
 
 
 def _phi3(**more):
@@ -136,6 +142,10 @@ VARIANTS = {
     "qwen2-llama3": lambda: _qwen2(rope_parameters=_LLAMA3_ROPE),
     "qwen2-window": lambda: _qwen2(use_sliding_window=True, sliding_window=10, max_window_layers=1),
     "qwen3": lambda: _qwen3(),
+    "qwen3-moe": lambda: _qwen3_moe(),
+    "qwen3-moe-mixed": lambda: _qwen3_moe(
+        norm_topk_prob=False, mlp_only_layers=[1], tie_word_embeddings=True, sliding_window=9, use_sliding_window=True
+    ),
     "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-biases": lambda: _qwen3(attention_bias=True),
     "qwen3-yarn-factor": lambda: _qwen3(rope_parameters={**_YARN, "attention_factor": 1.3, "truncate": False}),
@@ -144,6 +154,17 @@ VARIANTS = {
     ),
     "phi3": lambda: _phi3(sliding_window=11),
     "phi3-partial": lambda: _phi3(partial_rotary_factor=0.5, num_key_value_heads=1, head_dim=12),
+    "phi4-mini": lambda: _phi3(
+        max_position_embeddings=256 * 8,
+        original_max_position_embeddings=96,
+        rope_parameters={
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.25, 3.5],
+            "long_factor": [1.5, 9.0, 40.0],
+        },
+        tie_word_embeddings=True,
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**_TINY),
     "olmo2-biases": lambda: transformers.Olmo2Config(**{**_TINY, "num_key_value_heads": 4, "attention_bias": True}),
     "olmo3": lambda: _olmo3(),
@@ -212,6 +233,7 @@ _CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "phi3": transformers.Phi3ForCausalLM,
     "olmo2": transformers.Olmo2ForCausalLM,
     "olmo3": transformers.Olmo3ForCausalLM,
@@ -228,6 +250,7 @@ _CLASSES = {
 def make(variant: str, dtype: torch.dtype = torch.float32):
     """The transformers model of a variant, every parameter random (norms and biases too), in eval mode."""
     config = VARIANTS[variant]()
+    config._experts_implementation = "eager"  # torch's grouped product takes no float64
     return randomise(_CLASSES[config.model_type](config)).to(dtype)
 
 
@@ -293,9 +316,27 @@ def make_tower(name):
 def grads(model) -> dict[str, torch.Tensor]:
     """The gradients of a model, ours or transformers', by the names of files."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    whole = {one.name: torch.cat([found[part] for part in one.parts]) for one in joints(model, found)}
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole).items()}
+    whole = {}
+    for one in joints(model, found):
+        parts = [found[part] for part in one.parts]
+        whole[one.name] = torch.cat(parts) if one.expert is None else parts[0][one.expert]
     names = getattr(model, "checkpoint_names", lambda name: [name])
     return {names(name)[0]: grad for name, grad in whole.items()}
+
+
+def _of_experts(name, grad):
+    """A stack's gradient in transformers as those of the tensors that the files have."""
+    parent, _, last = name.rpartition(".")
+    if not parent.endswith(".experts"):
+        return {name: grad}
+    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    return {
+        f"{parent}.{number}.{part}.weight": rows
+        for number, matrix in enumerate(grad)
+        for part, rows in zip(names, matrix.chunk(len(names)), strict=True)
+    }
 
 
 @torch.no_grad()

@@ -11,9 +11,14 @@ from dtrain import models
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.errors import UserError
 from dtrain.models.adapter_config import linears, modules
+from dtrain.preflight import load, shapes
+from dtrain.rollout.generate import generate
 from tests.models.oracle import TOWERS, VARIANTS, VOCAB, make, make_tower, save
 
-SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3"]
+SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3", "phi4-mini"]
+LONGROPE = {
+    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 1.2, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+}
 
 
 @pytest.mark.parametrize("variant", SOME)
@@ -132,11 +137,42 @@ def test_weights_that_cannot_be_trained_are_refused_with_what_can(section, messa
         ("granite", {"num_local_experts": 8}, "num_local_experts 8: not a field"),
         ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu': only 'silu'"),
         ("phi3", {"is_causal": False}, "is_causal False: only causal"),
-        ("granite4", {"attention_multiplier": None, "mlp_bias": True}, "attention_multiplier null: must be a number"),
+        ("granite4", {"attention_multiplier": None}, "attention_multiplier null: must be a number"),
         ("granite4", {"mlp_bias": True}, "mlp_bias True: the MLPs"),
+        (
+            "phi4-mini",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope type 'yarn' is not implemented; there are: ",
+        ),
+        ("phi4-mini", {"partial_rotary_factor": 1.0, **LONGROPE}, "has 3 numbers for the 6 pairs that are rotated"),
+        ("phi4-mini", {"rope_parameters": {"rope_type": "su"}}, "short_factor None: must be a list of numbers"),
+        ("phi4-mini", {"rope_parameters": {**LONGROPE["rope_parameters"], "beta": 2}}, "beta 2: not a field"),
     ],
 )
 def test_refused_by_name(variant, changes, message):
     with pytest.raises(UserError) as error:
         models.parse_config({**VARIANTS[variant]().to_dict(), **changes})
     assert message in str(error.value)
+
+
+def test_longrope_refuses_what_its_short_factors_are_not_for(tmp_path):
+    """transformers takes other positions for all of a batch with one row beyond the original length of 96."""
+    model = models.from_pretrained(save(make("phi4-mini"), tmp_path))
+    assert model.config.max_position_embeddings == 96
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, VOCAB, (1, 97), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        short, long = theirs(ids[:, :96]).logits, theirs(ids).logits[:, :96]
+        assert (model(ids[:, :96]) - short).abs().max() < 2e-5 < 1e-2 < (long - short).abs().max()
+    with pytest.raises(ValueError, match="rows of 97 tokens: with LongRoPE this model takes 96"):
+        model(ids)
+    asked = [ids[0, :90].tolist()]
+    with pytest.raises(UserError, match="may come to 97 tokens.*takes 96; lower max_new_tokens=7"):
+        generate(model, asked, max_new_tokens=7, eos_ids=[])
+    assert len(generate(model, asked, max_new_tokens=6, eos_ids=[])[0]) == 6
+    paths = {"model": {"path": str(tmp_path)}, "data": {"train": {"path": "none"}}}
+    found = [shapes(load(paths, ["train.steps=1", f"data.max_length={length}"]), 1) for length in (96, 97)]
+    assert found[0] == [] and found[1] == [
+        "data.max_length=97: the model has LongRoPE, and beyond 96 tokens (its original_max_position_embeddings) "
+        "another table of positions; set data.max_length=96 or less"
+    ]

@@ -1,0 +1,205 @@
+"""A mixture of experts in the place of a layer's MLP: each token's router, the experts' stacks, and their sum.
+
+Routing is computed in max(float32, the dtype); ties go to the lower expert. No token is dropped, padding is not routed,
+and an expert without a token has a gradient of zeros. A token's results are added in the order of its experts, on the
+rank that has the token (`parallel.experts` has the way there and back). Letters as in `layers`; T tokens of B rows,
+E experts, k of them a token.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.attention.decode import Cached
+from dtrain.models.config import Experts as Sizes
+from dtrain.models.config import ModelConfig
+from dtrain.models.functions import ACTIVATIONS, gated
+from dtrain.models.layers import PreNormLayer, Rotary
+from dtrain.models.routing import Routing
+from dtrain.parallel.experts import Experts, collect, on_host, spread
+from dtrain.parallel.placement import LocalParameters
+from dtrain.parallel.tensor import Block
+
+# Of a sparse MLP, beside the plan of its model.
+SPARSE_PLAN = {
+    "model.layers.*.mlp.gate": "router",
+    "model.layers.*.mlp.experts.gate_proj": "expert_colwise",
+    "model.layers.*.mlp.experts.up_proj": "expert_colwise",
+    "model.layers.*.mlp.experts.down_proj": "expert_rowwise",
+}
+
+
+class Router(LocalParameters):
+    """Which experts a token goes to, and how much each counts: softmax over all, the k largest."""
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
+        self.top, self.normed = sizes.top, sizes.normed
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
+        in max(float32, it)"""
+        logits = F.linear(x, self.local("weight"))  # [T, E]
+        shares = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
+        weights = shares.gather(1, chosen)
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights.to(x.dtype), shares
+
+
+class ExpertLinear(LocalParameters):
+    """One matrix of every expert."""
+
+    def __init__(self, count: int, columns: int, rows: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, rows, columns))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
+        return cast(Tensor, _Grouped.apply(x, self.local("weight"), counts))
+
+    def extra_repr(self) -> str:
+        count, rows, columns = self.weight.shape
+        return f"{count} of {columns} -> {rows}"
+
+
+class GatedExperts(Experts):
+    """down(act(gate(x)) · up(x)) of every expert."""
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.count = sizes.count
+        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner)
+        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner)
+        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D]. Under ep three
+        all-to-alls, two of them again in the backward."""
+        routes = self.routes(len(rows), counts)
+        x, here = self.dispatched(rows, routes), routes.counts
+        inner = gated(self.gate_proj(x, here), self.up_proj(x, here), self.activation)  # [m, F]
+        return self.returned(self.down_proj(inner, here), routes)
+
+
+class SparseMLP(Block):
+    """Σ over a token's experts of weight · expert(x). routing, layer: set when the model is built."""
+
+    routing: Routing
+    layer: int
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.gate = Router(config, sizes)
+        self.experts = GatedExperts(config, sizes)
+
+    def forward(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
+        hidden = self.enter(hidden)
+        x = hidden.flatten(0, 1)  # [T, D]
+        chosen, weights, shares = self.gate(x)
+        order, counts = by_expert(chosen, self.experts.count, real)
+        self.routing.see(self.layer, counts)
+        weights = self.routing.balanced(self.layer, weights, shares, chosen)
+        results = self.experts(spread(x, order, chosen.shape[1]), counts)
+        own = collect(results, order, *chosen.shape)  # [T, k, D]
+        mixed = torch.bmm(weights[:, None], own).view_as(hidden)
+        return mixed if self.tp is None else self.tp.leave(mixed)
+
+
+def share_routing(model: nn.Module, experts: int) -> Routing:
+    """Give the sparse layers of `model` their numbers and one Routing."""
+    sparse = [one for one in model.modules() if isinstance(one, SparseMLP)]
+    routing = Routing(experts, len(sparse))
+    for number, mlp in enumerate(sparse):
+        mlp.routing, mlp.layer = routing, number
+    return routing
+
+
+def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The places of chosen [T, k], counted row by row, sorted by their expert, [n] int64, and how many each of `count`
+    experts has, [count] int64. Those of tokens that are not real are left out, for which the host waits."""
+    flat = chosen.flatten()
+    if real is not None:
+        flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
+    return (order if real is None else order[: sum(on_host(counts, len(flat)))]), counts
+
+
+class SparseLayer(PreNormLayer):
+    """A layer whose MLP is sparse."""
+
+    is_sparse = True
+
+    def add_mlp(self, config: ModelConfig) -> None:
+        """Give the layer its MLP."""
+        assert config.experts is not None
+        self.mlp = SparseMLP(config, config.experts)
+
+    def after(self, hidden: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
+        """As `Layer.after`; real: as `SparseMLP` takes it"""
+        hidden = hidden + self.mixer.output(attended)
+        del attended  # the MLP needs its memory
+        return hidden + self.mlp(self.post_attention_layernorm(hidden), real)
+
+    def forward(
+        self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, real: Tensor | None = None
+    ) -> Tensor:
+        """As `Layer.forward`; real: as `SparseMLP` takes it"""
+        return self.after(hidden, self.mixer(*self.before(hidden, *rotary), mask, cache), real)
+
+
+class _Grouped(torch.autograd.Function):
+    """x [m, in] · W[e]ᵀ of each row's expert. torch's grouped product takes no float64, and on a CPU it is a loop."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        if _is_fused(x):
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
+        out = x.new_empty(len(x), weight.shape[1])
+        for index, (rows, result) in _runs(counts, x, out):
+            torch.mm(rows, weight[index].t(), out=result)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_x = of_weight = None
+        if _is_fused(x):
+            if ctx.needs_input_grad[0]:
+                of_x = F.grouped_mm(grad, weight, offs=_ends(counts))
+            if ctx.needs_input_grad[1]:
+                of_weight = F.grouped_mm(grad.t(), x, offs=_ends(counts))
+            return of_x, of_weight, None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x)
+            for index, (rows, result) in _runs(counts, grad, of_x):
+                torch.mm(rows, weight[index], out=result)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight)
+            for index, (rows, inputs) in _runs(counts, grad, x):
+                torch.mm(rows.t(), inputs, out=of_weight[index])
+        return of_x, of_weight, None
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
+    """Of each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the counts."""
+    sizes = on_host(counts, len(tensors[0]))
+    parts = zip(*(one.split(sizes) for one in tensors), strict=True)
+    return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

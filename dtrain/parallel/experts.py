@@ -1,0 +1,167 @@
+"""Expert parallel: which rank has which experts, and how rows of tokens go to their experts and come back.
+
+A layer's experts are stacks of matrices [E, out, in]. Over ep a rank has E/ep of them, whole experts in a row; FSDP
+shards those over what is left of its ranks (`fsdp`), and tensor parallel cuts each expert's inner size. Tokens travel:
+their counts, the rows, and the results back, three all-to-alls forward and two backward. No row is dropped, and a rank
+adds up its own tokens' results, so that no sum depends on the layout (GShard's dispatch, arXiv:2006.16668, without its
+capacity).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtrain.parallel.placement import LocalParameters, LocalView, chunk_bounds
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the rows [n, D] of this rank go, sorted by their experts. counts: of rows by expert that this rank
+    computes, [E/ep] int64 on the device. sends, receives: rows to and from each rank of ep, in its order; None without
+    expert parallel. order: of the received rows [m], by the expert; None where they have it."""
+
+    counts: Tensor
+    sends: list[int] | None = None
+    receives: list[int] | None = None
+    order: Tensor | None = None
+
+
+class Experts(nn.Module):
+    """The part of a sparse MLP that has the experts' stacks as its children's parameters."""
+
+    count: int  # of experts in the whole model's layer
+    ep: DeviceMesh | None = None  # set by `spread_experts`
+
+    def routes(self, rows: int, counts: Tensor) -> Routes:
+        """rows: of this rank; counts: by expert, [E] int64. Under ep one all-to-all of them, and a wait for it."""
+        if self.ep is None:
+            return Routes(counts)
+        ranks, group = self.ep.size(), self.ep.get_group()
+        theirs = _exchange(counts, [len(counts) // ranks] * ranks, [len(counts) // ranks] * ranks, group)
+        both = torch.stack([counts.view(ranks, -1), theirs.view(ranks, -1)])  # [2, ep, E/ep]
+        sends, receives = (on_host(one, rows) for one in both.sum(2))
+        here = torch.arange(both.shape[2], device=counts.device).repeat(ranks)
+        expert = here.repeat_interleave(theirs, output_size=sum(receives))  # [m]
+        return Routes(both[1].sum(0), sends, receives, expert.argsort(stable=True))
+
+    def dispatched(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Rows [n, D], sorted by expert -> those of this rank's experts [m, D], sorted so. Under ep one all-to-all,
+        forward and backward."""
+        if self.ep is None or routes.order is None:
+            return rows
+        assert routes.sends is not None and routes.receives is not None
+        arrived = _AllToAll.apply(rows, routes.receives, routes.sends, self.ep.get_group())
+        return _Permuted.apply(arrived, routes.order)
+
+    def returned(self, rows: Tensor, routes: Routes) -> Tensor:
+        """`dispatched` the other way round: results [m, D] -> [n, D]."""
+        if self.ep is None or routes.order is None:
+            return rows
+        assert routes.sends is not None and routes.receives is not None
+        sorted_by_rank = _Permuted.apply(rows, _inverse(routes.order))
+        return _AllToAll.apply(sorted_by_rank, routes.sends, routes.receives, self.ep.get_group())
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The stacks of all experts in `model`."""
+    return {one for module in model.modules() if isinstance(module, Experts) for one in module.parameters()}
+
+
+def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
+    """Leave this rank E/ep of the experts of each layer of `model`, whose plan over the one-dimensional `tp` is
+    applied. Their parameters become DTensors over (ep, tp), or over `ep` where tp has one rank. No collective."""
+    both = DeviceMesh._concatenate([ep, tp]) if tp.size() > 1 else ep
+    for experts in (one for one in model.modules() if isinstance(one, Experts)):
+        experts.ep = ep
+        for module in (one for one in experts.modules() if isinstance(one, LocalParameters)):
+            for name, held in module._parameters.items():
+                if held is not None:
+                    module._parameters[name] = _cut_by_expert(held, both, ep)
+                    view = module.local_views.get(name, LocalView(None))
+                    module.local_views = {**module.local_views, name: replace(view, is_expert=True)}
+
+
+def _cut_by_expert(held: nn.Parameter, mesh: DeviceMesh, ep: DeviceMesh) -> nn.Parameter:
+    local = held._local_tensor if isinstance(held, DTensor) else held
+    start, end = chunk_bounds(held.shape[0], ep.size(), ep.get_local_rank())
+    others = held.placements if isinstance(held, DTensor) else ()
+    placed = DTensor.from_local(
+        local.detach()[start:end].clone(),
+        mesh,
+        [Shard(0), *others],
+        run_check=False,
+        shape=held.shape,
+        stride=held.stride(),
+    )
+    return nn.Parameter(placed, requires_grad=held.requires_grad)
+
+
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """counts [n] int64 whose sum is `total`, for which the host waits; of stand-ins without values (`dtrain plan`) even
+    shares of it."""
+    if counts.is_meta:
+        return [(total + index) // len(counts) for index in range(len(counts))]
+    return counts.tolist()
+
+
+def spread(x: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Rows [n, D] of tokens x [T, D], of which each stands in `copies` places in a row: `order` [n] says which of the
+    T · copies places each row is, none twice."""
+    return cast(Tensor, _Spread.apply(x, order, copies))
+
+
+def collect(rows: Tensor, order: Tensor, tokens: int, copies: int) -> Tensor:
+    """`spread` undone: rows [n, D] in their places, [T, copies, D], zeros in the others."""
+    places = rows.new_zeros(tokens * copies, rows.shape[1])
+    return places.index_copy(0, order, rows).view(tokens, copies, rows.shape[1])
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.tokens, ctx.copies = len(x), copies
+        return x[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return collect(grads[0], order, ctx.tokens, ctx.copies).sum(1), None, None
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return grads[0][_inverse(order)], None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receives: list[int], sends: list[int], group: Any) -> Tensor:
+        ctx.receives, ctx.sends, ctx.group = receives, sends, group
+        return _exchange(rows, receives, sends, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.sends, ctx.receives, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: Any) -> Tensor:
+    """rows [sum(sends), ..] -> [sum(receives), ..], in the ranks' order. One all-to-all."""
+    return _ops.wait_tensor(_ops.all_to_all_single(rows.contiguous(), receives, sends, group.group_name))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
