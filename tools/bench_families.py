@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Time and memory of the forward and backward of Gemma 4's small shape beside transformers, as JSON.
+"""Time and memory of the forward and backward of a family's small shape beside transformers, as JSON.
 
-    .venv/bin/python tools/bench_gemma4.py
-    .venv/bin/python tools/bench_gemma4.py --length 2048 --threads 2
+    .venv/bin/python tools/bench_families.py gemma4
+    .venv/bin/python tools/bench_families.py qwen3-moe --length 2048 --threads 2
 
-E2B's layers, fewer and narrower: shared keys, wide MLPs, a table of embeddings for each layer. One row in float32 on a
-CPU, its loss the cross entropy of every next token. Times are the least of --rounds, in which the sides take turns in
-one process, after a round that does not count; processor seconds by default, which other processes disturb less, and
-seconds of the clock with more than one thread. Memory is the growth of the largest resident set in a process of its
-own, after a short row, beside weights and gradients. The ratio of times is transformers' over ours, of memory ours over
+gemma4: E2B's layers, fewer and narrower: shared keys, wide MLPs, a table of embeddings for each layer. qwen3-moe: 64
+experts, 8 of them a token, beside transformers' loop over experts (`eager`). One row in float32 on a CPU, its loss
+the cross entropy of every next token. Times are the least of --rounds, in which the sides take turns in one process,
+after a round that does not count; processor seconds by default, which other processes disturb less, and seconds of
+the clock with more than one thread. Memory is the growth of the largest resident set in a process of its own, after a
+short row, beside weights and gradients. The ratio of times is transformers' over ours, of memory ours over
 transformers'. The losses and gradients must agree, or it fails.
 """
 
@@ -26,13 +27,17 @@ import torch
 import transformers
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from dtrain import models
 from dtrain.losses.hidden import weighted_logprob_sum
+from tests.models.oracle import grads
 
 SIDES = ("transformers", "dtrain")
 SMALL = 32  # tokens of the row that loads what is loaded once
-SHAPE: dict[str, Any] = dict(
-    vocab_size=32_768,
+VOCABULARY = 32_768
+GEMMA4: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
     vocab_size_per_layer_input=32_768,
     hidden_size=256,
     intermediate_size=1024,
@@ -48,11 +53,29 @@ SHAPE: dict[str, Any] = dict(
     sliding_window=128,
     final_logit_softcapping=30.0,
 )
+QWEN3_MOE: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    num_experts=64,
+    num_experts_per_tok=8,
+    moe_intermediate_size=96,
+    norm_topk_prob=True,
+    initializer_range=0.2,  # so that no two experts are as good as alike
+)
+FAMILIES = {
+    "gemma4": lambda: transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**GEMMA4)),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**QWEN3_MOE)),
+}
 
 
-def make(side: str) -> Any:
+def make(side: str, family: str) -> Any:
     torch.manual_seed(0)
-    theirs = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SHAPE)).train()
+    theirs = FAMILIES[family]().train()
+    theirs.set_experts_implementation("eager")
     if side == "transformers":
         return theirs
     with tempfile.TemporaryDirectory() as directory:
@@ -83,13 +106,12 @@ def step(side: str, model: Any, ids: Tensor) -> Tensor:
 
 def times(arguments: argparse.Namespace) -> dict[str, float]:
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
-    sides, ids = {side: make(side) for side in SIDES}, draw(arguments.length)
+    sides, ids = {side: make(side, arguments.family) for side in SIDES}, draw(arguments.length)
     losses = [step(side, model, ids) for side, model in sides.items()]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-    theirs = dict(sides["transformers"].named_parameters())
-    for name, parameter in sides["dtrain"].named_parameters():
-        expected = theirs[name].grad
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+    theirs = grads(sides["transformers"])
+    for name, grad in grads(sides["dtrain"]).items():
+        torch.testing.assert_close(grad, theirs[name], rtol=0, atol=1e-3 * float(theirs[name].abs().max()))
     least = dict.fromkeys(SIDES, float("inf"))
     for _ in range(arguments.rounds):
         for side, model in sides.items():
@@ -101,7 +123,7 @@ def times(arguments: argparse.Namespace) -> dict[str, float]:
 
 def memory(arguments: argparse.Namespace) -> float:
     """MiB that one side's forward and backward need beside weights and gradients."""
-    model = make(arguments.side)
+    model = make(arguments.side, arguments.family)
     step(arguments.side, model, draw(SMALL))
     held = resident_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is
@@ -115,11 +137,12 @@ def resident_kib(name: str) -> int:
 
 
 def draw(length: int) -> Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (1, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
