@@ -7,6 +7,7 @@ from dtrain.models.config import FULL, LINEAR, SLIDING, Experts, LinearAttention
 from dtrain.models.config_gemma import read_gemma3, read_gemma3_multimodal, read_gemma4, read_gemma4_multimodal
 from dtrain.models.config_parts import (
     common_fields,
+    read_experts,
     read_layer_types,
     read_text_tower,
     used_window,
@@ -37,6 +38,17 @@ def _mistral(architecture: str, fields: Fields, tie: bool = False, is_text_tower
     types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     values = {**common, "layer_types": types, "sliding_window": window, "is_text_tower": is_text_tower}
     return with_one_rope(fields, **values)
+
+
+def _mixtral(architecture: str, fields: Fields) -> ModelConfig:
+    fields = fields.over({"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2})
+    common = common_fields(architecture, fields, kv_heads=8)
+    window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+    types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
+    experts = read_experts(fields, 8, 2, common["intermediate_size"], True, tuple(range(count)))
+    values = {**common, "layer_types": types, "sliding_window": window, "experts": experts}
+    return with_one_rope(fields, theta=1_000_000.0, **values)
 
 
 # What Ministral 3's files may leave out, and the same of Mistral Small's text_config.
@@ -141,19 +153,13 @@ def _qwen3_moe(architecture: str, fields: Fields) -> ModelConfig:
 
 def _qwen_experts(fields: Fields, count: int) -> Experts | None:
     """Each `decoder_sparse_step`-th layer is sparse, but those of `mlp_only_layers`; None: none is."""
-    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    experts, top = fields.integer(key, 128, minimum=0), fields.integer("num_experts_per_tok", 8)
     inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
-    fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
-    fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
         fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
         dense = []
-    if 0 < experts < top:
-        fields.problem(f"num_experts_per_tok {top} of {experts} experts")
-    sparse = tuple(one for one in range(count) if one not in dense and (one + 1) % step == 0 and experts)
-    return Experts(experts, top, inner, normed, sparse) if sparse else None
+    sparse = tuple(one for one in range(count) if one not in dense and (one + 1) % step == 0)
+    return read_experts(fields, 128, 8, inner, normed, sparse)
 
 
 def _qwen_layers(fields: Fields, count: int, moe: bool = False) -> dict[str, Any]:
@@ -336,6 +342,7 @@ def _granite_hybrid(architecture: str, fields: Fields) -> ModelConfig:
 READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _mistral3_multimodal,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
@@ -361,6 +368,7 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",

@@ -14,7 +14,7 @@ from dtrain.models.gemma4 import Gemma4ForCausalLM
 from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
-from dtrain.models.mistral import MistralForCausalLM
+from dtrain.models.mistral import MistralForCausalLM, MixtralForCausalLM
 from dtrain.models.nf4 import quantize_linears
 from dtrain.models.olmo import OlmoForCausalLM
 from dtrain.models.phi import Phi3ForCausalLM
@@ -26,6 +26,7 @@ from dtrain.models.smollm import SmolLM3ForCausalLM
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "Ministral3ForCausalLM": MistralForCausalLM,
     "Mistral3ForConditionalGeneration": MistralForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLText,
