@@ -36,6 +36,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("parallel.cp", lambda v: v >= 1, "at least 1"),
     ("parallel.tp", lambda v: v >= 1, "at least 1"),
     ("parallel.ep", lambda v: v >= 1, "at least 1"),
+    ("moe.balance", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
     ("parallel.custom_plan", lambda v: len(v) > 0, "a table of module pattern and style, an import path, or null"),
     ("parallel.reshard_after_forward", lambda v: v in ("default", True, False), "default, true or false"),
     ("train.steps", lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million"),

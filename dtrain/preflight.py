@@ -33,6 +33,7 @@ from dtrain.models import nf4_config
 from dtrain.models.adapter_config import modules
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
+from dtrain.ranges import beside
 from dtrain.rollout.rewards.find import find_file
 
 
@@ -125,7 +126,7 @@ def not_here(recipe: Recipe) -> list[str]:
     """What `with_local_model` would fetch, as what is wrong where nothing is fetched."""
     return [
         f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
-        f"`dtrain download {name}` fetches it"
+        f"`dtrain download {name}` fetches it{beside(name)}"
         for key, name, _ in _ids(recipe)
     ] + [data_hub.absent(name, pick, key) for key, name, pick in _absent_data(recipe)]
 

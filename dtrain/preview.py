@@ -101,16 +101,17 @@ def histogram(samples: Samples) -> list[str]:
     for start in range(0, len(samples), BLOCK):
         lengths.add(samples.full_lengths(start, min(len(samples), start + BLOCK)))
     limit, lines = samples.meta["max_length"], []
-    width = max(1, -(-(lengths.highest + 1) // BUCKETS))
+    lowest = lengths.lowest
+    width = max(1, -(-(lengths.highest + 1 - lowest) // BUCKETS))
     counts = torch.zeros(BUCKETS, dtype=torch.int64)
     for start in range(0, len(samples), BLOCK):
-        buckets = samples.full_lengths(start, min(len(samples), start + BLOCK)) // width
+        buckets = (samples.full_lengths(start, min(len(samples), start + BLOCK)) - lowest) // width
         counts += torch.bincount(buckets, minlength=BUCKETS)
     mean = lengths.total / (len(samples) * samples.documents_per_sample)
     lines.append(f"lengths in tokens: {lengths.lowest} to {lengths.highest}, mean {mean:.1f} (max_length {limit})")
     for bucket, count in enumerate(counts.tolist()):
-        if bucket * width <= lengths.highest:
-            low, high = bucket * width, (bucket + 1) * width - 1
+        low, high = lowest + bucket * width, lowest + (bucket + 1) * width - 1
+        if low <= lengths.highest:
             lines.append(f"{low:>8} - {high:<8} {count:>9,} {'#' * round(BAR * count / int(counts.max()))}".rstrip())
     return lines
 

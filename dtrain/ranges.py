@@ -4,6 +4,7 @@ The tables of options that stand beside the losses and the rewards are made of t
 """
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 Range = tuple[Callable[[Any], bool], str]
@@ -52,6 +53,16 @@ def nearest(word: str, known: Collection[str]) -> str | None:
     parts = {name: _plain(name).startswith(wanted) or wanted in name.lower().split("_") for name in known}
     begun = [name for name, has in parts.items() if has and len(wanted) >= 4]
     return begun[0] if len(begun) == 1 else None
+
+
+def beside(path: str) -> str:
+    """The end of a message that there is no directory `path`: one of a near name, or all that stand in its place."""
+    parent = Path(path).parent
+    names = sorted(one.name for one in parent.iterdir() if one.is_dir()) if parent.is_dir() else []
+    if near := nearest(Path(path).name, names):
+        return f"; did you mean {parent / near}?"
+    more = ", ..." if len(names) > 5 else ""
+    return f"; {parent} has {', '.join(names[:5])}{more}" if names and parent != Path() else ""
 
 
 def _plain(word: str) -> str:

@@ -45,8 +45,9 @@ def _fewer(total: int, dp: int) -> int:
 def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
     """Raise UserError for a run of `steps` steps that would train nothing, or next to nothing.
 
-    One whose learning rate stays at 0 is refused in any case, unless `optimizer.lr` is; one of fewer than 5 steps, or
-    whose warm-up never ends, where its steps follow from `train.epochs`: `train.steps` asks for it by name.
+    One whose learning rate stays at 0, or whose warm-up is longer than the run, is refused unless `optimizer.lr` is 0;
+    one of fewer than 5 steps, or whose warm-up takes them all, where its steps follow from `train.epochs`:
+    `train.steps` asks for it by name.
     """
     warmup, asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
     if steps == 1 <= warmup and recipe.optimizer.lr:
@@ -54,6 +55,8 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
             f"the run has 1 step, and {_asked_for(recipe)} begins with a learning rate of 0: nothing would be trained; "
             "set scheduler.warmup_steps=0, or train longer"
         )
+    if warmup > steps and asked and recipe.optimizer.lr:
+        raise UserError(_endless(recipe, steps, warmup))
     if asked:
         return
     epochs, per_pass = recipe.train.epochs, rows.rows_in_epoch(0)
@@ -65,10 +68,7 @@ def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
             f"{_more_steps(recipe, rows)}; train.steps={steps} with train.epochs=null asks for so few"
         )
     if warmup >= steps:
-        raise UserError(
-            f"the run has {steps} steps, and its warm-up {warmup} ({_asked_for(recipe)}): the learning rate would "
-            f"never reach optimizer.lr; set {SHARE}, or train longer"
-        )
+        raise UserError(_endless(recipe, steps, warmup))
 
 
 def notes(recipe: Recipe, steps: int) -> list[str]:
@@ -77,10 +77,16 @@ def notes(recipe: Recipe, steps: int) -> list[str]:
     if warmup < steps:
         return []
     return [
-        f"note: the run ends within its warm-up: it has {steps} of the {warmup} steps ({_asked_for(recipe)}), so the "
-        f"learning rate rises to {lr * (steps - 1) / warmup:.2g} and never to optimizer.lr={lr:g}. To let it, set "
-        f"{SHARE}"
+        f"note: all {steps} steps are warm-up ({_asked_for(recipe)}): the learning rate rises to "
+        f"{lr * (steps - 1) / warmup:.2g} and not to optimizer.lr={lr:g}. To let it, set {SHARE}"
     ]
+
+
+def _endless(recipe: Recipe, steps: int, warmup: int) -> str:
+    return (
+        f"the run has {steps} steps, and its warm-up {warmup} ({_asked_for(recipe)}): the learning rate would never "
+        f"reach optimizer.lr; set {SHARE}, or train longer"
+    )
 
 
 def _asked_for(recipe: Recipe) -> str:

@@ -315,6 +315,7 @@ class Trainer:
             epoch=epoch,
             loss=self._measured["loss"],
             **self.method.fields({name: value[0].item() for name, value in result["sums"].items()}),
+            **{name: value[0].item() for name, value in result["loads"].items()},
             grad_norm=result["grad_norm"],
             lr=result["lr"],
             tokens=tokens,

@@ -87,6 +87,14 @@ FAMILIES = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 10,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",

@@ -20,8 +20,10 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_id(path: str) -> bool:
-    """Whether `path` reads as a model's id on the hub. A directory of that name comes first."""
-    return _ID.fullmatch(path) is not None and not Path(path).exists()
+    """Whether `path` reads as a model's id on the hub. A directory of that name comes first, and beside a run's
+    directory no id is looked for."""
+    is_one = _ID.fullmatch(path) is not None and not Path(path).exists()
+    return is_one and not any(Path(path).parent.glob("*/config.yaml"))
 
 
 def id_of(directory: Path) -> str | None:

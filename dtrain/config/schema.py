@@ -567,6 +567,15 @@ class Distill:
 
 
 @dataclass
+class Moe:
+    """`moe`: what a mixture of experts trains with beside its method's loss."""
+
+    balance: float = 0.0
+    """The weight of a loss that keeps experts evenly used, each document's own (DeepSeek-V3, arXiv:2412.19437). It is
+    1 × this where they are. 0.0: none, as the files' own value for training on is not read."""
+
+
+@dataclass
 class Recipe:
     """The root of a recipe."""
 
@@ -588,6 +597,7 @@ class Recipe:
     dpo: Dpo = field(default_factory=Dpo)
     grpo: Grpo = field(default_factory=Grpo)
     distill: Distill = field(default_factory=Distill)
+    moe: Moe = field(default_factory=Moe)
 
     @property
     def cache(self) -> Path:

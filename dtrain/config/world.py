@@ -43,7 +43,10 @@ class Sizes:
     def __str__(self) -> str:
         shape = self.axes or "one process"
         if self.is_open:
-            return f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel ranks"
+            ranks = "rank" if self.dp == 1 else "ranks"
+            return (
+                f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel {ranks}"
+            )
         return (
             f"mesh: {shape}\nglobal batch {self.global_batch} = micro-batch {self.micro_batch} × "
             f"accumulation {self.accumulation} × data-parallel ranks {self.dp}"

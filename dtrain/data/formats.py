@@ -43,6 +43,7 @@ PROMPT_FORMATS: dict[str, tuple[str, ...]] = {
 # What a method trains on -> its formats.
 KINDS = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS}
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
+LABELS = ("label", "kto_tag")  # of a row with one reply: whether it is a good one
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
@@ -158,6 +159,7 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
     if name == "preference":
         raise UserError(refuse_preference())
     require_keys(row, name)
+    _refuse_bad_reply(row, name)
     return {
         "messages": lambda: _chat(row, "messages"),
         "sharegpt": lambda: _chat(row, "conversations"),
@@ -166,6 +168,17 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
         "text": lambda: Text(read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
+
+
+def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
+    """KTO's rows: a reply, and whether it is a good one."""
+    for key in LABELS:
+        if name not in ("text", "tokenized") and str(row.get(key)).lower() == "false":
+            raise UserError(
+                f"{key} is false: rows with a reply and a label (KTO) hold bad replies too, and sft would train them. "
+                f"Keep the rows whose {key} is true, or give method=dpo chosen and rejected; where {key} says "
+                "something else, rename this column"
+            )
 
 
 def read_string(value: Any, key: str) -> str:

@@ -87,14 +87,21 @@ class Look:
         chunk = next(read_chunks(self.file), None)
         return None if chunk is None else self.encoder.encode_chunk(chunk, self.format, self.columns)
 
-    def rest(self, until: float) -> int | None:
-        """Whether all its rows have the shape of its format, nothing tokenised: the line before which it stopped, since
-        the clock (time.monotonic) stood at `until`; None where it read all."""
+    def rest(self, until: float, whole: bool = False) -> int | None:
+        """Whether all its rows have the shape of its format; whole: whether they become samples, by the template and
+        data.too_long. The line before which it stopped, since the clock (time.monotonic) stood at `until`; None where
+        it read all."""
+        look = self.encoder.encode_chunk if whole else self.encoder.look_at
         for chunk in read_chunks(self.file):
             if time.monotonic() >= until:
                 return chunk.rows[0][0]
-            self.encoder.look_at(chunk, self.format, self.columns)
+            look(chunk, self.format, self.columns)
         return None
+
+    @property
+    def shape_is_all(self) -> bool:
+        """Whether rows of the right shape cannot be refused: no template writes them, and none is too long."""
+        return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
 
 
 def looks(

@@ -199,20 +199,24 @@ def _size(file: Path) -> int:
 
 
 def _shapes(files: Sequence[tuple[str, Look]], found: Rehearsal) -> None:
-    """The shape of the rows of large files; each is given an equal part of the time that is left."""
-    begun, unread = time.monotonic(), []
+    """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
+    file is given an equal part of the time."""
+    end, before = time.monotonic() + LOOK_SECONDS, len(found.problems)
     files = list({look.file: (key, look) for key, look in reversed(files)}.values())  # a share of a file is one of both
-    for index, (key, look) in enumerate(sorted(files, key=lambda one: _size(one[1].file))):
-        left = begun + LOOK_SECONDS - time.monotonic()
-        until = time.monotonic() + max(0.0, left) / (len(files) - index)
-        line = found.ask(look.rest, until)
-        if line is not None:
-            unread.append(f"{key}: {look.file} from line {line} on")
-    if unread:
-        more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
-        found.notes.append(
-            f"note: not looked at, for want of time: {'; '.join(unread[:3])}{more}. The run reads it all"
-        )
+    for whole, what in ((False, "not looked at"), (True, "looked at without the chat template and data.too_long")):
+        wanted = [one for one in files if not (whole and one[1].shape_is_all)]
+        unread = []
+        for index, (key, look) in enumerate(sorted(wanted, key=lambda one: _size(one[1].file))):
+            now = time.monotonic()
+            line = found.ask(look.rest, now + max(0.0, end - now) / (len(wanted) - index), whole)
+            if line is not None:
+                unread.append(f"{key}: {look.file} from line {line} on")
+        if unread:
+            more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
+            listed = "; ".join(unread[:3])
+            found.notes.append(f"note: {what}, for want of time: {listed}{more}. The run reads it all")
+        if unread or len(found.problems) > before:
+            return
 
 
 def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[str, Rows]:

@@ -16,6 +16,7 @@ from dtrain.json_files import read_json
 from dtrain.models.fields import Fields
 from dtrain.models.quantization_config import unquantized
 from dtrain.models.rope_config import Rope
+from dtrain.ranges import beside
 
 __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
 __all__ += ["parse_config", "read_config"]
@@ -245,6 +246,8 @@ def _no_directory(name: str) -> str:
             f"model.path={name} is a file: give the directory that holds config.json, *.safetensors and the tokenizer"
         )
     message = f"model.path: there is no directory {name!r}"
+    if hint := beside(name):
+        return message + hint
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         message += f"; for a model of the Hugging Face hub, `dtrain download {name}` fetches it and says where it is"
     return message

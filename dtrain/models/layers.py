@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
     from dtrain.models.adapters import Adapter, AdapterState
     from dtrain.models.regions import Region
+    from dtrain.models.routing import Routing
 
 Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
 Handed = tuple[Any, ...]  # rotary, mask, cache, and of a sparse layer where tokens are no padding
@@ -388,6 +389,7 @@ class CausalLM(ParallelModel):
     config: ModelConfig
     model: Decoder
     adapters: "AdapterState | None" = None  # what those of the layers share
+    routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     uncompiled: str | None = None  # why layers that were to be compiled are not
 

@@ -17,6 +17,7 @@ from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated
 from dtrain.models.layers import PreNormLayer, Rotary
+from dtrain.models.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import Block
@@ -38,15 +39,16 @@ class Router(LocalParameters):
         self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
         self.top, self.normed = sizes.top, sizes.normed
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> experts [T, k] int64, ascending, and their weights [T, k] in x's dtype"""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
+        in max(float32, it)"""
         logits = F.linear(x, self.local("weight"))  # [T, E]
         shares = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
         weights = shares.gather(1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights.to(x.dtype)
+        return chosen, weights.to(x.dtype), shares
 
 
 class ExpertLinear(LocalParameters):
@@ -86,7 +88,10 @@ class GatedExperts(Experts):
 
 
 class SparseMLP(Block):
-    """Σ over a token's experts of weight · expert(x)."""
+    """Σ over a token's experts of weight · expert(x). routing, layer: set when the model is built."""
+
+    routing: Routing
+    layer: int
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
@@ -97,12 +102,23 @@ class SparseMLP(Block):
         """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
-        chosen, weights = self.gate(x)
+        chosen, weights, shares = self.gate(x)
         order, counts = by_expert(chosen, self.experts.count, real)
+        self.routing.see(self.layer, counts)
+        weights = self.routing.balanced(self.layer, weights, shares, chosen)
         results = self.experts(spread(x, order, chosen.shape[1]), counts)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
         return mixed if self.tp is None else self.tp.leave(mixed)
+
+
+def share_routing(model: nn.Module, experts: int) -> Routing:
+    """Give the sparse layers of `model` their numbers and one Routing."""
+    sparse = [one for one in model.modules() if isinstance(one, SparseMLP)]
+    routing = Routing(experts, len(sparse))
+    for number, mlp in enumerate(sparse):
+        mlp.routing, mlp.layer = routing, number
+    return routing
 
 
 def by_expert(chosen: Tensor, count: int, real: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalL
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
 from dtrain.models.mistral import MistralForCausalLM, MixtralForCausalLM
+from dtrain.models.moe import share_routing
 from dtrain.models.nf4 import quantize_linears
 from dtrain.models.olmo import OlmoForCausalLM
 from dtrain.models.phi import Phi3ForCausalLM
@@ -69,6 +70,8 @@ def build(
     )
     with torch.device("meta"):
         model = FAMILIES[config.architecture](config)
+    if config.experts is not None:
+        model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)
     if adapter is not None:
         model.adapters = add_adapters(model, adapter)

@@ -119,7 +119,7 @@ def spread(x: Tensor, order: Tensor, copies: int) -> Tensor:
 def collect(rows: Tensor, order: Tensor, tokens: int, copies: int) -> Tensor:
     """`spread` undone: rows [n, D] in their places, [T, copies, D], zeros in the others."""
     places = rows.new_zeros(tokens * copies, rows.shape[1])
-    return places.index_copy(0, order, rows).view(tokens, copies, -1)
+    return places.index_copy(0, order, rows).view(tokens, copies, rows.shape[1])
 
 
 class _Spread(torch.autograd.Function):

@@ -97,6 +97,8 @@ def lay_out(
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
+    if model.routing is not None:
+        model.routing.cp, model.routing.tp = mesh.cp, mesh.tp
     if mesh.ep is not None:
         spread_experts(model, mesh.ep, mesh.tp)
     if kernel is None:

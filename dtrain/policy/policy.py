@@ -21,6 +21,7 @@ from dtrain.config.schema import Recipe
 from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
+from dtrain.models.routing import loads
 from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
@@ -108,7 +109,8 @@ class Policy(Saved, Memory, WeightsOut):
         eval_mode: losses alone; no gradient, no optimizer needed.
 
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
-        (trained tokens, documents, non-padding tokens, over all ranks), `grad_norm` (of the last step, before
+        (trained tokens, documents, non-padding tokens, over all ranks), `loads` (of a mixture of experts, each [steps];
+        `models.routing.loads`), `grad_norm` (of the last step, before
         clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
@@ -135,22 +137,27 @@ class Policy(Saved, Memory, WeightsOut):
             both = (count[1], count[0])  # sequences, tokens
             divisors = [n.clamp(min=1).to(self.device, non_blocking=True) for n in both]
             if updater is None:
-                loss, measured = self._evaluate(batches, loss_fn, divisors)
+                (loss, measured), counts_seen = self._evaluate(batches, loss_fn, divisors), None
             else:
                 lr = updater.scheduler.get_last_lr()[0]
                 if self.model.adapters is not None:
                     self.model.adapters.step = updater.scheduler.steps
-                loss, measured = self._backward(batches, loss_fn, divisors)
+                loss, measured, counts_seen = self._backward(batches, loss_fn, divisors)
                 norm = updater.update()
             metrics += measured
             names = list(measured[0])
+            seen = [] if counts_seen is None else [counts_seen.flatten()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = [sum((one[name].detach().double() for one in measured), zero) for name in names]
-            totals.append(self._summed(torch.stack([loss.double(), *sums]), self.mesh.dp_cp))
-        whole = torch.stack(totals, 1).cpu()  # [1 + metrics, steps]
+            totals.append(self._summed(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
+        whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
+        routing = self.model.routing
         return {
+            "loads": {}
+            if routing is None or updater is None
+            else loads(whole[1 + len(names) :].unflatten(0, (-1, routing.experts))),
             "global_loss": whole[0],
-            "sums": dict(zip(names, whole[1:], strict=True)),
+            "sums": dict(zip(names, whole[1:], strict=False)),
             "tokens": torch.stack(counts),
             "grad_norm": norm,
             "lr": lr,
@@ -277,14 +284,18 @@ class Policy(Saved, Memory, WeightsOut):
 
     def _backward(
         self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
-    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    ) -> tuple[Tensor, list[dict[str, Tensor]], Tensor | None]:
         """Gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, into `.grad`; reduced once,
         at the last, or with `parallel.reduce_each` over the shards at every one.
 
-        Returns this rank's loss (a detached scalar, unscaled) and the metrics of each micro-batch.
+        Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it), the metrics of each
+        micro-batch, and of a mixture how many tokens each expert had, [layers, E].
         """
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         total, metrics = torch.zeros((), device=self.device), []
+        routing, counts = self.model.routing, None
+        if routing is not None and self.recipe.moe.balance:
+            routing.weight, routing.scale = self.recipe.moe.balance / (routing.layers * divisors[0]), scale
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             sync_gradients(self.model, is_last, self.recipe.parallel.reduce_each)
@@ -294,9 +305,14 @@ class Policy(Saved, Memory, WeightsOut):
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
             metrics.append(measured)
+            if routing is not None:
+                seen, balance = routing.seen()
+                counts, total = seen if counts is None else counts + seen, total + balance
+        if routing is not None:
+            routing.weight = None
         if self._sums is not None:
             self._sums.finish()
-        return total, metrics
+        return total, metrics, counts
 
     @torch.no_grad()
     def _evaluate(

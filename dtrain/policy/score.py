@@ -196,6 +196,8 @@ class Scorer:
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
+        if self.model.routing is not None:
+            self.model.routing.documents = local["document_ids"], count
         if adapters is not None:
             adapters.tokens = local.pop("dropped", None)
         inputs: Inputs = {

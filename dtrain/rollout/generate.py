@@ -22,6 +22,7 @@ from dtrain.models.adapter_config import linears
 from dtrain.models.layers import CausalLM
 from dtrain.models.nf4 import quantize_linears
 from dtrain.parallel.ranks import Ranks
+from dtrain.ranges import beside
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 
@@ -109,7 +110,7 @@ def _of_hub(name: str) -> Path:
     """The directory in the hub's cache of model `name`. Raises UserError."""
     if (is_id := hub.is_id(name)) and (found := hub.cached(name)) is not None:
         return found
-    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`" if is_id else ""
+    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`" if is_id else beside(name)
     takes = "give a model's directory, an adapter's, a run's or a step's"
     raise UserError(f"{name}: no such directory; {takes}{fetched}")
 

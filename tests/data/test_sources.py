@@ -1,6 +1,7 @@
 """The data section to rows, what is said on the way, and the preview."""
 
 import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +127,8 @@ def test_preview(tmp_path, model):
     )
     assert text in plain and plain.count("[[Me.") >= 2
     assert f"{file}:4 (no trained token)" in plain and "format messages (detected)" in plain
-    assert "lengths in tokens: " in plain and "####" in plain and "% full" in plain and "an epoch: " in plain
+    lowest = re.search(r"lengths in tokens: (\d+) to .*\n +(\d+) - ", plain)
+    assert lowest and lowest[1] == lowest[2] != "0" and "####" in plain and "% full" in plain and "an epoch: " in plain
     out = io.StringIO()
     preview(recipe, samples=1, color=True, out=out)
     assert "\033[32mMe.<|im_end|>\033[0m\n" in out.getvalue() and "[[Me" not in out.getvalue()

@@ -58,6 +58,13 @@ ROWS = (
     _one("grpo.rewards=[{fn: numeric, kwargs: {column: gold}}]", "reward numeric", "'gold'", base="grpo"),
     _one("grpo.rewards=[{fn: rewards_of_mine.takes_gold}]", "reward takes_gold takes gold", "it has wanted",
          files={"rewards_of_mine.py": REWARDS}, base="grpo"),
+    _one("grpo.rewards=[{fn: os.system}]", "grpo.rewards[0].fn", "os.system is of a C module", "a Python function",
+         base="grpo"),
+    _one("grpo.rewards=[{fn: math.sqrt}]", "math.sqrt is of a C module", base="grpo"),
+    _one("grpo.rewards=[{fn: uncallable.Score}]", "uncallable.Score is a class without __call__",
+         files={"uncallable.py": "class Score:\n    def score(self, completions): ...\n"}, base="grpo"),
+    _one("data.train.path={root}/judged.jsonl", "judged.jsonl:2", "label is false", "method=dpo",
+         files={"judged.jsonl": _rows(*({"prompt": "w3", "completion": "w4", "label": one} for one in (True, False)))}),
 )  # fmt: skip
 """What the first rows of the data tell."""
 
@@ -83,6 +90,7 @@ WEIGHTS = (
 WORLD = (
     _one("launch.device=cuda", "launch.device=cuda", "launch.device=cpu"),
     _one("metrics.wandb=mine", "metrics.wandb=mine", "pip install 'dtrain[wandb]'"),
+    _one("model.path=runs/usd", "there is no directory 'runs/usd'", "did you mean runs/used?"),
     _one("run.dir={root}/file", "run.dir", "file", files={"file": "text"}),
     _one("run.dir=/proc/there", "run.dir", "/proc"),
     _one("run.name=used  checkpoint.resume=null", "runs/used", "earlier run", "checkpoint.resume=auto"),
@@ -95,6 +103,7 @@ WORLD = (
     _one("optimizer.name=adafactor  train.dtype=bfloat16", "cannot step sharded parameters", "Take adamw"),
     _one("train.steps=null  train.epochs=1  train.global_batch=16", "train.epochs=1", "train.global_batch=auto"),
     _one("train.steps=1  scheduler.warmup_steps=5", "scheduler.warmup_steps=5", "nothing would be trained"),
+    _one("train.steps=6  scheduler.warmup=100  scheduler.warmup_steps=null", "6 steps", "set scheduler.warmup=0.03"),
     _one("grpo.engine=http  grpo.server.urls=[http://localhost:1]  grpo.server.api_key_file={root}/nokey", "nokey",
          "API key cannot be read", base="grpo"),
 )  # fmt: skip

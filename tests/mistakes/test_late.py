@@ -6,6 +6,7 @@ import pytest
 
 from dtrain import config
 from dtrain.cli import main
+from dtrain.data.sources import Look
 from dtrain.launch import rehearsal
 from tests.mistakes import write_sound
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -44,9 +45,10 @@ def test_both_commands_refuse(base, words, says, root, capsys):
         assert not [one for one in says if one not in said], (command, said)
 
 
-def write_many(path, wrong, megabytes=5):
-    """Rows of text, of which one near the end is `wrong`."""
-    lines = [json.dumps({"text": "w3 w4 " * 1000})] * (megabytes * 200)
+def write_many(path, wrong, row=None, megabytes=5):
+    """Rows like `row` (text), of which one near the end is `wrong`."""
+    row = json.dumps(row or {"text": "w3 w4 " * 1000})
+    lines = [row] * -(-(megabytes << 20) // len(row))
     lines[-3] = wrong if isinstance(wrong, str) else json.dumps(wrong)
     path.write_text("\n".join(lines) + "\n")
     return len(lines) - 2
@@ -75,6 +77,26 @@ def test_what_was_not_read_is_said(root, capsys, monkeypatch):
     assert main(["validate", str(root / "sft.yaml"), f"data.train.path={root / 'many.jsonl'}"]) == 0
     out = capsys.readouterr().out
     assert f"note: not looked at, for want of time: data.train: {root / 'many.jsonl'} from line 1 on" in out
+
+
+def test_a_row_too_long_is_found_far_behind(root, capsys, monkeypatch):
+    path = root / "long.jsonl"
+    line = write_many(path, {"text": "w3 " * 40}, row={"text": " " * 5000})
+    words = ["validate", str(root / "sft.yaml"), f"data.train.path={path}", "data.too_long=error"]
+    assert main(words) == 1
+    assert f"long.jsonl:{line}: the row has 41 tokens and data.max_length is 32" in capsys.readouterr().err
+    monkeypatch.setattr(Look, "shape_is_all", True)
+    assert main(words) == 0
+
+
+def test_what_was_looked_at_by_its_shape_alone_is_said(root, capsys, monkeypatch):
+    rest = Look.rest
+    monkeypatch.setattr(Look, "rest", lambda look, until, whole: rest(look, 0.0 if whole else until, whole))
+    path = root / "shapes.jsonl"
+    write_many(path, {"text": "w3"}, row={"text": " " * 5000})
+    assert main(["validate", str(root / "sft.yaml"), f"data.train.path={path}", "data.too_long=error"]) == 0
+    said = "note: looked at without the chat template and data.too_long, for want of time: data.train:"
+    assert f"{said} {path} from line 1 on. The run reads it all" in capsys.readouterr().out
 
 
 def test_ids_beyond_the_vocabulary_are_found_far_behind(root, capsys):

@@ -39,6 +39,7 @@ def root(tmp_path_factory):
         (root / name / "model.safetensors.index.json").write_text(json.dumps(table))
     (root / "runs" / "used").mkdir(parents=True)
     (root / "runs" / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (root / "runs" / "used" / "config.yaml").write_text("method: sft\n")
     return root
 
 

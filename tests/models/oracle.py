@@ -64,6 +64,11 @@ def _qwen3_moe(**more):
     return transformers.Qwen3MoeConfig(**{**_TINY, **sizes, **more})
 
 
+def _mixtral(**more):
+    sizes = dict(intermediate_size=20, num_local_experts=6, num_experts_per_tok=2)
+    return transformers.MixtralConfig(**{**_TINY, **sizes, **more})
+
+
 def _phi3(**more):
     return transformers.Phi3Config(**{**_TINY, **more})
 
@@ -146,6 +151,8 @@ VARIANTS = {
     "qwen3-moe-mixed": lambda: _qwen3_moe(
         norm_topk_prob=False, mlp_only_layers=[1], tie_word_embeddings=True, sliding_window=9, use_sliding_window=True
     ),
+    "mixtral": lambda: _mixtral(),
+    "mixtral-window": lambda: _mixtral(sliding_window=9, head_dim=16, tie_word_embeddings=True),
     "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-biases": lambda: _qwen3(attention_bias=True),
     "qwen3-yarn-factor": lambda: _qwen3(rope_parameters={**_YARN, "attention_factor": 1.3, "truncate": False}),
@@ -233,6 +240,7 @@ _CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "phi3": transformers.Phi3ForCausalLM,
     "olmo2": transformers.Olmo2ForCausalLM,
@@ -250,6 +258,7 @@ _CLASSES = {
 def make(variant: str, dtype: torch.dtype = torch.float32):
     """The transformers model of a variant, every parameter random (norms and biases too), in eval mode."""
     config = VARIANTS[variant]()
+    config._experts_implementation = "eager"  # torch's grouped product takes no float64
     return randomise(_CLASSES[config.model_type](config)).to(dtype)
 
 
@@ -316,7 +325,8 @@ def grads(model) -> dict[str, torch.Tensor]:
     """The gradients of a model, ours or transformers', by the names of files."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     if not isinstance(getattr(model, "config", None), ModelConfig):
-        return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole).items()}
+        names = _MIXTRAL if model.config.model_type == "mixtral" else {}
+        return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole, names).items()}
     whole = {}
     for one in joints(model, found):
         parts = [found[part] for part in one.parts]
@@ -325,16 +335,21 @@ def grads(model) -> dict[str, torch.Tensor]:
     return {names(name)[0]: grad for name, grad in whole.items()}
 
 
-def _of_experts(name, grad):
-    """A stack's gradient in transformers as those of the tensors that the files have."""
+_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _of_experts(name, grad, names):
+    """A stack's gradient in transformers as those of the tensors that the files have; names: theirs of a name's
+    parts."""
+    name = ".".join(names.get(part, part) for part in name.split("."))
     parent, _, last = name.rpartition(".")
     if not parent.endswith(".experts"):
         return {name: grad}
-    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     return {
-        f"{parent}.{number}.{part}.weight": rows
+        f"{parent}.{number}.{names.get(part, part)}.weight": rows
         for number, matrix in enumerate(grad)
-        for part, rows in zip(names, matrix.chunk(len(names)), strict=True)
+        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
     }
 
 

@@ -162,6 +162,16 @@ def in_float64(model, head_dim):
         forward.turn = turn
         return forward
 
+    def router(module):
+        normed = getattr(module, "norm_topk_prob", True)
+
+        def forward(x):
+            logits = F.linear(x, module.weight)
+            weights, chosen = logits.softmax(-1).topk(module.top_k)
+            return logits, weights / weights.sum(-1, keepdim=True) if normed else weights, chosen
+
+        return forward
+
     def gemma4_norm(module):
         eps, weight = module.eps, module.weight if module.with_scale else 1.0
         return lambda x: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
@@ -186,6 +196,8 @@ def in_float64(model, head_dim):
             module.forward = gemma4_norm(module)
         elif "RMSNorm" in kind and not kind.endswith("Gated"):
             module.forward = norm(module, "Gemma" in kind or "Qwen3_5" in kind)
+        if kind.endswith("TopKRouter"):
+            module.forward = router(module)
         if kind.endswith("GatedDeltaNet"):
             module.forward = delta_net(module)
         if "ScaledWordEmbedding" in type(module).__name__:
@@ -202,6 +214,7 @@ def query_scale(positions, beta, length):
 
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
+FREED += ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "mixtral-window"]
 FREED += ["gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
 FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.rollout.child import Outcome, attempt, shown
-from dtrain.rollout.rewards.find import takes_more
+from dtrain.rollout.rewards.find import NO_REWARD, takes_more
 
 Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
 
@@ -35,11 +35,15 @@ class RewardCalls:
 
 
 def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The callable with its options given; a class is made with them first. Whatever the module raises passes."""
+    """The callable with its options given; a class is made with them first. Raises UserError for what cannot be called
+    or has no signature; whatever the module raises passes."""
     found = getattr(importlib.import_module(module), function)
-    if isinstance(found, type):
-        return found(**options)
-    return partial(found, **options)
+    made = found(**options) if isinstance(found, type) else partial(found, **options) if callable(found) else found
+    try:
+        inspect.signature(made)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {module}.{function} cannot be called by names ({error}), {NO_REWARD}") from None
+    return made
 
 
 def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | None]:

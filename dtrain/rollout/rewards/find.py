@@ -1,6 +1,7 @@
 """Where code is that a recipe names: rewards of dtrain's own by name, all else by import path. Nothing is run."""
 
 import ast
+import importlib
 import importlib.util
 import symtable
 import sys
@@ -20,6 +21,11 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({name: f"dtrain.rollout.rewards.{
 """Name -> import path."""
 OWN = ("prompts", "completions", "completion_ids")
 """What a reward is called with beside the columns of the data."""
+NO_REWARD = (
+    "which is no reward: name a Python function that takes completions, and columns of the data by their names, and "
+    "gives a list of numbers"
+)
+"""The end of a refusal."""
 
 
 def find(name: str, kind: str = "reward") -> tuple[str, str]:
@@ -28,7 +34,7 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
 
     Modules are looked for where Python looks, then in the working directory. Nothing is imported: a module's source is
     read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is not there,
-    a file that is not Python, and a module without that name.
+    a file that is not Python, a module without that name, and a reward of Python's own C modules.
     """
     return find_file(name, kind)[:2]
 
@@ -48,15 +54,20 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
         near = nearest(function, names)
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
+    if kind == "reward" and _is_of_c(spec, function):
+        raise UserError(f"reward {name} is of a C module of Python itself, {NO_REWARD}")
     return module, function, spec.origin or "Python itself"
 
 
 def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """Why a reward has no values with data of these `columns`, by its source; None where it may have some. A function
     of dtrain's own that takes a `column` reads that one; another must have what its signature takes without a default.
-    A decorated function, an imported one and a class say nothing. Raises UserError as `find` does."""
+    A class must have __call__. A decorated function and an imported one say nothing. UserError as `find` raises it."""
     module, function, file = find_file(name)
-    taken = _signature(Path(file), function)
+    node = _definition(Path(file), function)
+    if isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or "__call__" in map(_name, node.body)):
+        return f"reward {name} is a class without __call__, {NO_REWARD}"
+    taken = _signature(node)
     if taken is None:
         return None
     if name in BUILT_IN:
@@ -83,15 +94,25 @@ def _listed(columns: Collection[str]) -> str:
     return ", ".join(key for key in columns if key not in OWN) or "none"
 
 
-def _signature(file: Path, function: str) -> dict[str, Any] | None:
-    """What a module's function takes by name, each with its default: a constant, None for another, ... for none. None
-    where the source does not tell."""
+def _definition(file: Path, function: str) -> ast.stmt | None:
+    """The function or class of that name that a module's source has at its top, undecorated."""
     if file.suffix != ".py":
         return None
-    found = [one for one in ast.parse(decode_source(file.read_bytes())).body if getattr(one, "name", None) == function]
-    if not found or not isinstance(found[-1], ast.FunctionDef | ast.AsyncFunctionDef) or found[-1].decorator_list:
+    found = [one for one in ast.parse(decode_source(file.read_bytes())).body if _name(one) == function]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return found[-1] if found and isinstance(found[-1], kinds) and not found[-1].decorator_list else None
+
+
+def _name(node: ast.stmt) -> str | None:
+    return getattr(node, "name", None)
+
+
+def _signature(node: ast.stmt | None) -> dict[str, Any] | None:
+    """What a function takes by name, each with its default: a constant, None for another, ... for none. None where the
+    source does not tell."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
-    takes = found[-1].args
+    takes = node.args
     without: list[ast.expr | None] = [None] * (len(takes.posonlyargs + takes.args) - len(takes.defaults))
     defaults = [*without, *takes.defaults][len(takes.posonlyargs) :]
     pairs = [*zip(takes.args, defaults, strict=True), *zip(takes.kwonlyargs, takes.kw_defaults, strict=True)]
@@ -136,3 +157,14 @@ def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
     names = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
     has_star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
     return None if has_star or "__getattr__" in names else names
+
+
+def _is_of_c(spec: ModuleSpec, function: str) -> bool:
+    """Whether it is of a module of Python's own that is written in C, or of one that takes all names of such a module,
+    as os does."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return spec.name.partition(".")[0] in sys.stdlib_module_names and spec.submodule_search_locations is None
+    body = ast.walk(ast.parse(decode_source(Path(spec.origin).read_bytes())))
+    stars = [one.module for one in body if isinstance(one, ast.ImportFrom) and one.names[0].name == "*"]
+    within = [name for name in stars if name and name in sys.builtin_module_names]
+    return any(hasattr(importlib.import_module(name), function) for name in within)

@@ -1,0 +1,184 @@
+"""Mixtures of experts against their definition in float64: routing, idle experts, padding, ties, the balance loss."""
+
+import math
+
+import pytest
+import torch
+import transformers
+
+from dtrain import models
+from dtrain.checkpoint.huggingface_write import write_directory
+from dtrain.errors import UserError
+from dtrain.models.config import Experts
+from dtrain.models.moe import SparseMLP, share_routing
+from dtrain.models.routing import loads
+from dtrain.parallel.fits import misfits
+from tests.models.oracle import VARIANTS, make, packed_rows, save
+
+SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
+
+
+@pytest.fixture
+def mlp():
+    """A sparse MLP in float64, random."""
+    config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
+    mlp = SparseMLP(config, SIZES).double()
+    share_routing(mlp, SIZES.count)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return mlp
+
+
+def hidden_states(rows=2, tokens=7, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, tokens, 48, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def dense(mlp, x):
+    """Every expert on every token, those that the router has not chosen weighed with 0: [B, S, D], and the shares."""
+    shares = (x @ mlp.gate.weight.T).softmax(-1)
+    kept = shares >= shares.topk(2, -1).values[..., -1:]
+    weights = torch.where(kept, shares, 0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    experts = mlp.experts
+    inner = torch.nn.functional.silu(torch.einsum("bsd,efd->bsef", x, experts.gate_proj.weight))
+    inner = inner * torch.einsum("bsd,efd->bsef", x, experts.up_proj.weight)
+    return torch.einsum("bsef,edf,bse->bsd", inner, experts.down_proj.weight, weights), shares, kept
+
+
+def gradients(mlp, *more):
+    found = [one.grad.clone() for one in (*mlp.parameters(), *more)]
+    mlp.zero_grad()
+    for one in more:
+        one.grad = None
+    return found
+
+
+def assert_close(ours, theirs, tolerance=1e-12):
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert (mine - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(mlp):
+    x = hidden_states()
+    weights = torch.randn_like(x)
+    out = mlp(x)
+    out.backward(weights)
+    ours = gradients(mlp, x)
+    expected = dense(mlp, x)[0]
+    expected.backward(weights)
+    assert_close([out, *ours], [expected, *gradients(mlp, x)])
+
+
+def test_an_expert_without_a_token_has_a_gradient_of_zeros(mlp):
+    with torch.no_grad():
+        mlp.gate.weight[:, 0] = torch.tensor([9.0, 9, 9, -99, 9, 9])
+    x = hidden_states().detach()
+    x[..., 0] = 1
+    mlp(x).sum().backward()
+    counts, _ = mlp.routing.seen()
+    assert counts[0, 3] == 0 and counts.sum() == 2 * 14
+    stacks = [one.grad for one in mlp.experts.parameters()]
+    assert all((grad[3] == 0).all() and (grad[counts[0] > 0] != 0).any() for grad in stacks)
+    mlp.zero_grad()
+    mlp(x[:, :0]).sum().backward()  # no token at all
+    assert all((one.grad == 0).all() for one in mlp.parameters())
+
+
+def test_ties_go_to_the_lower_expert(mlp):
+    with torch.no_grad():
+        mlp.gate.weight.zero_()
+    chosen, weights, _ = mlp.gate(hidden_states().detach().flatten(0, 1))
+    assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
+
+
+def test_padding_is_not_routed_and_touches_nothing(mlp):
+    x = hidden_states()
+    real = torch.ones(2, 7, dtype=torch.bool)
+    real[0, 5:] = real[1, 6:] = False
+    out = mlp(x, real)
+    out.backward(torch.ones_like(x))
+    padded = gradients(mlp, x)
+    counts, _ = mlp.routing.seen()
+    assert counts.sum() == 2 * 11 and (out[~real] == 0).all()
+    rows = torch.cat([mlp(x[:1, :5]).sum((1, 2)), mlp(x[1:, :6]).sum((1, 2))])
+    rows.sum().backward()
+    assert_close(padded, gradients(mlp, x))
+
+
+@pytest.mark.parametrize("tokens_of_padding", [0, 3])
+def test_the_balance_loss_is_each_documents_own(mlp, tokens_of_padding):
+    x = hidden_states(rows=2, tokens=7)
+    owners = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
+    owners[1, 7 - tokens_of_padding :] = -1
+    routing = mlp.routing
+    routing.documents, routing.weight = (owners, 3), torch.tensor(0.7, dtype=torch.float64)
+    mlp(x, owners >= 0).sum().backward()
+    ours = gradients(mlp, x)
+    _, loss = routing.seen()
+
+    out, shares, kept = dense(mlp, x)
+    expected = 0.0
+    for document in range(3):
+        mine = owners == document
+        fractions = kept[mine].double().mean(0) / 2
+        expected = expected + 0.7 * 6 * (fractions * shares[mine].mean(0)).sum()
+    (out[owners >= 0].sum() + expected).backward()
+    assert abs(loss - expected) < 1e-12
+    assert_close(ours, gradients(mlp, x))
+
+
+def test_loads_say_how_uneven_the_experts_are():
+    counts = torch.tensor([[4.0, 0.0], [2.0, 2.0]])[..., None]
+    assert {name: value.tolist() for name, value in loads(counts).items()} == {"moe_load": [1.5], "moe_idle": [0.25]}
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen3-moe-mixed"])
+@torch.no_grad()
+def test_files_have_a_tensor_for_each_expert_and_transformers_reads_them(variant, tmp_path):
+    source = save(make(variant), tmp_path / "source")
+    ours = models.from_pretrained(source)
+    for parameter in ours.parameters():
+        parameter.mul_(1.01)
+    write_directory(ours, tmp_path / "out", source, max_shard_bytes=20_000)
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in (tmp_path / "out/model.safetensors.index.json").read_text()
+    again = models.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], one) for name, one in ours.state_dict().items())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids, positions, owners = packed_rows([[20, 9]], padding=[3])
+    expected = theirs(ids[:, :20]).logits
+    assert (ours(ids, positions, owners)[:, :20] - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_flops_count_the_experts_that_a_token_goes_to():
+    config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
+    model = models.build(config, device="meta")
+    every = sum(one.numel() for name, one in model.named_parameters() if "embed_tokens" not in name)
+    stacks = sum(one.numel() for name, one in model.named_parameters() if ".experts." in name)
+    layers, width = config.num_hidden_layers, config.num_attention_heads * 16
+    expected = 6 * (every - stacks + stacks * 3 / 8) + 12 * width * layers * 100
+    assert math.isclose(model.flops_per_token(100), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers ['1']: must be a list of layers' numbers"),
+        ({"output_router_logits": True}, "output_router_logits True: moe.balance adds a balance loss"),
+    ],
+)
+def test_fields_that_cannot_be_used_are_refused(changes, message):
+    with pytest.raises(UserError) as error:
+        models.parse_config({**VARIANTS["qwen3-moe"]().to_dict(), **changes})
+    assert message in str(error.value)
+
+
+def test_experts_that_do_not_divide_are_refused_with_what_would():
+    config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
+    assert misfits(config, 1, 3) == ["parallel.ep=3 does not divide the model's 8 experts; ep may be 1, 2, 4, 8"]
+    assert misfits(config, 1, 4) == []
+    dense_one = models.parse_config(VARIANTS["qwen3"]().to_dict())
+    assert misfits(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
