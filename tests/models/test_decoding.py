@@ -26,6 +26,7 @@ def store_of(model):
     [
         "llama3.1",
         "mistral-window",
+        "mixtral-window",
         "qwen2-window",
         "qwen3",
         "gemma3-softcap",
