@@ -156,13 +156,13 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
-def joined(name: str, parts: Sequence[Entry]) -> Entry:
-    """The tensor `name` whose rows are those of `parts`, one below the other."""
+def joined(name: str, parts: Sequence[Entry], dim: int = 0) -> Entry:
+    """The tensor `name` that joins `parts` along `dim`."""
     first = parts[0]
     if len(parts) == 1:
         return dataclasses.replace(first, name=name)
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    return Entry(name, shape, first.dtype, lambda: torch.cat([part.read().to(first.dtype) for part in parts]))
+    shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+    return Entry(name, shape, first.dtype, lambda: torch.cat([part.read().to(first.dtype) for part in parts], dim))
 
 
 def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:

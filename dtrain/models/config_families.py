@@ -1,6 +1,7 @@
 """config.json of each family, field by field, as transformers 4 and 5 write it. Imports no torch."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from dtrain.models.config import FULL, LINEAR, SLIDING, Experts, LinearAttention, ModelConfig
@@ -184,13 +185,20 @@ _QWEN3_5_DEFAULTS = {
 }
 
 
-def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+def _qwen3_5(
+    architecture: str,
+    fields: Fields,
+    tie: bool = False,
+    is_text_tower: bool = False,
+    experts: Experts | None = None,
+    kv_heads: int = 4,
+) -> ModelConfig:
     fields = fields.over(_QWEN3_5_DEFAULTS)
     fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, which is carried along
     for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
         if fields.get(key) not in (None, value):
             fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
-    common = common_fields(architecture, fields, kv_heads=4, head_dim=256, tie=tie)
+    common = common_fields(architecture, fields, kv_heads=kv_heads, head_dim=256, tie=tie)
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     interval = fields.integer("full_attention_interval", 4)
     types = read_layer_types(
@@ -219,16 +227,36 @@ def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower
         o_bias=bias,
         attention_gate=True,
         linear=linear,
+        experts=experts,
         is_text_tower=is_text_tower,
         fused={one: tuple(f"{one.removesuffix('_qkv')}_{part}" for part in "qkv") for one in joined},
         unnamed=("decay",),
     )
 
 
-def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
+# What published checkpoints with experts may leave out.
+_QWEN3_5_MOE_DEFAULTS = {"hidden_size": 2048, "num_hidden_layers": 40, "moe_intermediate_size": 512}
+_QWEN3_5_MOE_DEFAULTS |= {"shared_expert_intermediate_size": 512}
+
+
+def _qwen3_5_moe(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+    """Every layer is sparse; what files join are stacks."""
+    fields = fields.over(_QWEN3_5_MOE_DEFAULTS)
+    if fields.get("norm_topk_prob") is False:
+        fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
+    inner, shared = fields.integer("moe_intermediate_size"), fields.integer("shared_expert_intermediate_size")
+    layers = tuple(range(fields.integer("num_hidden_layers")))
+    experts = read_experts(fields, 256, 8, inner, True, layers, shared=shared, stacked=True)
+    if experts is None:
+        fields.problem("num_experts 0: the dense models are Qwen3_5ForCausalLM")
+    fields = fields.over({"intermediate_size": shared})  # of dense layers, which there are none of
+    return _qwen3_5(architecture, fields, tie, is_text_tower, experts, kv_heads=2)
+
+
+def _qwen3_5_multimodal(architecture: str, fields: Fields, read: Callable[..., ModelConfig] = _qwen3_5) -> ModelConfig:
     fields.known("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     fields.known("language_model_only")
-    return read_text_tower(architecture, fields, _qwen3_5, tie=False)
+    return read_text_tower(architecture, fields, read, tie=False)
 
 
 def _phi3(architecture: str, fields: Fields) -> ModelConfig:
@@ -358,6 +386,8 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": partial(_qwen3_5_multimodal, read=_qwen3_5_moe),
     "Gemma3ForCausalLM": read_gemma3,
     "Gemma3ForConditionalGeneration": read_gemma3_multimodal,
     "Gemma4ForCausalLM": read_gemma4,
@@ -384,6 +414,8 @@ MODEL_TYPES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",

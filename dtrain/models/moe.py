@@ -16,7 +16,7 @@ from dtrain.attention.decode import Cached
 from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated
-from dtrain.models.layers import PreNormLayer, Rotary
+from dtrain.models.layers import GatedMLP, Linear, PreNormLayer, Rotary
 from dtrain.models.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.placement import LocalParameters
@@ -28,6 +28,11 @@ SPARSE_PLAN = {
     "model.layers.*.mlp.experts.gate_proj": "expert_colwise",
     "model.layers.*.mlp.experts.up_proj": "expert_colwise",
     "model.layers.*.mlp.experts.down_proj": "expert_rowwise",
+    "model.layers.*.mlp.shared_expert": "within",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise_within",
+    "model.layers.*.mlp.shared_expert_gate": "router",
 }
 
 
@@ -88,7 +93,8 @@ class GatedExperts(Experts):
 
 
 class SparseMLP(Block):
-    """Σ over a token's experts of weight · expert(x). routing, layer: set when the model is built."""
+    """Σ over a token's experts of weight · expert(x), and σ(gate(x)) · shared(x) of an expert of all tokens, where
+    there is one. routing, layer: set when the model is built."""
 
     routing: Routing
     layer: int
@@ -97,6 +103,8 @@ class SparseMLP(Block):
         super().__init__()
         self.gate = Router(config, sizes)
         self.experts = GatedExperts(config, sizes)
+        self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
 
     def forward(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
@@ -109,6 +117,8 @@ class SparseMLP(Block):
         results = self.experts(spread(x, order, chosen.shape[1]), counts)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
 

@@ -95,7 +95,7 @@ def _ministral3(**more):
     return transformers.Ministral3Config(**{**_TINY, **scales, **more})
 
 
-def _qwen3_5(**more):
+def _qwen3_5(config=transformers.Qwen3_5TextConfig, **more):
     sizes = dict(
         num_hidden_layers=4,
         head_dim=16,
@@ -105,7 +105,12 @@ def _qwen3_5(**more):
         linear_value_head_dim=12,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     )
-    return transformers.Qwen3_5TextConfig(**{**_TINY, **sizes, **more})
+    return config(**{**_TINY, **sizes, **more})
+
+
+def _qwen3_5_moe(**more):
+    sizes = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+    return _qwen3_5(transformers.Qwen3_5MoeTextConfig, **{**sizes, **more})
 
 
 def _gemma4(**more):
@@ -198,6 +203,7 @@ VARIANTS = {
     "ministral3": lambda: _ministral3(),
     "ministral3-window": lambda: _ministral3(sliding_window=11, tie_word_embeddings=True),
     "qwen3.5": lambda: _qwen3_5(),
+    "qwen3.5-moe": lambda: _qwen3_5_moe(),
     "qwen3.5-tied": lambda: _qwen3_5(
         tie_word_embeddings=True,
         linear_num_value_heads=2,
@@ -249,6 +255,7 @@ _CLASSES = {
     "granite": transformers.GraniteForCausalLM,
     "granitemoehybrid": transformers.GraniteMoeHybridForCausalLM,
     "ministral3": transformers.Ministral3ForCausalLM,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
     "gemma4_text": transformers.Gemma4ForCausalLM,
@@ -328,9 +335,9 @@ def grads(model) -> dict[str, torch.Tensor]:
         names = _MIXTRAL if model.config.model_type == "mixtral" else {}
         return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole, names).items()}
     whole = {}
-    for one in joints(model, found):
+    for one in joints(model, found, stored=[".experts.0.down_proj.weight"]):  # one by one
         parts = [found[part] for part in one.parts]
-        whole[one.name] = torch.cat(parts) if one.expert is None else parts[0][one.expert]
+        whole[one.name] = torch.cat(parts, one.dim) if one.expert is None else parts[0][one.expert]
     names = getattr(model, "checkpoint_names", lambda name: [name])
     return {names(name)[0]: grad for name, grad in whole.items()}
 

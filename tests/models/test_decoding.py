@@ -31,6 +31,7 @@ def store_of(model):
         "qwen3",
         "gemma3-softcap",
         "qwen3.5",
+        "qwen3.5-moe",
         "qwen3.5-tied",
         "qwen3.5-pairs",
         "gemma4",

@@ -25,7 +25,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 # Rounding in float32 grows in linear layers and in norms over all heads: transformers' own distance to float64 is as
 # large.
-TIMES = {"qwen3.5": 20.0, "qwen3.5-tied": 20.0, "qwen3.5-pairs": 20.0, "olmo2-biases": 10.0}
+TIMES = {"qwen3.5": 20.0, "qwen3.5-moe": 20.0, "qwen3.5-tied": 20.0, "qwen3.5-pairs": 20.0, "olmo2-biases": 10.0}
 # So it does where scores are not scaled: transformers' gradients of gemma4 are 8e-5 from float64, ours 7e-5.
 TIMES |= dict.fromkeys(("gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"), 10.0)
 
@@ -214,7 +214,7 @@ def query_scale(positions, beta, length):
 
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
-FREED += ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "mixtral-window"]
+FREED += ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "mixtral-window", "qwen3.5-moe"]
 FREED += ["gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
 FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 
