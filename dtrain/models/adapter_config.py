@@ -150,7 +150,7 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
     mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
         f"{parent}.{down}": (hidden, inner)
     }
-    if config.is_sparse(number):
+    if not config.has_mlp(number):
         mlp = _of_shared_expert(config)  # the others are stacks, and the router is no linear layer, as in PEFT
     if (own := config.per_layer) is not None:
         mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
@@ -187,7 +187,7 @@ def modules(config: ModelConfig) -> list[str]:
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
     sparse = ("gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
-    numbers = () if config.experts is None else config.experts.layers
+    numbers = () if config.experts is None or config.experts.beside else config.experts.layers
     of_layers += [f"model.layers.{number}.mlp.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]

@@ -106,15 +106,22 @@ def read_layer_types(
 
 
 def read_experts(
-    fields: Fields, count: int, top: int, inner: int, normed: bool, layers: tuple[int, ...], **more: Any
+    fields: Fields,
+    count: int | None,
+    top: int | None,
+    inner: int,
+    normed: bool,
+    layers: tuple[int, ...],
+    top_key: str = "num_experts_per_tok",
+    **more: Any,
 ) -> Experts | None:
     """Of the sparse `layers`; count, top: the family's own defaults; None: there are no experts, or no such layer."""
     key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    count, top = fields.integer(key, count, minimum=0), fields.integer("num_experts_per_tok", top)
+    count, top = fields.integer(key, count, minimum=0), fields.integer(top_key, top)
     fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
     fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
     if 0 < count < top:
-        fields.problem(f"num_experts_per_tok {top} of {count} experts")
+        fields.problem(f"{top_key} {top} of {count} experts")
     return Experts(count, top, inner, normed, layers, **more) if count and layers else None
 
 

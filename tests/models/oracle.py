@@ -229,6 +229,17 @@ VARIANTS = {
     "gemma4-shared-pairs": lambda: _gemma4(
         attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=4, global_head_dim=16
     ),
+    "gemma4-moe": lambda: _gemma4(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=12,
+    ),
     "qwen3.5-pairs": lambda: _qwen3_5(linear_conv_kernel_dim=2),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),

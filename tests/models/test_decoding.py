@@ -37,6 +37,7 @@ def store_of(model):
         "gemma4",
         "gemma4-unshared",
         "gemma4-shared-pairs",
+        "gemma4-moe",
         "olmo3",
         "smollm3-window",
         "granite",
