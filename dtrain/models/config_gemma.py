@@ -105,8 +105,7 @@ def read_gemma4(architecture: str, fields: Fields, tie: bool = True, is_text_tow
     experts = None
     if fields.flag("enable_moe_block", False):  # beside the MLP of every layer
         inner, layers = fields.integer("moe_intermediate_size"), tuple(range(count))
-        more = {"top_key": "top_k_experts", "stacked": True, "beside": True}
-        experts = read_experts(fields, None, None, inner, True, layers, **more)
+        experts = read_experts(fields, None, None, inner, True, layers, "top_k_experts", stacked=True, beside=True)
     max_positions, sizes = common["max_position_embeddings"], {kind: one.size for kind, one in heads.items()}
     values = {
         **common,

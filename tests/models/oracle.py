@@ -110,6 +110,7 @@ def _qwen3_5(config=transformers.Qwen3_5TextConfig, **more):
 
 def _qwen3_5_moe(**more):
     sizes = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+    sizes |= dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     return _qwen3_5(transformers.Qwen3_5MoeTextConfig, **{**sizes, **more})
 
 

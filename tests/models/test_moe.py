@@ -141,6 +141,8 @@ def test_loads_say_how_uneven_the_experts_are():
         ("qwen3-moe", "mlp.experts.7.up_proj.weight"),
         ("qwen3-moe-mixed", "mlp.experts.7.up_proj.weight"),
         ("mixtral", "block_sparse_moe.experts.5.w3.weight"),
+        ("qwen3.5-moe", "mlp.experts.gate_up_proj"),
+        ("gemma4-moe", "experts.gate_up_proj"),
     ],
 )
 @torch.no_grad()
@@ -176,6 +178,10 @@ def test_flops_count_the_experts_that_a_token_goes_to():
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers ['1']: must be a list of layers' numbers"),
         ("qwen3-moe", {"output_router_logits": True}, "output_router_logits True: moe.balance adds a balance loss"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1: noise on what is routed"),
+        ("qwen3.5-moe", {"num_experts": 0}, "num_experts 0: the dense models are"),
+        ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob false: in this architecture"),
+        ("gemma4-moe", {"top_k_experts": 9}, "top_k_experts 9 of 8 experts"),
+        ("gemma4-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ],
 )
 def test_fields_that_cannot_be_used_are_refused(variant, changes, message):
