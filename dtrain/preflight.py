@@ -224,10 +224,14 @@ def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
     tp, ep = recipe.parallel.tp, recipe.parallel.ep
     problems = misfits(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
     section, masters = recipe.optimizer, recipe.train.masters
-    if model.experts is not None and tp > 1 and (section.state != "float32" or masters != "float32"):
+    by_rows = {"optimizer.name=muon": section.name == "muon"}
+    by_rows |= {f"optimizer.state={section.state}": section.state != "float32"}
+    by_rows |= {f"train.masters={masters}": masters != "float32"}
+    if model.experts is not None and tp > 1 and any(by_rows.values()):
+        named = " and ".join(name for name, is_so in by_rows.items() if is_so)
         problems.append(
-            f"parallel.tp={tp} cuts the experts' matrices where optimizer.state={section.state} and "
-            f"train.masters={masters} keep them by whole rows: set both to float32, or parallel.tp=1 with parallel.ep"
+            f"{named}: takes parameters by whole rows, and parallel.tp={tp} cuts the rows of the experts' matrices; "
+            "leave it out, or set parallel.tp=1 and share experts by parallel.ep"
         )
     if model.experts is not None and recipe.lora is not None and recipe.lora.quantize != "none":
         problems.append(

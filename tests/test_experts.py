@@ -1,0 +1,147 @@
+"""Experts over ranks: one process against ep, with tp, cp and copies, and what they send."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain import models
+from dtrain.models.config import Experts
+from dtrain.models.moe import SparseMLP, share_routing
+from dtrain.parallel.experts import spread_experts
+from dtrain.parallel.placement import local_slices, local_tensor
+from tests.models.oracle import VARIANTS
+from tests.test_trainer import run, trajectory, weights
+from tests.tiny import tiny_grpo, tiny_recipe
+from tests.world import run_world
+
+SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
+
+
+class Sent(TorchDispatchMode):
+    """The collectives that run inside, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("_c10d_functional", "c10d") and "wait" not in str(func):
+            self.names[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sparse_mlp():
+    config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
+    mlp = SparseMLP(config, SIZES).double()
+    share_routing(mlp, SIZES.count)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+        mlp.gate.weight[:3, 0] += 5.0 * torch.tensor([1, 2, 3])  # the first rank's experts are the fuller ones
+    return mlp
+
+
+def rows_of(rank):
+    """Rank 1 has no token."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(1, (9, 0, 4)[rank], 48, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def of_rank(rank, size):
+    mlp, x = sparse_mlp(), rows_of(rank)
+    spread_experts(mlp, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), init_device_mesh("cpu", (1,)))
+    with Sent() as forward:
+        out = mlp(x)
+    with Sent() as backward:
+        out.square().sum().backward()
+    dist.all_reduce(mlp.gate.weight.grad)
+    whole = sparse_mlp()
+    parts = [rows_of(one) for one in range(size)]
+    expected = [whole(one) for one in parts]
+    sum(one.square().sum() for one in expected).backward()
+
+    def far(mine, other):
+        return float((mine - other).abs().max() / other.abs().max()) if mine.numel() else 0.0
+
+    distances = {"values": far(out, expected[rank]), "input": far(x.grad, parts[rank].grad)}
+    for (name, parameter), other in zip(mlp.named_parameters(), whole.parameters(), strict=True):
+        of_whole = other.grad[local_slices(parameter)]
+        distances[name] = far(local_tensor(parameter.grad), of_whole) if of_whole.any() else 0.0
+    return distances, dict(forward.names), dict(backward.names)
+
+
+def test_uneven_tokens_reach_their_experts_and_come_back_by_three_messages_and_two():
+    for distances, forward, backward in run_world(of_rank, 3, 3):
+        assert max(distances.values()) < 1e-13, distances
+        assert forward == {"all_to_all_single": 3} and backward == {"all_to_all_single": 2}
+
+
+# name: (ranks, overrides)
+MESHES = {
+    "ep2": (2, ["parallel.ep=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "cp2 ep2": (2, ["parallel.cp=2", "parallel.ep=2"]),
+    "dp3": (3, []),
+    "dp4 ep4": (4, ["parallel.ep=4"]),
+    "dp2 ep2 tp2": (4, ["parallel.ep=2", "parallel.tp=2"]),
+    "dp2 ep2 tp2 not sp": (4, ["parallel.ep=2", "parallel.tp=2", "parallel.sequence_parallel=false"]),
+    "dp_replicate2 dp2 ep2": (4, ["parallel.dp_replicate=2", "parallel.ep=2"]),
+    "dp6 ep2": (6, ["parallel.ep=2"]),
+    "dp2 cp2 tp2 ep4": (8, ["parallel.cp=2", "parallel.tp=2", "parallel.ep=4", "parallel.cp_rotate=ring"]),
+}
+
+
+def recipe_of(root, name, ranks, options, packing):
+    sizes = dict(option.removeprefix("parallel.").split("=") for option in options)
+    dp = ranks // int(sizes.get("tp", 1)) // int(sizes.get("cp", 1))
+    micro = 12 if ranks == 1 else 12 // (2 * dp)
+    shape = ["train.global_batch=12", f"train.micro_batch={micro}", "checkpoint.every=5", f"data.packing={packing}"]
+    more = ["train.dtype=float64", "moe.balance=0.5", *options]
+    return tiny_recipe(root, *shape, *more, family="qwen3-moe", tied=False, name=name)
+
+
+def assert_same(ours, expected, tolerance=1e-9):
+    for mine, other in zip(trajectory(ours), expected, strict=True):
+        assert mine[3] == other[3]
+        assert all(abs(a - b) <= tolerance * abs(b) for a, b in zip(mine[:2], other[:2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    root = tmp_path_factory.mktemp("experts")
+    return root, {way: run(recipe_of(root, f"one-{way}", 1, [], way)) for way in ("true", "false")}
+
+
+@pytest.mark.turns(10)
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
+    root, references = one_process
+    ours = run(recipe_of(root, f"{mesh.replace(' ', '-')}-{packing}", *MESHES[mesh], packing), MESHES[mesh][0])
+    assert_same(ours, trajectory(references[packing]))
+    expected = weights(references[packing])
+    for name, mine in weights(ours).items():
+        assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+
+
+@pytest.mark.turns(7)
+@pytest.mark.parametrize("options", [(4, ["parallel.ep=4"]), (2, ["parallel.tp=2"])])
+def test_a_run_goes_on_with_another_ep(options, one_process):
+    root, references = one_process
+    whole = Path(references["true"].run.dir) / "one-true/checkpoints/step-5"
+    name = "-".join(options[1])
+    ours = run(recipe_of(root, name, options[0], [*options[1], f"checkpoint.resume={whole}"], "true"), options[0])
+    assert_same(ours, trajectory(references["true"])[5:])
+
+
+@pytest.mark.turns(7)
+def test_grpo_routes_alike_in_rollouts_and_in_training(tmp_path):
+    one = run(tiny_grpo(tmp_path, "train.dtype=float64", family="qwen3-moe", name="one"))
+    options = ["train.dtype=float64", "parallel.ep=2", "parallel.tp=2"]
+    assert_same(run(tiny_grpo(tmp_path, *options, family="qwen3-moe", name="four"), 4), trajectory(one))
