@@ -291,6 +291,33 @@ def test_the_tables_of_recipes_are_the_plan_s(kind, name):
     assert plan_recipes.row(kind, name) == planned_rows(kind)[name]
 
 
+def fitting():
+    """GPUs, model, keys -> the row of docs/gpus.md that says what it needs."""
+    (table,) = [table for table in page("docs/gpus.md").tables if table[0] == list(plan_recipes.HEADS["fits"])]
+    return {(row[0], row[1], row[2].strip("`–")): row for row in table[1:]}
+
+
+def test_the_models_of_each_gpu_in_the_readme_are_those_that_were_planned():
+    (table,) = [table for table in page("README.md").tables if table[0][0] == "GPU"]
+    told, planned = {}, {}
+    assert list(fitting()) == list(plan_recipes.FITS)
+    for gpus, *cells in table[1:]:
+        for place, cell in enumerate(cells):
+            told[gpus.partition(" (")[0], place] = re.findall(r"([\d.]+B), (\d+) GiB", cell)
+            assert len(re.findall("GiB", cell)) == len(told[gpus.partition(" (")[0], place])
+    for (gpus, model, keys), row in fitting().items():
+        place = 2 if "nf4" in keys else 1 if "lora" in keys else 0
+        figure = model.rpartition("-")[2], f"{float(row[3].split()[0]):.0f}"
+        planned.setdefault((gpus, place), []).append(figure)
+    assert told == planned
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("one", plan_recipes.FITS, ids=" ".join)
+def test_what_fits_a_gpu_is_the_plan_s(one):
+    assert plan_recipes.fits(*one) == fitting()[one]
+
+
 @pytest.mark.parametrize(
     "words",
     [

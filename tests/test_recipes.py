@@ -68,6 +68,10 @@ RELATIVES = {
     "granite4-3b-sft": (published.GRANITE4_MICRO, 3402.8),
     "ministral3-3b-sft": (published.MINISTRAL3_3B, 3429.0),
     "qwen3-vl-4b-sft": (published.QWEN3_VL_4B, 4022.5),
+    "phi4-mini-sft": (published.PHI4_MINI, 3836.0),
+    "gemma4-e2b-sft": (published.GEMMA4_E2B, 4628.6),  # 5.1 billion with the towers of images and sound
+    "gemma4-e4b-sft": (published.GEMMA4_E4B, 7463.0),
+    "gemma4-31b-sft": (published.GEMMA4_31B, 30697.3),
 }
 # Qwen3.5 and 3.6, each for what suits its size.
 QWEN3_5 = {

@@ -1,10 +1,11 @@
 """The tables of docs/gpus.md and recipes/README.md: the shipped recipes of a model by plan.
 
-    .venv/bin/python tools/plan_recipes.py gpus|memory [NAME ...]
+    .venv/bin/python tools/plan_recipes.py gpus|memory|fits [NAME ...]
 
-gpus: each SFT recipe on one GPU and on eight. memory: each recipe's parts at the peak, on its own launch.nproc. Prints
-Markdown, a row as soon as it is planned, in about ten seconds. Of the models config.json alone is needed:
-tests/test_recipes.py has them. tests/test_docs.py holds the tables to the plan.
+gpus: each SFT recipe on one GPU and on eight. memory: each recipe's parts at the peak, on its own launch.nproc. fits:
+what `dtrain run sft` needs for models of other sizes, from which README's table of GPUs follows. Prints Markdown, a row
+as soon as it is planned, in about ten seconds. Of the models config.json alone is needed: tests/test_recipes.py has
+them. tests/test_docs.py holds the tables to the plan.
 """
 
 import json
@@ -24,13 +25,64 @@ from tests import test_recipes
 SIZES = (24, 48, 80, 141)  # GB, as GPUs are sold
 MEMORY = {24: 24 * 2**30, 48: 48 * 2**30, 80: GPUS["h100"].memory_gib * 2**30, 141: GPUS["h200"].memory_gib * 2**30}
 PARTS = ("parameters", "gradients", "optimizer state", "reference", "activations")
+LEAST = "optimizer.state=int8 train.masters=bfloat16 parallel.reduce_each=true"
+NF4 = "lora={} lora.quantize=nf4"
+FITS: tuple[tuple[str, str, str], ...] = (
+    ("24 GB", "Llama-3.2-1B", ""),
+    ("24 GB", "Qwen3-8B", "lora={}"),
+    ("24 GB", "Qwen3-14B", NF4),
+    ("48 GB", "Qwen3-1.7B", ""),
+    ("48 GB", "Qwen3-14B", "lora={}"),
+    ("48 GB", "Qwen3-32B", NF4),
+    ("80 GB", "Qwen3-4B", ""),
+    ("80 GB", "Qwen3-8B", LEAST),
+    ("80 GB", "Qwen3-32B", "lora={}"),
+    ("80 GB", "Llama-3.1-70B", NF4),
+    ("8 × 80 GB", "Qwen3-14B", "parallel.reduce_each=true"),
+    ("8 × 80 GB", "Qwen3-32B", LEAST),
+    ("8 × 80 GB", "Llama-3.1-70B", "lora={}"),
+    ("8 × 80 GB", "Llama-3.1-70B", NF4),
+)
+"""GPUs, a model that fits them, and the keys that it needs beside those of the recipe sft."""
 HEADS = {
+    "fits": ("GPUs", "model", "keys", "peak"),
     "gpus": ("recipe", "one GPU: peak", "of", "tokens/s", "eight: peak", "of", "tokens/s"),
     "memory": (
         *("recipe", "ranks", "micro-batch · accumulation", "parameters", "gradients", "optimizer", "reference"),
         *("activations", "other", "peak"),
     ),
 }
+
+
+def shape_of(model: str) -> dict[str, Any]:
+    """config.json of a model of FITS, as published."""
+    llama, qwen = test_recipes.LLAMA_3_1_8B, test_recipes.QWEN3_8B
+    base = llama if model.startswith("Llama") else qwen
+    hidden, intermediate, layers, heads, tied = {
+        "Llama-3.2-1B": (2048, 8192, 16, 32, True),
+        "Llama-3.1-70B": (8192, 28672, 80, 64, False),
+        "Qwen3-1.7B": (2048, 6144, 28, 16, True),
+        "Qwen3-4B": (2560, 9728, 36, 32, True),
+        "Qwen3-8B": (4096, 12288, 36, 32, False),
+        "Qwen3-14B": (5120, 17408, 40, 40, False),
+        "Qwen3-32B": (5120, 25600, 64, 64, False),
+    }[model]
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "tie_word_embeddings": tied}
+    sizes |= {"head_dim": 64} if model == "Llama-3.2-1B" else {}
+    return base | sizes | ({"max_window_layers": layers} if base is qwen else {})
+
+
+def fits(gpus: str, model: str, keys: str) -> list[str]:
+    """The cells of a row of FITS."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape_of(model)))
+        ranks = 8 if gpus.startswith("8 ×") else 1
+        paths = [f"model.path={directory}", "data.train.path=data.jsonl"]
+        peak = _plan("sft", [*paths, *keys.split()], ranks).step.peak
+    if peak > MEMORY[int(gpus.split()[-2])] * USABLE:
+        raise ValueError(f"{model} with {keys} needs {gib(peak)}, more than {gpus}")
+    return [gpus, model, f"`{keys}`" if keys else "–", gib(peak)]
 
 
 def recipes(table: str) -> dict[str, dict[str, Any]]:
@@ -75,7 +127,10 @@ def _parts(plan: Plan) -> list[str]:
 
 def main(table: str, *names: str) -> None:
     print("| " + " | ".join(HEADS[table]) + " |\n|" + " --- |" * len(HEADS[table]))
-    for name in recipes(table):
+    for one in FITS if table == "fits" else ():
+        if not names or one[1] in names:
+            print("| " + " | ".join(fits(*one)) + " |", flush=True)
+    for name in recipes(table) if table != "fits" else ():
         if not names or name in names:
             print("| " + " | ".join(row(table, name)) + " |", flush=True)
 

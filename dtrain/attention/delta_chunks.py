@@ -13,7 +13,7 @@ another document holds is masked: no infinity enters a product.
 Shapes: [N, B, Hk, r, C, ..], N chunks, B rows, Hk key heads, r value heads of each; r is 1 where value heads share.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -201,9 +201,24 @@ class _Chunk(NamedTuple):
     whole: Tensor  # [X, 1, 1]
 
 
-def _each(inside: _Inside) -> list[_Chunk]:
+def _each(inside: _Inside, unbind: Callable[[Tensor], Sequence[Tensor]]) -> list[_Chunk]:
     parts = inside.u, inside.w, inside.k * inside.end[..., None], inside.whole
-    return [_Chunk(*chunk) for chunk in zip(*(part.flatten(1, 3).unbind() for part in parts), strict=True)]
+    return [_Chunk(*chunk) for chunk in zip(*map(unbind, parts), strict=True)]
+
+
+def _one_by_one(x: Tensor) -> Sequence[Tensor]:
+    """[N, B, Hk, r, ..] -> N times [X, ..]"""
+    return x.flatten(1, 3).unbind()
+
+
+def _in_place(x: Tensor) -> Sequence[Tensor]:
+    """As `_one_by_one`, where results go into memory that is there. On meta, which has no values to carry, all chunks
+    are one [N · X, ..], of the same sizes in a plan."""
+    if not x.is_meta:
+        return _one_by_one(x)
+    each = x.flatten(1, 3)  # a copy where it is one elsewhere
+    whole = (each.shape[:2].numel(), *each.shape[2:])
+    return [each.view(whole) if each.is_contiguous() else each[0, 0].expand(whole)]
 
 
 def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,8 +227,8 @@ def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     states = torch.empty(len(inside.u) + 1, *state.shape, dtype=state.dtype, device=state.device)
     written = torch.empty_like(inside.u)
     states[0] = state
-    flat = states.flatten(1, 3).unbind()
-    for chunk, new, before, after in zip(_each(inside), written.flatten(1, 3).unbind(), flat, flat[1:], strict=False):
+    parts = (_in_place(one) for one in (written, states[:-1], states[1:]))
+    for chunk, new, before, after in zip(_each(inside, _in_place), *parts, strict=True):
         torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=new)
         torch.mul(before, chunk.whole, out=after).baddbmm_(chunk.k.mT, new)
     return states[:-1], written, states[-1]
@@ -221,7 +236,7 @@ def _carry(inside: _Inside, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _maps(inside: _Inside) -> Tensor:
     """[B, Hk, r, K, K + V]: M and U, the last state being M · first + U."""
-    chunks, size = _each(inside), inside.k.shape[-1]
+    chunks, size = _each(inside, _one_by_one), inside.k.shape[-1]
     unit = torch.eye(size, dtype=inside.k.dtype, device=inside.k.device)
     m = unit.expand(len(chunks[0].w), size, size)
     u = m.new_zeros(len(m), size, inside.u.shape[-1])
@@ -241,11 +256,11 @@ def _carry_back(
     states = by_start.new_empty(len(by_start) + 1, *by_start.shape[1:])
     states[-1] = 0 if last is None else last
     written = torch.empty_like(by_scores)
-    each, flat = _each(inside), states.flatten(1, 3).unbind()
-    scores, starts, news = (one.flatten(1, 3).unbind() for one in (by_scores, by_start, written))
-    for n in reversed(range(len(each))):
-        torch.baddbmm(scores[n], each[n].k, flat[n + 1], out=news[n])
-        torch.addcmul(starts[n], flat[n + 1], each[n].whole, out=flat[n]).baddbmm_(each[n].w.mT, news[n], alpha=-1)
+    parts = (_in_place(one) for one in (by_scores, by_start, written, states[:-1], states[1:]))
+    each = list(zip(_each(inside, _in_place), *parts, strict=True))
+    for chunk, scores, starts, new, before, after in reversed(each):
+        torch.baddbmm(scores, chunk.k, after, out=new)
+        torch.addcmul(starts, after, chunk.whole, out=before).baddbmm_(chunk.w.mT, new, alpha=-1)
     return states[1:], written, states[0]
 
 

@@ -27,6 +27,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "dtrain_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+CALL = {"type": "function", "id": "call00000"}
 Span = tuple[int, int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -51,7 +52,7 @@ class Replies:
     def __init__(self, template: ChatTemplate):
         self.template = template
         self._headers: dict[bool, Headers] = {}
-        self._objects: dict[bool, bool] = {}
+        self._calls: dict[bool, str | None] = {}
 
     def headers(self, with_tools: bool = False) -> Headers:
         """The headers of conversations with or without tools; probed once each."""
@@ -62,9 +63,19 @@ class Replies:
     def with_objects(self, messages: Messages, tools: Messages | None) -> Messages:
         """`messages`, the arguments of tool calls as objects where the template would quote a JSON string twice.
 
-        OpenAI's files hold arguments as a string of JSON; most templates write `arguments | tojson`.
+        OpenAI's files hold arguments as a string of JSON; most templates write `arguments | tojson`. Raises UserError
+        where the template leaves calls out (Phi-3's, Phi-4-mini's): an empty turn would be trained in their place.
         """
-        if not any(message.get("tool_calls") for message in messages) or not self._wants_objects(tools is not None):
+        calling = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
+        if calling is None:
+            return messages
+        written = self._written_call(tools is not None)
+        if written is not None and "dtrain_tool" not in written:
+            raise UserError(
+                f"messages[{calling}] has tool_calls, and the chat template, {self.template.origin}, does not write "
+                "them: name a template that does with data.chat_template, or write the calls into the content"
+            )
+        if written is not None and '\\"dtrain\\"' not in written:
             return messages
         return [
             {**message, "tool_calls": [_object_call(call) for call in message["tool_calls"]]}
@@ -110,16 +121,20 @@ class Replies:
         header, found, rest = marked.text[start:end].partition(REPLY)
         return Headers(prompt, header if found else None, rest.strip() if found else None)
 
-    def _wants_objects(self, with_tools: bool) -> bool:
-        if with_tools not in self._objects:
-            call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": '{"dtrain": 1}'}}
-            asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+    def _written_call(self, with_tools: bool) -> str | None:
+        """A turn that calls a tool, with arguments as a string, as the template writes it; None where it refuses."""
+        if with_tools not in self._calls:
+            function = {"name": "dtrain_tool", "arguments": '{"dtrain": 1}'}
+            asking = {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": function}]}
+            tools, none = ([TOOL] if with_tools else None), {"role": "assistant", "content": "0"}
             try:
-                text = self.template.render([QUESTION, asking], [TOOL] if with_tools else None)
-                self._objects[with_tools] = '\\"dtrain\\"' in text
+                text = self.template.render([QUESTION, asking], tools)
+                # What is there without the call too, the tool's description, is none of it.
+                same = commonprefix([text, self.template.render([QUESTION, none], tools)])
+                self._calls[with_tools] = text[len(same) :]
             except UserError:
-                self._objects[with_tools] = True
-        return self._objects[with_tools]
+                self._calls[with_tools] = None
+        return self._calls[with_tools]
 
     def _block(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
         """The characters that messages[index] gave: by the marks, else between two prefixes of the conversation."""

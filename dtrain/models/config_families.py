@@ -1,6 +1,7 @@
 """config.json of each family, field by field, as transformers 4 and 5 write it. Imports no torch."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -266,8 +267,14 @@ def _phi3(architecture: str, fields: Fields) -> ModelConfig:
     window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
     types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for key in ("full_attn_mod", "interpolate_factor"):  # of the code beside the first files; 1 is off
+        if fields.integer(key, 1) != 1:
+            fields.problem(f"{key} {fields.get(key)}: only 1 is implemented")
     values = {**common, "layer_types": types, "sliding_window": window, "fused": fused}
-    return with_one_rope(fields, 1.0, kinds=PHI_KINDS, **values)
+    config = with_one_rope(fields, 1.0, kinds=PHI_KINDS, **values)
+    if window is None or config.most_positions is None or window < config.most_positions:
+        return config
+    return replace(config, layer_types=(FULL,) * count, sliding_window=None, ropes={FULL: config.ropes[SLIDING]})
 
 
 _OLMO_DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}

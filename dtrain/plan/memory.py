@@ -40,7 +40,7 @@ class MemoryTimeline:
         self.part = part
         self._events: list[tuple[Allocation, int] | Phase] = []  # changes in bytes, and where phases begin
         self._live: dict[int, tuple[weakref.ref, Allocation]] = {}
-        self._resized: set[int] = set()  # whose size may change without an operation
+        self._resized: dict[int, tuple[weakref.ref, Allocation]] = {}  # whose size may change without an operation
 
     def see(self, tensor: Tensor, part: str | None = None) -> Allocation:
         """The storage of `tensor` [...], counted from now on where it was not before."""
@@ -69,14 +69,14 @@ class MemoryTimeline:
         for tensor in tensors:
             allocation = self.see(tensor)
             if (is_gathering and tensor.dim() == 2) or (is_room and tensor.dim() == 1):
-                self._resized.add(tensor.untyped_storage()._cdata)
+                key = tensor.untyped_storage()._cdata
+                self._resized[key] = self._live[key]
                 if is_gathering:
                     allocation.part = "gathered parameters"
 
     def poll(self) -> None:
         """Look at the storages whose sizes change by themselves."""
-        for key in self._resized:
-            reference, allocation = self._live[key]
+        for reference, allocation in self._resized.values():
             if allocation.size:  # what is empty grows just before an operation that fills it
                 storage = reference()
                 if storage is not None and storage.nbytes() != allocation.size:
@@ -116,5 +116,5 @@ class MemoryTimeline:
 
     def _freed(self, key: int) -> None:
         _, allocation = self._live.pop(key)
-        self._resized.discard(key)
+        self._resized.pop(key, None)
         self._resize(allocation, 0)

@@ -28,6 +28,8 @@ from dtrain.plan.kernels import attention, rms_norm
 
 _META = torch.device("meta")
 _HOST = torch.device("cpu", 0)  # what real tensors answer, to tell the host from a planned CPU
+_DEVICE = Tensor.device.__get__
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # a property; torch's stub says bool
 
 
 class PlannedDevice(TorchFunctionMode):
@@ -41,9 +43,9 @@ class PlannedDevice(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kwargs.pop("pin_memory", None)  # this machine may have no device to pin for
-        if func == Tensor.device.__get__:
+        if func == _DEVICE:
             return self._where(args[0])
-        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a property; torch's stub says bool
+        if func == _IS_CUDA:
             return self._where(args[0]).type == "cuda"
         if func is functional.scaled_dot_product_attention:
             return attention(self.device.type, *args, **kwargs)
@@ -77,6 +79,11 @@ def _as_meta(value: Any) -> Any:
 
 class MetaKernels(TorchDispatchMode):
     """What a meta tensor has no kernel for."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing here is compiled, and torch need not guard each operation against it."""
+        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

@@ -84,10 +84,8 @@ class PlannedPolicy(Policy):
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
-            optimizer.step()
-        self.state_bytes = state_bytes(optimizer)
-        if self.optimizer_offloaded and isinstance(optimizer, LowBitAdam):
-            self.state_bytes = optimizer.visiting()
+            visiting = optimizer.visiting() if isinstance(optimizer, LowBitAdam) else optimizer.step()
+        self.state_bytes = visiting if self.optimizer_offloaded and visiting is not None else state_bytes(optimizer)
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 

@@ -1,13 +1,13 @@
 """What sees every operation of a step that is traced, and counts what it allocates, sends and computes."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
 from dtrain.parallel.mesh import Mesh
@@ -60,7 +60,7 @@ class Tracer(MetaKernels):
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
             self.memory.within_operation(args[1].untyped_storage().nbytes())
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        everything = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, Tensor)]
+        everything = [*_tensors(args), *_tensors(kwargs), *_tensors(out)]
         tensors = [one for one in everything if one.is_meta]
         self.memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func._overloadpacket)) is not None:
@@ -85,3 +85,12 @@ class Tracer(MetaKernels):
         elif not func.is_view and func.namespace in ("aten", "fsdp") and not func._schema.name.startswith(_FREE):
             distinct = {id(one): one for one in tensors}.values()
             self.counts[self.current, "moved"] += sum(one.numel() * one.element_size() for one in distinct)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an operation's arguments or outputs; torch's own walk is a tenth of a trace."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)

@@ -25,3 +25,5 @@ SLOPPY = _read("sloppy")
 GENERATION = _read("generation")
 # The answers of tools stand in the turn that asked, which goes on after them without a header (Gemma 4).
 ANSWERS = _read("answers")
+# One form for turns of every role, in which calls of tools have no place; ends with EOS (Phi-4-mini).
+ONE_FORM = _read("one_form")

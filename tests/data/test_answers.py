@@ -4,6 +4,7 @@ import pytest
 
 from dtrain.data.replies import Replies
 from dtrain.data.template import ChatTemplate
+from dtrain.errors import UserError
 from tests.data import templates
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -31,3 +32,16 @@ def test_what_a_tool_answers_is_not_trained(messages, trained):
     text, spans = Replies(template).find(messages, TOOLS, replies)
     assert [text[start:end] for start, end in spans] == trained
     assert text.count("7") == sum(message["role"] == "tool" for message in messages)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_template_that_leaves_calls_out_is_refused_where_rows_have_some(tools):
+    """Phi-4-mini's has one form for all turns; nothing of it reads tool_calls."""
+    replies = Replies(ChatTemplate(templates.ONE_FORM, "one form", {"eos_token": "<E>"}))
+    with pytest.raises(UserError, match=r"messages\[1\] has tool_calls, .* one form, does not write"):
+        replies.with_objects([USER, ASK, TOLD, SAY], tools)
+    assert replies.with_objects([USER, SAY], tools) == [USER, SAY]
+    text, spans = replies.find([USER, SAY, USER, SAY], tools, [1, 3])
+    assert [text[start:end] for start, end in spans] == ["yes[/]", "yes[/]"]
+    writing = Replies(ChatTemplate(templates.ANSWERS, "answers", {"bos_token": "<B>"}))
+    assert writing.with_objects([USER, ASK], tools) == [USER, ASK]

@@ -179,6 +179,29 @@ def test_every_mesh_gives_the_numbers_of_one_process(one_process, mesh, kind, pa
     assert_four(recipe, expected, expected_weights)
 
 
+# A student's family, and what a larger teacher of it has of its own.
+FAMILIES = {
+    "qwen3.5": {"linear_num_value_heads": 4, "linear_value_head_dim": 8},
+    "gemma4": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_larger_teacher_of_the_family_on_two_meshes(tmp_path, family):
+    teacher = teacher_at(tmp_path, family, **FAMILIES[family])
+    shape = [*shape_of("whole vocabulary", "true"), f"distill.teacher={teacher}"]
+
+    def recipe_of(name, *overrides):
+        return tiny_recipe(tmp_path, "method=distill", *shape, *overrides, family=family, name=name)
+
+    one = run(recipe_of("one", "train.micro_batch=12"))
+    expected, expected_weights = trajectory(one), weights(one, 4)
+    for name, mesh in (("cut", "tp2+sp cp2"), ("ring", "cp2 ring")):
+        ranks, options = MESHES[mesh]
+        recipe = run(recipe_of(name, *overrides_of(ranks, options, "float64")), ranks)
+        assert_four(recipe, expected, expected_weights)
+
+
 def assert_four(recipe, expected, expected_weights):
     for step, (mine, right) in enumerate(zip(trajectory(recipe), expected, strict=True), 1):
         assert mine[2:] == right[2:], step

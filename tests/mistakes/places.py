@@ -24,6 +24,14 @@ def _one(typed: str, *says: str, files=None, base: str = "sft") -> Mistake:
     return Mistake(tuple(typed.split("  ")), says, files or {}, base)
 
 
+MIXED = """value = 5
+short = lambda completions, gold: []
+class Made:
+    def __init__(self, word): ...
+    def __call__(self, completions): ...
+class Called:
+    def __call__(self, completions, gold): ...
+"""
 ROWS = (
     _one("data.train.path={root}/odd.jsonl", "odd.jsonl:1", "no known format",
          files={"odd.jsonl": _rows({"query": "a"})}),
@@ -63,6 +71,11 @@ ROWS = (
     _one("grpo.rewards=[{fn: math.sqrt}]", "math.sqrt is of a C module", base="grpo"),
     _one("grpo.rewards=[{fn: uncallable.Score}]", "uncallable.Score is a class without __call__",
          files={"uncallable.py": "class Score:\n    def score(self, completions): ...\n"}, base="grpo"),
+    *(_one(f"grpo.rewards=[{{fn: mixed.{name}}}]", says, files={"mixed.py": MIXED}, base="grpo")
+      for name, says in (("value", "a value that cannot be called"), ("short", "takes gold, which is no column"),
+                         ("Made", "is made with word: set its kwargs"), ("Called", "takes gold, which is no column"))),
+    _one("grpo.rewards=[{fn: ./mixed.py:short}]", "write module.function, without .py, such as mixed.short",
+         base="grpo"),
     _one("data.train.path={root}/judged.jsonl", "judged.jsonl:2", "label is false", "method=dpo",
          files={"judged.jsonl": _rows(*({"prompt": "w3", "completion": "w4", "label": one} for one in (True, False)))}),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Gemma 4 in files and on meshes: what an export carries, what a config may say, and the ways of training."""
 
+import copy
 import json
 import re
 
@@ -78,6 +79,25 @@ def test_without_the_towers_weights_the_text_model_is_written(multimodal, tmp_pa
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again).__name__ == "Gemma4ForCausalLM"
     assert torch.equal(again(IDS).logits, theirs(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("variant", ["gemma4", "gemma4-31b"])
+def test_packed_documents_are_as_if_alone_to_the_last_bits(variant):
+    """Keys that layers share, windows and the table of each layer's own rows, in float64."""
+    packed = models.build(models.parse_config(oracle.VARIANTS[variant]().to_dict()), torch.float64)
+    models.init_weights(packed, 0)
+    alone = copy.deepcopy(packed)
+    ids, positions, owners = oracle.packed_rows([[20, 1, 13], [27, 6]], padding=[3, 4])
+    weights = torch.randn(*ids.shape, oracle.VOCAB, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    logits = packed(ids, positions, owners)
+    (logits * weights)[owners >= 0].sum().backward()
+    for row, owner in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+        mine = owners[row] == owner
+        expected = alone(ids[row, mine][None])[0]
+        assert (logits[row, mine] - expected).abs().max() < 1e-12 * expected.abs().max()
+        (expected * weights[row, mine]).sum().backward()
+    for (name, one), other in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        assert (one.grad - other.grad).abs().max() <= 1e-12 * other.grad.abs().max(), name
 
 
 def published(**changes):

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import re
 import symtable
 import sys
 from collections.abc import Collection, Mapping
@@ -48,6 +49,12 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
         near = nearest(name, known)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
         raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
+    if not all(map(str.isidentifier, module.split("."))) or function == "py":
+        plain = (
+            re.sub(r"\.py$", "", module if function != "py" else path.rpartition(".")[0]).strip("./").replace("/", ".")
+        )
+        named = function if function != "py" else "function"
+        raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {plain}.{named}")
     spec = _spec(f"{kind} {name}", module)
     names = _names(f"{kind} {name}", spec)
     if names is not None and function not in names:
@@ -62,19 +69,34 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
 def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """Why a reward has no values with data of these `columns`, by its source; None where it may have some. A function
     of dtrain's own that takes a `column` reads that one; another must have what its signature takes without a default.
-    A class must have __call__. A decorated function and an imported one say nothing. UserError as `find` raises it."""
+    A class must have __call__ and be given what it is made with. A decorated function, and one that is imported from
+    another directory, say nothing. UserError as `find` raises it."""
     module, function, file = find_file(name)
     node = _definition(Path(file), function)
-    if isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or "__call__" in map(_name, node.body)):
-        return f"reward {name} is a class without __call__, {NO_REWARD}"
+    if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
+        return f"reward {name} is a value that cannot be called, {NO_REWARD}"
+    given = {*options, *columns, *OWN}
+    if isinstance(node, ast.ClassDef):
+        makes, call = (_method(node, called) for called in ("__init__", "__call__"))
+        if call is None and not (node.bases or node.keywords):
+            return f"reward {name} is a class without __call__, {NO_REWARD}"
+        lacking = [key for key, default in (_signature(makes) or {}).items() if default is ... and key not in options]
+        if lacking:
+            return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in grpo.rewards"
+        node, given = call, {*columns, *OWN}
     taken = _signature(node)
     if taken is None:
         return None
-    if name in BUILT_IN:
+    if file == _own(function):
         column = options.get("column", taken.get("column"))
-        return None if column is None or column in columns else no_column(name, column, columns)
-    missing = [key for key, default in taken.items() if default is ... and key not in {*options, *columns, *OWN}]
+        return None if column is None or column in columns else no_column(function, column, columns)
+    missing = [key for key, default in taken.items() if default is ... and key not in given]
     return takes_more(name.rsplit(".", 1)[-1], missing, columns) if missing else None
+
+
+def _own(name: str) -> str | None:
+    """The file of a reward of dtrain's own."""
+    return find_file(name)[2] if name in BUILT_IN else None
 
 
 def no_column(name: str, column: str, columns: Collection[str]) -> str:
@@ -94,23 +116,38 @@ def _listed(columns: Collection[str]) -> str:
     return ", ".join(key for key in columns if key not in OWN) or "none"
 
 
-def _definition(file: Path, function: str) -> ast.stmt | None:
-    """The function or class of that name that a module's source has at its top, undecorated."""
+def _definition(file: Path, function: str) -> ast.AST | None:
+    """What a module's source gives that name at its top, imports of the name from beside it followed: an undecorated
+    function or class, or the value that is assigned."""
     if file.suffix != ".py":
         return None
-    found = [one for one in ast.parse(decode_source(file.read_bytes())).body if _name(one) == function]
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return found[-1] if found and isinstance(found[-1], kinds) and not found[-1].decorator_list else None
+    found: ast.AST | None = None
+    for one in ast.parse(decode_source(file.read_bytes())).body:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
+            found = None if one.decorator_list else one
+        elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
+            found = one.value
+        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
+            for alias in one.names:
+                other = file.parent / f"{one.module}.py"
+                if (alias.asname or alias.name) == function:
+                    found = _definition(other, alias.name) if other.is_file() and other != file else None
+    return found
 
 
-def _name(node: ast.stmt) -> str | None:
-    return getattr(node, "name", None)
+def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
+    """Of a class, without the argument self."""
+    found = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == name]
+    if not found or found[-1].decorator_list or not found[-1].args.args:
+        return next((one for one in node.body if getattr(one, "name", None) == name), None)
+    del found[-1].args.args[0]
+    return found[-1]
 
 
-def _signature(node: ast.stmt | None) -> dict[str, Any] | None:
+def _signature(node: ast.AST | None) -> dict[str, Any] | None:
     """What a function takes by name, each with its default: a constant, None for another, ... for none. None where the
     source does not tell."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or getattr(node, "decorator_list", []):
         return None
     takes = node.args
     without: list[ast.expr | None] = [None] * (len(takes.posonlyargs + takes.args) - len(takes.defaults))
