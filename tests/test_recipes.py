@@ -72,6 +72,7 @@ RELATIVES = {
     "gemma4-e2b-sft": (published.GEMMA4_E2B, 4628.6),  # 5.1 billion with the towers of images and sound
     "gemma4-e4b-sft": (published.GEMMA4_E4B, 7463.0),
     "gemma4-31b-sft": (published.GEMMA4_31B, 30697.3),
+    "qwen3-30b-a3b-sft": (published.QWEN3_30B_A3B, 30532.1),
 }
 # Qwen3.5 and 3.6, each for what suits its size.
 QWEN3_5 = {

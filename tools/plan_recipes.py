@@ -103,10 +103,13 @@ def row(table: str, name: str) -> list[str]:
 
 def _plan(name: str, overrides: list[str], ranks: int | None = None) -> Plan:
     """On so many H100s of a node, or as many as the recipe says. A batch that so many ranks cannot share is as large as
-    they need."""
+    they need, and experts are shared among no more."""
     recipe = config.load(name, overrides)
     ranks = ranks or recipe.launch.nproc
     least = recipe.train.micro_batch * ranks
+    if recipe.parallel.ep > ranks:
+        overrides = [*overrides, f"parallel.ep={ranks}"]
+        recipe = config.load(name, overrides)
     if recipe.train.global_batch != "auto" and recipe.train.batch % least:
         recipe = config.load(name, [*overrides, f"train.global_batch={least}"])
     return make_plan(recipe, ranks, GPUS["h100"])

@@ -16,6 +16,7 @@ from dtrain.models.adapter_config import is_adapter
 from dtrain.parallel.placement import local_slices, local_tensor
 
 _LISTED = 10
+_ROWS = 4096  # of two tensors that are compared
 _HEAD_HINT = " (config.json has tie_word_embeddings: false, so the head has weights of its own)"
 
 
@@ -31,9 +32,9 @@ def read_weights(model: nn.Module, directory: str | Path) -> None:
 
     A tied head is read once, under whichever name the files have (the embedding's first).
 
-    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes
-    other than float64, float32, float16 and bfloat16 (quantized weights); another for damaged files. Nothing is
-    written then.
+    Raises one UserError that lists all names that are missing or unexpected, all shapes that differ, heads that files
+    have beside an embedding of other values though config.json ties them, and all dtypes other than float64, float32,
+    float16 and bfloat16 (quantized weights); another for damaged files. Nothing is written then.
     """
     files = WeightFiles(Path(directory))
     sources, tensors = check_fit(model, files), model_tensors(model)
@@ -68,6 +69,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
         beside = quantized.companions(files, found[0])
         used.update(beside)
         misfits += _misfits(files, found[0], shape, name.endswith(quantized.CODES), bool(beside))
+        misfits += [_untied(found[0], one) for one in found[1:] if _differ(files, found[0], one)]
     left = sorted(files.stored.keys() - used)
     unexpected = [f"unexpected: {name}" for name in left if not passed_over(model, name)]
     if missing or misfits or unexpected:
@@ -97,6 +99,22 @@ def _misfits(files: WeightFiles, name: str, shape: tuple[int, ...], is_codes: bo
     if stored.dtype is None:
         misfits.append(f"dtype: {name} is {stored.kind}; quantized weights are not read")
     return misfits
+
+
+def _differ(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two tensors of `files` have other values; what is read is in memory a part at a time."""
+    first, second = files.stored[one], files.stored[other]
+    if first.shape != second.shape:
+        return True
+    for start in range(0, first.shape[0], _ROWS):
+        rows = (slice(start, start + _ROWS),)
+        if not files.read(one, rows).double().equal(files.read(other, rows).double()):
+            return True
+    return False
+
+
+def _untied(one: str, other: str) -> str:
+    return f"differ: {one} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
 
 
 def candidate_names(model: nn.Module, names: list[str]) -> list[str]:

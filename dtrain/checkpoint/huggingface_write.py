@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -157,12 +157,14 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
 
 
 def joined(name: str, parts: Sequence[Entry], dim: int = 0) -> Entry:
-    """The tensor `name` that joins `parts` along `dim`."""
+    """The tensor `name` that joins `parts` along `dim`, in a dtype that holds all: of a frozen part it may be less than
+    of a trained one."""
     first = parts[0]
     if len(parts) == 1:
         return dataclasses.replace(first, name=name)
     shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
-    return Entry(name, shape, first.dtype, lambda: torch.cat([part.read().to(first.dtype) for part in parts], dim))
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    return Entry(name, shape, dtype, lambda: torch.cat([part.read().to(dtype) for part in parts], dim))
 
 
 def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:

@@ -5,6 +5,7 @@ The model's own weights are read and not written, so that nothing is left to und
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +136,8 @@ def _joined(name: str, parts: list[WholeWeight], dim: int) -> WholeWeight:
     sizes[dim] = sum(part.shape[dim] for part in parts)
     shape = torch.Size(sizes)
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
-    return WholeWeight([name], shape, parts[0].dtype, read, is_collective, is_exact)
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
 
 
 def _matrix(name: str, whole: WholeWeight, number: int, stack: Stack) -> WholeWeight:

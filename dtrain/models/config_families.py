@@ -200,6 +200,8 @@ def _qwen3_5(
         if fields.get(key) not in (None, value):
             fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
     common = common_fields(architecture, fields, kv_heads=kv_heads, head_dim=256, tie=tie)
+    if common["hidden_act"] != "silu":  # it would be the convolution's too
+        fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     interval = fields.integer("full_attention_interval", 4)
     types = read_layer_types(
@@ -334,6 +336,8 @@ def _granite(
     """inner: an intermediate_size of another name."""
     common = common_fields(architecture, fields := fields.over({"bos_token_id": 1, "eos_token_id": 2}))
     common["intermediate_size"] = inner or common["intermediate_size"]
+    if "attention_multiplier" in fields and fields.get("attention_multiplier") is None:
+        fields.problem("attention_multiplier null: must be a number; a file without it has 1.0")
     common["attention_scale"] = fields.number("attention_multiplier", 1.0)
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
     return with_one_rope(
@@ -360,6 +364,7 @@ mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_
 def _granite_hybrid(architecture: str, fields: Fields) -> ModelConfig:
     fields = fields.over({"intermediate_size": 11_008, "position_embedding_type": "none"})
     fields.known(*_UNUSED.split(), "layers_block_type")
+    fields.must_be_off("mlp_bias", "the MLPs of this architecture have no biases")
     experts = fields.integer("num_local_experts", 8, minimum=0)
     if experts:
         fields.problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")

@@ -36,6 +36,8 @@ def common_fields(
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         fields.must_be_off(key, "dropout is not implemented; set it to 0.0")
     fields.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
+    if fields.get("is_causal") not in (None, True):
+        fields.problem(f"is_causal {shown(fields.get('is_causal'))}: only causal attention is implemented")
     return {
         "architecture": architecture,
         "vocab_size": vocab,

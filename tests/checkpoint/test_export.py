@@ -17,6 +17,8 @@ from dtrain.checkpoint.store import CheckpointStore
 from dtrain.checkpoint.training_state import optimizer_state, training_tensors
 from dtrain.errors import UserError
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
+from tests.test_trainer import run
+from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
 IDS = torch.arange(24).view(2, 12) % 67
@@ -90,6 +92,16 @@ def test_an_exported_directory_is_converted(tmp_path, family):
     assert (tensors["vision_tower.post_layernorm.weight"].dtype == torch.float32) if family == MULTIMODAL else True
     assert any(tensor.dtype == torch.float64 for tensor in tensors.values())
     check(tmp_path / "two", model)
+
+
+def test_a_joined_tensor_of_frozen_and_trained_rows_keeps_the_trained_ones_exact(tmp_path):
+    base = save_weights(write_model(tmp_path / "base", "phi3"))  # in float32; the run trains in float64
+    shape = ["model.init=pretrained", f"model.path={base}", "train.steps=1", "scheduler.warmup_steps=0"]
+    shape += ["train.freeze=['*.q_proj.*']", "checkpoint.every=1", "checkpoint.export=final"]
+    found = run(tiny_recipe(tmp_path, *shape)).run.directory
+    export(found, tmp_path / "out")
+    mine, right = (load_file(path / "model.safetensors") for path in (tmp_path / "out", found / "export"))
+    assert all(torch.equal(mine[name], tensor) for name, tensor in right.items() if "qkv_proj" in name)
 
 
 def test_a_moved_run_needs_nothing_of_its_origin(tmp_path):

@@ -89,6 +89,16 @@ def test_a_tied_head_is_read_whether_the_file_has_it_or_not(tmp_path, held):
     assert torch.equal(model.lm_head.weight, embedding) and torch.equal(model.model["embed_tokens"].weight, embedding)
 
 
+def test_a_head_that_config_json_ties_by_mistake_is_refused(tmp_path):
+    tensors = state(seeded(0, tied=True))
+    name = next(name for name in tensors if "embed_tokens" in name)
+    other = tensors[name].clone()
+    other[-1, -1] += 1
+    write(tmp_path, {**tensors, name: tensors[name].clone(), "lm_head.weight": other})
+    with pytest.raises(UserError, match="lm_head.weight.*set its tie_word_embeddings to false"):
+        read_weights(seeded(1, tied=True), tmp_path)
+
+
 def test_everything_that_does_not_fit_is_one_error(tmp_path):
     tensors = state(seeded(0))
     del tensors["lm_head.weight"], tensors["model.norm.weight"]

@@ -135,6 +135,10 @@ def test_weights_that_cannot_be_trained_are_refused_with_what_can(section, messa
         ("granite4", {"layer_types": ["mamba", "attention", "mamba"]}, "layers of mamba; only Granite 4's dense"),
         ("granite4", {"position_embedding_type": None}, "position_embedding_type 'none' is not implemented"),
         ("granite", {"num_local_experts": 8}, "num_local_experts 8: not a field"),
+        ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu': only 'silu'"),
+        ("phi3", {"is_causal": False}, "is_causal False: only causal"),
+        ("granite4", {"attention_multiplier": None}, "attention_multiplier null: must be a number"),
+        ("granite4", {"mlp_bias": True}, "mlp_bias True: the MLPs"),
         (
             "phi4-mini",
             {"rope_parameters": {"rope_type": "yarn"}},
