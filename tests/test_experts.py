@@ -16,7 +16,7 @@ from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.placement import local_slices, local_tensor
 from tests.models.oracle import VARIANTS
 from tests.test_trainer import run, trajectory, weights
-from tests.tiny import tiny_grpo, tiny_recipe
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
@@ -97,13 +97,13 @@ MESHES = {
 }
 
 
-def recipe_of(root, name, ranks, options, packing):
+def recipe_of(root, name, ranks, options, packing, family="qwen3-moe"):
     sizes = dict(option.removeprefix("parallel.").split("=") for option in options)
     dp = ranks // int(sizes.get("tp", 1)) // int(sizes.get("cp", 1))
     micro = 12 if ranks == 1 else 12 // (2 * dp)
     shape = ["train.global_batch=12", f"train.micro_batch={micro}", "checkpoint.every=5", f"data.packing={packing}"]
     more = ["train.dtype=float64", "moe.balance=0.5", *options]
-    return tiny_recipe(root, *shape, *more, family="qwen3-moe", tied=False, name=name)
+    return tiny_recipe(root, *shape, *more, family=family, tied=False, name=name)
 
 
 def assert_same(ours, expected, tolerance=1e-9):
@@ -126,6 +126,21 @@ def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
     ours = run(recipe_of(root, f"{mesh.replace(' ', '-')}-{packing}", *MESHES[mesh], packing), MESHES[mesh][0])
     assert_same(ours, trajectory(references[packing]))
     expected = weights(references[packing])
+    for name, mine in weights(ours).items():
+        assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+
+
+@pytest.mark.turns(10)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3.5-moe", "gemma4-moe"])
+def test_other_families_read_their_files_and_train_as_one_process(family, tmp_path):
+    save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
+    one = run(recipe_of(tmp_path, "one", 1, ["model.init=pretrained"], "true", family))
+    meshes = [(4, ["parallel.ep=4"]), (4, ["parallel.ep=2", "parallel.tp=2"])]
+    for number, (ranks, options) in enumerate(meshes):
+        options = ["model.init=pretrained", *options]
+        ours = run(recipe_of(tmp_path, f"mesh-{number}", ranks, options, "true", family), ranks)
+        assert_same(ours, trajectory(one))
+    expected = weights(one)
     for name, mine in weights(ours).items():
         assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 

@@ -87,6 +87,14 @@ FAMILIES = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 10,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 6,
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -98,6 +106,20 @@ FAMILIES = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "qwen3.5-moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 14,
     },
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"],
@@ -115,6 +137,22 @@ FAMILIES = {
         "vocab_size_per_layer_input": VOCAB + 3,
         "hidden_size_per_layer_input": 6,
         "final_logit_softcapping": 5.0,
+    },
+    "gemma4-moe": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "rms_norm_eps": 1e-3,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 10,
     },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
@@ -160,7 +198,7 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
     whole = {}
     for one in joints(model, tensors):
         parts = [tensors[part] for part in one.parts]
-        whole[one.name] = torch.cat(parts) if one.expert is None else parts[0][one.expert].clone()
+        whole[one.name] = torch.cat(parts, one.dim) if one.expert is None else parts[0][one.expert].clone()
     files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}
     save_file(files, directory / "model.safetensors")
     return directory

@@ -3,7 +3,8 @@
 Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_proj and v_proj, one below the other. So
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
 `ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a model
-holds a layer's experts as one stack [E, out, in], of which the files may have each matrix. Imports no torch.
+holds a layer's experts as stacks [E, out, in], of which the files may have each matrix, or gate and up joined along
+`out`. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FileRows:
-    """What one tensor of a model is in files: the tensor `name`, or `count` of its rows from `start` on; or, where
-    others are given, these one after another, each a matrix of the model's stack."""
+    """What one tensor of a model is in files: the tensor `name`, or `count` of its rows from `start` on, counted along
+    `dim`; or, where others are given, these one after another, each a matrix of the model's stack."""
 
     name: str
     start: int = 0
     count: int | None = None
     stacked: tuple[str, ...] = ()
+    dim: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -38,7 +40,8 @@ class FileRows:
         """Where the part `held` of the model's tensor, a slice for each dimension, lies in the file's."""
         if self.count is None:
             return held
-        return (slice(held[0].start + self.start, held[0].stop + self.start), *held[1:])
+        rows = held[self.dim]
+        return (*held[: self.dim], slice(rows.start + self.start, rows.stop + self.start), *held[self.dim + 1 :])
 
     def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
         """Read the part `held` of it into `local`, [its sizes], cast to its dtype. No collective."""
@@ -57,34 +60,43 @@ class FileRows:
             return whole
         if self.count is None:
             return files.read(self.name)
-        _, *others = files.stored[self.name].shape
-        return files.read(self.name, self.slices((slice(0, self.count), *(slice(0, size) for size in others))))
+        sizes = list(files.stored[self.name].shape)
+        sizes[self.dim] = self.count
+        return files.read(self.name, self.slices(tuple(slice(0, size) for size in sizes)))
 
 
 @dataclass(frozen=True)
 class Joint:
-    """The tensor that files call `name`, and the model's tensors whose rows it is, in order; or of a stack the matrix
-    of this number."""
+    """The tensor that files call `name`, and the model's tensors that it joins along `dim`, in order; or of a stack the
+    matrix of this number."""
 
     name: str
     parts: tuple[str, ...]
     expert: int | None = None
+    dim: int = 0
 
 
-def joints(model: Any, names: Iterable[str]) -> list[Joint]:
+def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[Joint]:
     """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, in order, each
-    once. An adapter's A is one parameter of all that the files join, and known by the first one's name."""
+    once. An adapter's A is one parameter of all that the files join, and known by the first one's name. stored: what
+    files have, which may be the experts of a family of stacks one by one; without it joints are those written."""
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return [Joint(name, (name,)) for name in names]
-    return list(dict.fromkeys(joint for name in names for joint in _joints(config, name)))
+    stacked = config.experts is not None and config.experts.stacked
+    stacked = stacked and not any(one.endswith(".experts.0.down_proj.weight") for one in stored)
+    return list(dict.fromkeys(joint for name in names for joint in _joints(config, name, stacked)))
 
 
-def _joints(config: ModelConfig, name: str) -> list[Joint]:
+def _joints(config: ModelConfig, name: str, stacked: bool) -> list[Joint]:
     module, _, parameter = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     if last in config.unnamed:
         return [Joint(f"{parent}.{parameter}", (name,))]
+    if stacked and parent.endswith(".experts"):
+        if last == "down_proj":
+            return [Joint(module, (name,))]
+        return [Joint(f"{parent}.gate_up_proj", tuple(f"{parent}.{one}_proj.weight" for one in ("gate", "up")), dim=1)]
     if config.experts is not None and parent.endswith(".experts"):
         return [Joint(f"{parent}.{one}.{last}.{parameter}", (name,), one) for one in range(config.experts.count)]
     if (whole := config.whole(module)) == module:
@@ -102,10 +114,13 @@ def places(
         return first[1:], {joint.parts[0]: FileRows(name, stacked=(name,))}
     if len(joint.parts) == 1:
         return first, {joint.parts[0]: FileRows(name)}
-    counts = [shapes[part][0] for part in joint.parts]
+    counts, dim = [shapes[part][joint.dim] for part in joint.parts], joint.dim
     starts = accumulate(counts[:-1], initial=0)
-    rows = {part: FileRows(name, *at) for part, at in zip(joint.parts, zip(starts, counts, strict=True), strict=True)}
-    return (sum(counts), *first[1:]), rows
+    rows = {
+        part: FileRows(name, start, count, dim=dim)
+        for part, start, count in zip(joint.parts, starts, counts, strict=True)
+    }
+    return (*first[:dim], sum(counts), *first[dim + 1 :]), rows
 
 
 def add_places(found: dict[str, FileRows], more: Mapping[str, FileRows]) -> None:

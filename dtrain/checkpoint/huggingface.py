@@ -56,7 +56,7 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     used: set[str] = set()
     missing, misfits = [], []
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for joint in joints(model, tensors):
+    for joint in joints(model, tensors, files.stored):
         name = joint.parts[0]
         known = [quantized.file_name(one) for one in names.get(joint.name, [joint.name])]
         found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]

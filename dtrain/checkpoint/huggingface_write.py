@@ -156,15 +156,15 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
-def joined(name: str, parts: Sequence[Entry]) -> Entry:
-    """The tensor `name` whose rows are those of `parts`, one below the other, in a dtype that holds all: of a frozen
-    part it may be less than of a trained one."""
+def joined(name: str, parts: Sequence[Entry], dim: int = 0) -> Entry:
+    """The tensor `name` that joins `parts` along `dim`, in a dtype that holds all: of a frozen part it may be less than
+    of a trained one."""
     first = parts[0]
     if len(parts) == 1:
         return dataclasses.replace(first, name=name)
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return Entry(name, shape, dtype, lambda: torch.cat([part.read().to(dtype) for part in parts]))
+    return Entry(name, shape, dtype, lambda: torch.cat([part.read().to(dtype) for part in parts], dim))
 
 
 def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:

@@ -60,7 +60,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     whole: dict[str, WholeWeight] = {}
     for joint in joints(model, found):
         if joint.expert is None:
-            whole[joint.name] = _joined(joint.name, [found[part] for part in joint.parts])
+            whole[joint.name] = _joined(joint.name, [found[part] for part in joint.parts], joint.dim)
         else:
             one = found[joint.parts[0]]
             stack = stacks.setdefault(joint.parts[0], Stack(one.shape[0]))
@@ -124,15 +124,17 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _joined(name: str, parts: list[WholeWeight]) -> WholeWeight:
-    """One below the other. Every rank joins them, those too that do not keep the whole."""
+def _joined(name: str, parts: list[WholeWeight], dim: int) -> WholeWeight:
+    """Along `dim`. Every rank joins them, those too that do not keep the whole."""
     if len(parts) == 1:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
 
     def read(dtype: torch.dtype) -> Tensor:
-        return torch.cat([part.read(dtype) for part in parts])
+        return torch.cat([part.read(dtype) for part in parts], dim)
 
-    shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+    sizes = list(parts[0].shape)
+    sizes[dim] = sum(part.shape[dim] for part in parts)
+    shape = torch.Size(sizes)
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)

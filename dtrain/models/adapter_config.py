@@ -150,8 +150,8 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
     mlp = {f"{parent}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")} | {
         f"{parent}.{down}": (hidden, inner)
     }
-    if config.is_sparse(number):
-        mlp = {}  # its experts are stacks, and its router is no linear layer, as in PEFT
+    if not config.has_mlp(number):
+        mlp = _of_shared_expert(config)  # the others are stacks, and the router is no linear layer, as in PEFT
     if (own := config.per_layer) is not None:
         mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
     joined: dict[str, tuple[int, int]] = {}
@@ -159,6 +159,13 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
         whole = config.whole(name)
         joined[whole] = joined.get(whole, (0, columns))[0] + rows_of, columns
     return joined
+
+
+def _of_shared_expert(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    shared, hidden = 0 if config.experts is None else config.experts.shared, config.hidden_size
+    rows = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
+    of_expert = {f"mlp.shared_expert.{name}": shape for name, shape in rows.items()}
+    return {**of_expert, "mlp.shared_expert_gate": (1, hidden)} if shared else {}
 
 
 def modules(config: ModelConfig) -> list[str]:
@@ -180,7 +187,7 @@ def modules(config: ModelConfig) -> list[str]:
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
     sparse = ("gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
-    numbers = () if config.experts is None else config.experts.layers
+    numbers = () if config.experts is None or config.experts.beside else config.experts.layers
     of_layers += [f"model.layers.{number}.mlp.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]

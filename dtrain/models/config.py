@@ -56,13 +56,18 @@ class LinearAttention:
 @dataclass(frozen=True)
 class Experts:
     """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; normed: whether a
-    token's weights add up to one; layers: the sparse ones' numbers."""
+    token's weights add up to one; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0
+    for none; stacked: whether files have a layer's experts as two tensors, one of which joins gate and up; beside:
+    whether sparse layers have an MLP of their own too."""
 
     count: int
     top: int
     inner: int
     normed: bool
     layers: tuple[int, ...]
+    shared: int = 0
+    stacked: bool = False
+    beside: bool = False
 
     @property
     def share(self) -> float:
@@ -179,11 +184,16 @@ class ModelConfig:
         """Whether the MLP of a layer, by its number, is a mixture of experts."""
         return self.experts is not None and layer in self.experts.layers
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer, by its number, has an MLP that all tokens go through."""
+        return self.experts is None or self.experts.beside or layer not in self.experts.layers
+
     @property
     def inner_sizes(self) -> set[int]:
         """Of the MLPs that there are, experts among them."""
-        dense = {self.inner_size(one) for one in range(self.num_hidden_layers) if not self.is_sparse(one)}
-        return dense | ({self.experts.inner} if self.experts is not None else set())
+        dense = {self.inner_size(one) for one in range(self.num_hidden_layers) if self.has_mlp(one)}
+        sparse = () if self.experts is None else (self.experts.inner, self.experts.shared)
+        return dense | {one for one in sparse if one}
 
     def inner_size(self, layer: int) -> int:
         """Of the MLP of a layer, by its number."""
@@ -197,7 +207,8 @@ class ModelConfig:
         for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
             if self.experts is not None and self.is_sparse(index):
                 widths += self.experts.count * (3 * self.experts.inner + 1)
-            else:
+                widths += (3 * self.experts.shared + 1) if self.experts.shared else 0
+            if self.has_mlp(index):
                 widths += 3 * self.inner_size(index)
             if kind == LINEAR and self.linear is not None:
                 widths += 2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dtrain.models.config import FULL, LINEAR, SLIDING, Experts, LinearAttention, ModelConfig
 from dtrain.models.config_gemma import read_gemma3, read_gemma3_multimodal, read_gemma4, read_gemma4_multimodal
 from dtrain.models.config_parts import (
     common_fields,
+    read_experts,
     read_layer_types,
     read_text_tower,
     used_window,
@@ -38,6 +40,17 @@ def _mistral(architecture: str, fields: Fields, tie: bool = False, is_text_tower
     types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
     values = {**common, "layer_types": types, "sliding_window": window, "is_text_tower": is_text_tower}
     return with_one_rope(fields, **values)
+
+
+def _mixtral(architecture: str, fields: Fields) -> ModelConfig:
+    fields = fields.over({"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2})
+    common = common_fields(architecture, fields, kv_heads=8)
+    window, count = fields.optional_integer("sliding_window"), common["num_hidden_layers"]
+    types = read_layer_types(fields, count, [FULL if window is None else SLIDING] * count, fixed=True)
+    fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
+    experts = read_experts(fields, 8, 2, common["intermediate_size"], True, tuple(range(count)))
+    values = {**common, "layer_types": types, "sliding_window": window, "experts": experts}
+    return with_one_rope(fields, theta=1_000_000.0, **values)
 
 
 # What Ministral 3's files may leave out, and the same of Mistral Small's text_config.
@@ -142,19 +155,13 @@ def _qwen3_moe(architecture: str, fields: Fields) -> ModelConfig:
 
 def _qwen_experts(fields: Fields, count: int) -> Experts | None:
     """Each `decoder_sparse_step`-th layer is sparse, but those of `mlp_only_layers`; None: none is."""
-    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    experts, top = fields.integer(key, 128, minimum=0), fields.integer("num_experts_per_tok", 8)
     inner, normed = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
-    fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
-    fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
         fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
         dense = []
-    if 0 < experts < top:
-        fields.problem(f"num_experts_per_tok {top} of {experts} experts")
-    sparse = tuple(one for one in range(count) if one not in dense and (one + 1) % step == 0 and experts)
-    return Experts(experts, top, inner, normed, sparse) if sparse else None
+    sparse = tuple(one for one in range(count) if one not in dense and (one + 1) % step == 0)
+    return read_experts(fields, 128, 8, inner, normed, sparse)
 
 
 def _qwen_layers(fields: Fields, count: int, moe: bool = False) -> dict[str, Any]:
@@ -179,13 +186,20 @@ _QWEN3_5_DEFAULTS = {
 }
 
 
-def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+def _qwen3_5(
+    architecture: str,
+    fields: Fields,
+    tie: bool = False,
+    is_text_tower: bool = False,
+    experts: Experts | None = None,
+    kv_heads: int = 4,
+) -> ModelConfig:
     fields = fields.over(_QWEN3_5_DEFAULTS)
     fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, which is carried along
     for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
         if fields.get(key) not in (None, value):
             fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
-    common = common_fields(architecture, fields, kv_heads=4, head_dim=256, tie=tie)
+    common = common_fields(architecture, fields, kv_heads=kv_heads, head_dim=256, tie=tie)
     if common["hidden_act"] != "silu":  # it would be the convolution's too
         fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
     bias, count = fields.flag("attention_bias", False), common["num_hidden_layers"]
@@ -216,16 +230,36 @@ def _qwen3_5(architecture: str, fields: Fields, tie: bool = False, is_text_tower
         o_bias=bias,
         attention_gate=True,
         linear=linear,
+        experts=experts,
         is_text_tower=is_text_tower,
         fused={one: tuple(f"{one.removesuffix('_qkv')}_{part}" for part in "qkv") for one in joined},
         unnamed=("decay",),
     )
 
 
-def _qwen3_5_multimodal(architecture: str, fields: Fields) -> ModelConfig:
+# What published checkpoints with experts may leave out.
+_QWEN3_5_MOE_DEFAULTS = {"hidden_size": 2048, "num_hidden_layers": 40, "moe_intermediate_size": 512}
+_QWEN3_5_MOE_DEFAULTS |= {"shared_expert_intermediate_size": 512}
+
+
+def _qwen3_5_moe(architecture: str, fields: Fields, tie: bool = False, is_text_tower: bool = False) -> ModelConfig:
+    """Every layer is sparse; what files join are stacks."""
+    fields = fields.over(_QWEN3_5_MOE_DEFAULTS)
+    if fields.get("norm_topk_prob") is False:
+        fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
+    inner, shared = fields.integer("moe_intermediate_size"), fields.integer("shared_expert_intermediate_size")
+    layers = tuple(range(fields.integer("num_hidden_layers")))
+    experts = read_experts(fields, 256, 8, inner, True, layers, shared=shared, stacked=True)
+    if experts is None:
+        fields.problem("num_experts 0: the dense models are Qwen3_5ForCausalLM")
+    fields = fields.over({"intermediate_size": shared})  # of dense layers, which there are none of
+    return _qwen3_5(architecture, fields, tie, is_text_tower, experts, kv_heads=2)
+
+
+def _qwen3_5_multimodal(architecture: str, fields: Fields, read: Callable[..., ModelConfig] = _qwen3_5) -> ModelConfig:
     fields.known("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     fields.known("language_model_only")
-    return read_text_tower(architecture, fields, _qwen3_5, tie=False)
+    return read_text_tower(architecture, fields, read, tie=False)
 
 
 def _phi3(architecture: str, fields: Fields) -> ModelConfig:
@@ -348,6 +382,7 @@ def _granite_hybrid(architecture: str, fields: Fields) -> ModelConfig:
 READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Ministral3ForCausalLM": _ministral3,
     "Mistral3ForConditionalGeneration": _mistral3_multimodal,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
@@ -363,6 +398,8 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5_multimodal,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": partial(_qwen3_5_multimodal, read=_qwen3_5_moe),
     "Gemma3ForCausalLM": read_gemma3,
     "Gemma3ForConditionalGeneration": read_gemma3_multimodal,
     "Gemma4ForCausalLM": read_gemma4,
@@ -373,6 +410,7 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
@@ -388,6 +426,8 @@ MODEL_TYPES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",

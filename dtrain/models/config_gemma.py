@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain.models.config import FULL, SLIDING, KeyHeads, ModelConfig, PerLayer
-from dtrain.models.config_parts import common_fields, read_layer_types, read_text_tower, used_window, written_window
+from dtrain.models.config_parts import (
+    common_fields,
+    read_experts,
+    read_layer_types,
+    read_text_tower,
+    used_window,
+    written_window,
+)
 from dtrain.models.fields import Fields, shown
 from dtrain.models.rope_config import read_gemma4_ropes, read_gemma_ropes
 
@@ -73,8 +80,7 @@ _GEMMA4_DEFAULTS = {
 
 def read_gemma4(architecture: str, fields: Fields, tie: bool = True, is_text_tower: bool = False) -> ModelConfig:
     fields = fields.over(_GEMMA4_DEFAULTS)
-    fields.must_be_off("enable_moe_block", "mixture of experts is not implemented; the dense models are E2B, E4B, 31B")
-    fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which are off
+    fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which may be off
     if fields.get("use_bidirectional_attention") == "vision":  # among an image's tokens; text is causal
         fields = fields.without("use_bidirectional_attention")
     common = common_fields(architecture, fields, activation=("hidden_activation", None), head_dim=256, pad=0, tie=tie)
@@ -96,6 +102,10 @@ def read_gemma4(architecture: str, fields: Fields, tie: bool = True, is_text_tow
             f"vocab_size_per_layer_input {rows} is less than vocab_size {common['vocab_size']}: the tokens beyond it "
             "have no row"
         )
+    experts = None
+    if fields.flag("enable_moe_block", False):  # beside the MLP of every layer
+        inner, layers = fields.integer("moe_intermediate_size"), tuple(range(count))
+        experts = read_experts(fields, None, None, inner, True, layers, "top_k_experts", stacked=True, beside=True)
     max_positions, sizes = common["max_position_embeddings"], {kind: one.size for kind, one in heads.items()}
     values = {
         **common,
@@ -109,6 +119,7 @@ def read_gemma4(architecture: str, fields: Fields, tie: bool = True, is_text_tow
         "shared_layers": shared,
         "shared_width": 2 if fields.flag("use_double_wide_mlp", False) else 1,
         "per_layer": PerLayer(rows, size) if size else None,
+        "experts": experts,
     }
     fields.refuse_the_rest()
     return ModelConfig(**values, is_text_tower=is_text_tower)

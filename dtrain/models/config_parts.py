@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from dtrain.models.config import FULL, SLIDING, ModelConfig
+from dtrain.models.config import FULL, SLIDING, Experts, ModelConfig
 from dtrain.models.fields import Fields, shown
 from dtrain.models.rope_config import KINDS, read_rope
 
@@ -105,6 +105,26 @@ def read_layer_types(
     else:
         return tuple(written)
     return tuple(default)
+
+
+def read_experts(
+    fields: Fields,
+    count: int | None,
+    top: int | None,
+    inner: int,
+    normed: bool,
+    layers: tuple[int, ...],
+    top_key: str = "num_experts_per_tok",
+    **more: Any,
+) -> Experts | None:
+    """Of the sparse `layers`; count, top: the family's own defaults; None: there are no experts, or no such layer."""
+    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    count, top = fields.integer(key, count, minimum=0), fields.integer(top_key, top)
+    fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
+    fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
+    if 0 < count < top:
+        fields.problem(f"{top_key} {top} of {count} experts")
+    return Experts(count, top, inner, normed, layers, **more) if count and layers else None
 
 
 def written_window(fields: Fields) -> int | None:

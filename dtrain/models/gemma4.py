@@ -1,18 +1,19 @@
-"""Gemma 4's dense text models (E2B, E4B, 31B), alone or as the text tower of a multimodal checkpoint.
+"""Gemma 4's text models (E2B, E4B, 31B, 26B-A4B), alone or as the text tower of a multimodal checkpoint.
 
 Full layers have heads of another size than sliding ones, and may take values from the keys' projection; heads of q, k
 and v are normed. The last layers have no keys of their own: each reads those of the last layer of its type that has,
 which hands them on as values, whole under a kernel that gathers them. A second table of embeddings has columns for each
 layer (`embed_tokens_per_layer`), which a gate in the layer multiplies. What leaves a layer is multiplied by its factor.
+Experts stand beside a layer's MLP, with norms and a router of their own, in a block that the files do not name.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
-from dtrain.models.config import ModelConfig
+from dtrain.models.config import Experts, ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate
 from dtrain.models.layers import (
     DECODER_PLAN,
@@ -27,6 +28,7 @@ from dtrain.models.layers import (
     plan_of,
     rounded,
 )
+from dtrain.models.moe import Router, SparseMLP
 from dtrain.models.tower import TextTower
 from dtrain.parallel.tensor import VocabEmbedding
 
@@ -87,10 +89,46 @@ class Gemma4Attention(Attention):
         return self.kernel.over(q, k, v, mask, self.scale).flatten(2), (k, v) if self.hands_on else None
 
 
+class Gemma4Router(Router):
+    """A router over normed states, and a factor of each expert's weight. Files have its matrix as `proj`."""
+
+    def __init__(self, config: ModelConfig, sizes: Experts):
+        super().__init__(config, sizes)
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.empty(sizes.count))
+        self.eps = config.rms_norm_eps
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
+        normed = rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, self.eps).to(x.dtype)
+        chosen, weights, shares = super().routed(normed * self.local("scale") * x.shape[-1] ** -0.5)
+        return chosen, weights * self.local("per_expert_scale")[chosen], shares
+
+
+class Gemma4Experts(SparseMLP):
+    """Experts that see normed states, and are routed by the layer's own."""
+
+    def __init__(self, config: ModelConfig, sizes: Experts):
+        super().__init__(config, sizes)
+        del self.gate
+        self.router = Gemma4Router(config, sizes)
+        self.pre_feedforward_layernorm_2 = Gemma4RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `SparseMLP.route`: x [T, D] -> [T, k], [T, k], [T, E]"""
+        return cast(tuple[Tensor, Tensor, Tensor], self.router(x))
+
+    def seen(self, x: Tensor) -> Tensor:
+        """As `SparseMLP.seen`, [T, D]"""
+        return cast(Tensor, self.pre_feedforward_layernorm_2(x))
+
+
 class Gemma4Layer(Layer):
-    """Each residual branch between two norms, the last one the layer's own embeddings."""
+    """Each residual branch between two norms, the last one the layer's own embeddings. sparse: experts, where it has
+    some."""
 
     self_attn: Gemma4Attention
+    sparse: Gemma4Experts
     layer_scalar: Tensor
 
     def __init__(self, config: ModelConfig, index: int):
@@ -103,18 +141,27 @@ class Gemma4Layer(Layer):
         self.pre_feedforward_layernorm = Gemma4RMSNorm(size, eps)
         self.post_feedforward_layernorm = Gemma4RMSNorm(size, eps)
         self.register_buffer("layer_scalar", torch.empty(1))
+        self.is_sparse = config.is_sparse(index)
+        if self.is_sparse and config.experts is not None:
+            self.sparse = Gemma4Experts(config, config.experts)
+            self.post_feedforward_layernorm_1 = Gemma4RMSNorm(size, eps)
+            self.post_feedforward_layernorm_2 = Gemma4RMSNorm(size, eps)
         if config.per_layer is not None:
             self.activation = ACTIVATIONS[config.hidden_act]
             self.per_layer_input_gate = Linear(size, config.per_layer.size, bias=False)
             self.per_layer_projection = Linear(config.per_layer.size, size, bias=False)
             self.post_per_layer_input_norm = Gemma4RMSNorm(size, eps)
 
-    def after(self, hidden: Tensor, attended: Tensor, own: Tensor | None = None) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, real: Tensor | None = None) -> Tensor:
         """As `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
-        [B, S, P]"""
+        [B, S, P]; real: as `SparseMLP` takes it"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
-        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        mixed = self.mlp(self.pre_feedforward_layernorm(hidden))
+        if self.is_sparse:
+            of_experts = self.post_feedforward_layernorm_2(self.sparse(hidden, real))
+            mixed = self.post_feedforward_layernorm_1(mixed) + of_experts
+        hidden = hidden + self.post_feedforward_layernorm(mixed)
         if own is not None:
             seen = gated(self.per_layer_input_gate(hidden), own, self.activation)
             hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(seen))
@@ -128,12 +175,15 @@ class Gemma4Layer(Layer):
         cache: Cached | None = None,
         own: Tensor | None = None,
         handed: Keys | None = None,
+        real: Tensor | None = None,
     ) -> tuple[Tensor, Keys | None]:
-        """hidden [B, S, D], own [B, S, P], handed: keys and values of an earlier layer -> [B, S, D], and this layer's
-        keys and values, where later ones read them"""
+        """hidden [B, S, D], own [B, S, P], handed: keys and values of an earlier layer, real: as `SparseMLP` takes it
+        -> [B, S, D], and this layer's keys and values, where later ones read them"""
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
         q, *fresh = before(hidden, *rotary)
         attended, keys = self.self_attn.among(q, tuple(fresh), mask, cache, handed)
+        if self.is_sparse:
+            return self.after(hidden, attended, own, real), keys
         return after(hidden, attended, *(() if own is None else (own,))), keys
 
 
@@ -160,7 +210,8 @@ class Gemma4Decoder(Decoder):
         made: dict[int, Keys] = {}  # by the number of the layer that made them
         for index, layer in enumerate(self.layers):
             run = layer.forward if bare else layer
-            hidden, keys = run(hidden, *handed[index], own[index], made.get(sources[index]))
+            rotary, mask, cache, *real = handed[index]
+            hidden, keys = run(hidden, rotary, mask, cache, own[index], made.get(sources[index]), *real)
             if keys is not None:
                 made[index] = keys
         return hidden
@@ -180,6 +231,7 @@ class Gemma4Decoder(Decoder):
 
 class Gemma4ForCausalLM(TextTower):
     tower_names = ("model.language_model.",)
+    initial = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial}
     carried = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
     def __init__(self, config: ModelConfig):
@@ -193,11 +245,23 @@ class Gemma4ForCausalLM(TextTower):
             "model.layers.*.self_attn.k_norm": "head_norm",
             "model.layers.*.pre_feedforward_layernorm": "sequence",
             "model.layers.*.post_feedforward_layernorm": "sequence",
+            "model.layers.*.post_feedforward_layernorm_1": "sequence",
+            "model.layers.*.post_feedforward_layernorm_2": "sequence",
+            "model.layers.*.sparse": "block",
+            "model.layers.*.sparse.router": "router",
+            "model.layers.*.sparse.pre_feedforward_layernorm_2": "router",
+            "model.layers.*.sparse.experts.gate_proj": "expert_colwise",
+            "model.layers.*.sparse.experts.up_proj": "expert_colwise",
+            "model.layers.*.sparse.experts.down_proj": "expert_rowwise",
             "model.layers.*.per_layer_input_gate": "sequence",
             "model.layers.*.per_layer_projection": "sequence",
             "model.layers.*.post_per_layer_input_norm": "sequence",
         }
         self.plan = plan_of(self, plan)
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        files = name.replace(".sparse.router.weight", ".sparse.router.proj.weight").replace(".sparse.", ".")
+        return super().checkpoint_names(files)
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Mistral Small 3.1 and 3.2, and Ministral 3 (https://huggingface.co/mistralai), alone or as the text tower of a
-multimodal checkpoint. Llama's layer; Ministral 3 scales queries by their position, as Llama 4 does.
+multimodal checkpoint; Mixtral (arXiv:2401.04088). Llama's layer; Ministral 3 scales queries by their position, as
+Llama 4 does, and each MLP of Mixtral is a mixture of experts.
 """
 
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models.config import ModelConfig, Rope
-from dtrain.models.layers import Attention, Decoder, PreNormLayer, Rotary
+from dtrain.models.layers import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary, plan_of
+from dtrain.models.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.tower import TextTower
 
 
@@ -55,3 +57,21 @@ class MistralForCausalLM(TextTower):
         is_scaled = any(rope.query_beta for rope in config.ropes.values())
         decoder = ScaledDecoder(config, ScaledLayer) if is_scaled else Decoder(config, PreNormLayer)
         super().__init__(config, decoder)
+
+
+# What Mixtral's files call an expert's matrices.
+_MIXTRAL = {"gate_proj.weight": "w1.weight", "down_proj.weight": "w2.weight", "up_proj.weight": "w3.weight"}
+
+
+class MixtralForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, Decoder(config, SparseLayer))
+        self.plan = plan_of(self, {**DECODER_PLAN, **SPARSE_PLAN})
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        before, of_mlp, after = name.partition(".mlp.")
+        if not of_mlp:
+            return [name]
+        for ours, theirs in _MIXTRAL.items():
+            after = after.replace(ours, theirs)
+        return [f"{before}.block_sparse_moe.{after}"]

@@ -16,7 +16,7 @@ from dtrain.attention.decode import Cached
 from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated
-from dtrain.models.layers import PreNormLayer, Rotary
+from dtrain.models.layers import GatedMLP, Linear, PreNormLayer, Rotary
 from dtrain.models.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.placement import LocalParameters
@@ -28,6 +28,11 @@ SPARSE_PLAN = {
     "model.layers.*.mlp.experts.gate_proj": "expert_colwise",
     "model.layers.*.mlp.experts.up_proj": "expert_colwise",
     "model.layers.*.mlp.experts.down_proj": "expert_rowwise",
+    "model.layers.*.mlp.shared_expert": "within",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise_within",
+    "model.layers.*.mlp.shared_expert_gate": "router",
 }
 
 
@@ -42,13 +47,18 @@ class Router(LocalParameters):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
         in max(float32, it)"""
+        chosen, weights, shares = self.routed(x)
+        return chosen, weights.to(x.dtype), shares
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `forward`, the weights [T, k] not yet rounded"""
         logits = F.linear(x, self.local("weight"))  # [T, E]
         shares = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
         weights = shares.gather(1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights.to(x.dtype), shares
+        return chosen, weights, shares
 
 
 class ExpertLinear(LocalParameters):
@@ -88,7 +98,8 @@ class GatedExperts(Experts):
 
 
 class SparseMLP(Block):
-    """Σ over a token's experts of weight · expert(x). routing, layer: set when the model is built."""
+    """Σ over a token's experts of weight · expert(x), and σ(gate(x)) · shared(x) of an expert of all tokens, where
+    there is one. routing, layer: set when the model is built."""
 
     routing: Routing
     layer: int
@@ -97,19 +108,31 @@ class SparseMLP(Block):
         super().__init__()
         self.gate = Router(config, sizes)
         self.experts = GatedExperts(config, sizes)
+        self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
 
     def forward(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
-        chosen, weights, shares = self.gate(x)
+        chosen, weights, shares = self.route(x)
         order, counts = by_expert(chosen, self.experts.count, real)
         self.routing.see(self.layer, counts)
         weights = self.routing.balanced(self.layer, weights, shares, chosen)
-        results = self.experts(spread(x, order, chosen.shape[1]), counts)
+        results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
         return mixed if self.tp is None else self.tp.leave(mixed)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the router gives of x [T, D]: [T, k], [T, k], [T, E]."""
+        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x))
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What experts see of x, [T, D]; a family may norm it."""
+        return x
 
 
 def share_routing(model: nn.Module, experts: int) -> Routing:

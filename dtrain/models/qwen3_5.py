@@ -1,4 +1,5 @@
-"""Qwen3.5 and 3.6, dense, alone or as the text tower of a multimodal checkpoint (https://huggingface.co/Qwen).
+"""Qwen3.5 and 3.6, dense or with experts, alone or as the text tower of a multimodal checkpoint
+(https://huggingface.co/Qwen).
 
 Three layers of gated delta net (linear attention, arXiv:2412.06464) to each of full attention, whose output is gated;
 norms multiply by 1 + weight, and a part of each head is rotated. What the files join, q, k and v of linear layers, the
@@ -28,6 +29,7 @@ from dtrain.models.layers import (
     Rotary,
     plan_of,
 )
+from dtrain.models.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.tower import TextTower
 from dtrain.parallel.placement import LocalParameters
 
@@ -185,6 +187,10 @@ class Qwen3_5Layer(PreNormLayer):
         return self.linear_attn if self.is_linear else self.self_attn
 
 
+class Qwen3_5MoeLayer(SparseLayer, Qwen3_5Layer):
+    """A sparse one, with an expert of all tokens."""
+
+
 class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
 
@@ -216,9 +222,11 @@ class Qwen3_5ForCausalLM(TextTower):
     }
 
     def __init__(self, config: ModelConfig):
-        super().__init__(config, Qwen3_5Decoder(config, Qwen3_5Layer, Gemma3RMSNorm))
+        layer = Qwen3_5Layer if config.experts is None else Qwen3_5MoeLayer
+        super().__init__(config, Qwen3_5Decoder(config, layer, Gemma3RMSNorm))
         plan = {
             **DECODER_PLAN,
+            **SPARSE_PLAN,
             "model.layers.*.linear_attn": "block",
             "model.layers.*.linear_attn.in_proj_*": "colwise",
             "model.layers.*.linear_attn.conv1d_*": "heads",

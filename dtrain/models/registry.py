@@ -14,7 +14,7 @@ from dtrain.models.gemma4 import Gemma4ForCausalLM
 from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
-from dtrain.models.mistral import MistralForCausalLM
+from dtrain.models.mistral import MistralForCausalLM, MixtralForCausalLM
 from dtrain.models.moe import share_routing
 from dtrain.models.nf4 import quantize_linears
 from dtrain.models.olmo import OlmoForCausalLM
@@ -27,6 +27,7 @@ from dtrain.models.smollm import SmolLM3ForCausalLM
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "Ministral3ForCausalLM": MistralForCausalLM,
     "Mistral3ForConditionalGeneration": MistralForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLText,
@@ -42,6 +43,8 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,

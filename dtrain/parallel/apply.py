@@ -90,7 +90,9 @@ def in_words(style: str | Style | ParallelStyle) -> str:
     return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
 
 
-_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "head_norm", "heads", "router"}
+_BLOCKS = ("block", "within")
+_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "rowwise_within", "head_norm", "heads", "router", "within"}
+_JOINING = ("rowwise", "rowwise_within", "expert_rowwise")
 
 
 def _contradictions(
@@ -120,7 +122,7 @@ def _contradictions(
             )
     for name, module in modules.items():
         style, parent = styles.get(name), name.rpartition(".")[0]
-        in_block = styles.get(parent) == "block"
+        in_block = styles.get(parent) in _BLOCKS
         if name not in unnamed and style in _IN_BLOCK and not in_block and parent not in unnamed:
             problems.append(f"{name}: {style} needs the style block on {parent}")
         if name not in unnamed and style not in (None, *_IN_BLOCK) and in_block:
@@ -129,8 +131,8 @@ def _contradictions(
             reading = "sequence parallel cuts what it reads; give it one, or set parallel.sequence_parallel=false"
             problems.append(f"{name}: has no style, and {f'{parent} is a block' if in_block else reading}")
         inside = {other for other in styles if other.startswith(f"{name}.")}
-        joining = {other for other in inside if styles[other] in ("rowwise", "expert_rowwise")}
-        if style == "block" and not (inside & unnamed or joining):
+        joining = {other for other in inside if styles[other] in _JOINING}
+        if style in _BLOCKS and not (inside & unnamed or joining):
             problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
     # Functions on an embedding, the head or the whole decoder may do what these do.
     if not any(_is_an_end(name, modules[name]) for name in unnamed):

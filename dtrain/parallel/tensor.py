@@ -208,8 +208,14 @@ def colwise_kv(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """A linear layer that computes its share of the inputs' sum, and leaves the block. Its bias is added once. What an
-    adapter adds is a share of the same sum: B is whole on every rank, its gradients are summed."""
+    """A linear layer that computes its share of the inputs' sum, and leaves the block."""
+    rowwise_within(module, tp)
+    module.register_forward_hook(lambda module, inputs, output: tp.leave(output))
+
+
+def rowwise_within(module: LocalParameters, tp: TensorParallel) -> None:
+    """As `rowwise`, of a block that adds up itself. The bias is added once. What an adapter adds is a share of the same
+    sum: B is whole on every rank, its gradients are summed."""
     for name in _OF_INPUTS:
         _place(module, tp, name, Shard(1))
     for name in ("lora_B", "lora_magnitude"):
@@ -217,12 +223,15 @@ def rowwise(module: LocalParameters, tp: TensorParallel) -> None:
     first = tp.rank == 0
     _place(module, tp, "bias", Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
     module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
-    module.register_forward_hook(lambda module, inputs, output: tp.leave(output))
 
 
 def block(module: Block, tp: TensorParallel) -> None:
     """A `Block`, whose hidden states enter it here."""
     module.tp = tp
+
+
+def within(module: Block, tp: TensorParallel) -> None:
+    """A `Block` inside another, whose hidden states have entered, and leave with those of the other."""
 
 
 def sequence(module: LocalParameters, tp: TensorParallel) -> None:
@@ -247,7 +256,8 @@ def head_norm(module: LocalParameters, tp: TensorParallel) -> None:
 def router(module: LocalParameters, tp: TensorParallel) -> None:
     """What weighs the results of a block: whole on every rank, which weighs its share of them, so gradients are
     summed."""
-    _place(module, tp, "weight", Replicate(), grad=Partial())
+    for name in module._parameters:
+        _place(module, tp, name, Replicate(), grad=Partial())
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
@@ -294,9 +304,11 @@ STYLES: dict[str, Style] = {
     "heads": heads,
     "router": router,
     "rowwise": rowwise,
+    "rowwise_within": rowwise_within,
     "sequence": sequence,
     "vocab_embedding": vocab_embedding,
     "vocab_head": vocab_head,
+    "within": within,
 }
 # The class of module that each style needs; those not listed here need LocalParameters.
 MODULES: dict[str, type[nn.Module]] = {
@@ -304,6 +316,7 @@ MODULES: dict[str, type[nn.Module]] = {
     "decoder": Stack,
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
+    "within": Block,
 }
 
 

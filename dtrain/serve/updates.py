@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,10 @@ class Updates:
     def check(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a broadcast of these names, dtypes and shapes would fit: asked before a group waits for it."""
         info = self._info(check(body, TENSORS))
-        lacking = {id(tensors[0]) for tensors in self._tensors.values()} - {id(self._tensors[name][0]) for name in info}
+        lacking = {id(one.parts[0]) for one in self._tensors.values()}
+        lacking -= {id(self._tensors[name].parts[0]) for name in info}
         if lacking:
-            names = sorted(name for name, tensors in self._tensors.items() if id(tensors[0]) in lacking)
+            names = sorted(name for name, one in self._tensors.items() if id(one.parts[0]) in lacking)
             raise ApiError(400, f"the update lacks {len(names)} tensors, the first {names[0]}", "names")
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
@@ -167,9 +169,7 @@ class Updates:
                 with torch.no_grad():
                     for bucket in buckets:
                         for name, tensor in receiver.receive_bucket(bucket):
-                            parts = self._tensors[name]
-                            for part, rows in zip(parts, _rows(tensor, parts), strict=True):
-                                part.copy_(rows)
+                            self._tensors[name].fill(tensor)
             except RuntimeError as error:  # torch's word for a sender that is gone
                 raise ApiError(504, f"the broadcast broke off: {_first_line(error)}") from error
             if version is not None:
@@ -195,30 +195,44 @@ class Updates:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name not in self._tensors:
                 raise ApiError(400, f"the model has no tensor {name!r}", "names")
-            parts = self._tensors[name]
-            own = list(parts[0].shape) if len(parts) == 1 else [sum(map(len, parts)), *parts[0].shape[1:]]
+            own = self._tensors[name].shape
             if own != shape:
                 raise ApiError(400, f"{name} is {shape}, the model has {own}", "shapes")
             info[name] = (torch.Size(shape), DTYPES[dtype])
         return info
 
 
-def _by_every_name(model: CausalLM) -> dict[str, list[Tensor]]:
-    """The model's tensors under all names that it and checkpoints know them by, a tied one under both: one tensor, or
-    those whose rows are joined under that name."""
+@dataclass(frozen=True)
+class _Parts:
+    """One tensor of the model, or those that a name joins along `dim`."""
+
+    parts: list[Tensor]
+    dim: int
+
+    @property
+    def shape(self) -> list[int]:
+        sizes = list(self.parts[0].shape)
+        if sizes:
+            sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return sizes
+
+    def fill(self, tensor: Tensor) -> None:
+        """From one of their shape."""
+        sizes = [part.shape[self.dim] for part in self.parts if part.dim()]
+        for part, rows in zip(self.parts, tensor.split(sizes, self.dim) if sizes else [tensor], strict=True):
+            part.copy_(rows)
+
+
+def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
+    """The model's tensors under all names that it and checkpoints know them by, a tied one under both."""
     names, tensors = aliases(model), model_tensors(model)
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, _Parts] = {}
     for joint in joints(model, tensors):
         data = [tensors[part].detach() for part in joint.parts]
         data = data if joint.expert is None else [data[0][joint.expert]]
         for name in names.get(joint.name, [joint.name]):
-            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], data))
+            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint.dim)))
     return found
-
-
-def _rows(tensor: Tensor, parts: list[Tensor]) -> Sequence[Tensor]:
-    """What of `tensor` each of the `parts` is."""
-    return [tensor] if len(parts) == 1 else tensor.split([len(part) for part in parts])
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -38,6 +38,7 @@ from tests.world import run_world
 
 CASES = [("qwen3", shape) for shape in SHAPES] + [("qwen2", "dora"), ("gemma3", "lora"), ("llama-biases", "dora")]
 CASES += [("phi3", "lora"), ("phi3", "dora"), ("qwen3.5", "lora"), ("qwen3.5", "dora")]
+CASES += [("qwen3.5-moe", "lora")]
 
 
 @pytest.fixture

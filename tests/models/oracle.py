@@ -64,6 +64,11 @@ def _qwen3_moe(**more):
     return transformers.Qwen3MoeConfig(**{**_TINY, **sizes, **more})
 
 
+def _mixtral(**more):
+    sizes = dict(intermediate_size=20, num_local_experts=6, num_experts_per_tok=2)
+    return transformers.MixtralConfig(**{**_TINY, **sizes, **more})
+
+
 def _phi3(**more):
     return transformers.Phi3Config(**{**_TINY, **more})
 
@@ -90,7 +95,7 @@ def _ministral3(**more):
     return transformers.Ministral3Config(**{**_TINY, **scales, **more})
 
 
-def _qwen3_5(**more):
+def _qwen3_5(config=transformers.Qwen3_5TextConfig, **more):
     sizes = dict(
         num_hidden_layers=4,
         head_dim=16,
@@ -100,7 +105,13 @@ def _qwen3_5(**more):
         linear_value_head_dim=12,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     )
-    return transformers.Qwen3_5TextConfig(**{**_TINY, **sizes, **more})
+    return config(**{**_TINY, **sizes, **more})
+
+
+def _qwen3_5_moe(**more):
+    sizes = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+    sizes |= dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    return _qwen3_5(transformers.Qwen3_5MoeTextConfig, **{**sizes, **more})
 
 
 def _gemma4(**more):
@@ -146,6 +157,8 @@ VARIANTS = {
     "qwen3-moe-mixed": lambda: _qwen3_moe(
         norm_topk_prob=False, mlp_only_layers=[1], tie_word_embeddings=True, sliding_window=9, use_sliding_window=True
     ),
+    "mixtral": lambda: _mixtral(),
+    "mixtral-window": lambda: _mixtral(sliding_window=9, head_dim=16, tie_word_embeddings=True),
     "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-biases": lambda: _qwen3(attention_bias=True),
     "qwen3-yarn-factor": lambda: _qwen3(rope_parameters={**_YARN, "attention_factor": 1.3, "truncate": False}),
@@ -191,6 +204,7 @@ VARIANTS = {
     "ministral3": lambda: _ministral3(),
     "ministral3-window": lambda: _ministral3(sliding_window=11, tie_word_embeddings=True),
     "qwen3.5": lambda: _qwen3_5(),
+    "qwen3.5-moe": lambda: _qwen3_5_moe(),
     "qwen3.5-tied": lambda: _qwen3_5(
         tie_word_embeddings=True,
         linear_num_value_heads=2,
@@ -216,6 +230,17 @@ VARIANTS = {
     "gemma4-shared-pairs": lambda: _gemma4(
         attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=4, global_head_dim=16
     ),
+    "gemma4-moe": lambda: _gemma4(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=12,
+    ),
     "qwen3.5-pairs": lambda: _qwen3_5(linear_conv_kernel_dim=2),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
@@ -233,6 +258,7 @@ _CLASSES = {
     "mistral": transformers.MistralForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "phi3": transformers.Phi3ForCausalLM,
     "olmo2": transformers.Olmo2ForCausalLM,
@@ -241,6 +267,7 @@ _CLASSES = {
     "granite": transformers.GraniteForCausalLM,
     "granitemoehybrid": transformers.GraniteMoeHybridForCausalLM,
     "ministral3": transformers.Ministral3ForCausalLM,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
     "gemma4_text": transformers.Gemma4ForCausalLM,
@@ -317,25 +344,31 @@ def grads(model) -> dict[str, torch.Tensor]:
     """The gradients of a model, ours or transformers', by the names of files."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     if not isinstance(getattr(model, "config", None), ModelConfig):
-        return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole).items()}
+        names = _MIXTRAL if model.config.model_type == "mixtral" else {}
+        return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole, names).items()}
     whole = {}
-    for one in joints(model, found):
+    for one in joints(model, found, stored=[".experts.0.down_proj.weight"]):  # one by one
         parts = [found[part] for part in one.parts]
-        whole[one.name] = torch.cat(parts) if one.expert is None else parts[0][one.expert]
+        whole[one.name] = torch.cat(parts, one.dim) if one.expert is None else parts[0][one.expert]
     names = getattr(model, "checkpoint_names", lambda name: [name])
     return {names(name)[0]: grad for name, grad in whole.items()}
 
 
-def _of_experts(name, grad):
-    """A stack's gradient in transformers as those of the tensors that the files have."""
+_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _of_experts(name, grad, names):
+    """A stack's gradient in transformers as those of the tensors that the files have; names: theirs of a name's
+    parts."""
+    name = ".".join(names.get(part, part) for part in name.split("."))
     parent, _, last = name.rpartition(".")
     if not parent.endswith(".experts"):
         return {name: grad}
-    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     return {
-        f"{parent}.{number}.{part}.weight": rows
+        f"{parent}.{number}.{names.get(part, part)}.weight": rows
         for number, matrix in enumerate(grad)
-        for part, rows in zip(names, matrix.chunk(len(names)), strict=True)
+        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
     }
 
 

@@ -25,9 +25,9 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 # Rounding in float32 grows in linear layers and in norms over all heads: transformers' own distance to float64 is as
 # large.
-TIMES = {"qwen3.5": 20.0, "qwen3.5-tied": 20.0, "qwen3.5-pairs": 20.0, "olmo2-biases": 10.0}
+TIMES = {"qwen3.5": 20.0, "qwen3.5-moe": 20.0, "qwen3.5-tied": 20.0, "qwen3.5-pairs": 20.0, "olmo2-biases": 10.0}
 # So it does where scores are not scaled: transformers' gradients of gemma4 are 8e-5 from float64, ours 7e-5.
-TIMES |= dict.fromkeys(("gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"), 10.0)
+TIMES |= dict.fromkeys(("gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs", "gemma4-moe"), 10.0)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -163,10 +163,20 @@ def in_float64(model, head_dim):
         return forward
 
     def router(module):
+        normed = getattr(module, "norm_topk_prob", True)
+
         def forward(x):
             logits = F.linear(x, module.weight)
             weights, chosen = logits.softmax(-1).topk(module.top_k)
-            return logits, weights / weights.sum(-1, keepdim=True) if module.norm_topk_prob else weights, chosen
+            return logits, weights / weights.sum(-1, keepdim=True) if normed else weights, chosen
+
+        return forward
+
+    def gemma4_router(module):
+        def forward(x):
+            shares = module.proj(module.norm(x) * module.scale * module.hidden_size**-0.5).softmax(-1)
+            weights, chosen = shares.topk(module.config.top_k_experts)
+            return shares, weights / weights.sum(-1, keepdim=True) * module.per_expert_scale[chosen], chosen
 
         return forward
 
@@ -194,6 +204,8 @@ def in_float64(model, head_dim):
             module.forward = gemma4_norm(module)
         elif "RMSNorm" in kind and not kind.endswith("Gated"):
             module.forward = norm(module, "Gemma" in kind or "Qwen3_5" in kind)
+        if kind == "Gemma4TextRouter":
+            module.forward = gemma4_router(module)
         if kind.endswith("TopKRouter"):
             module.forward = router(module)
         if kind.endswith("GatedDeltaNet"):
@@ -212,7 +224,8 @@ def query_scale(positions, beta, length):
 
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
-FREED += ["qwen3-moe", "qwen3-moe-mixed", "gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
+FREED += ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "mixtral-window", "qwen3.5-moe", "gemma4-moe"]
+FREED += ["gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
 FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 
 

@@ -137,7 +137,7 @@ def test_sizes_by_the_kind_of_layer():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block True: mixture of experts is not implemented"),
+        ({"enable_moe_block": True}, "moe_intermediate_size is missing"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all': only causal"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 of 6: no layer before these has keys of full_attention"),
         ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100}, "per_layer_input 100 is less than"),

@@ -135,15 +135,24 @@ def test_loads_say_how_uneven_the_experts_are():
     assert {name: value.tolist() for name, value in loads(counts).items()} == {"moe_load": [1.5], "moe_idle": [0.25]}
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", "qwen3-moe-mixed"])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("qwen3-moe", "mlp.experts.7.up_proj.weight"),
+        ("qwen3-moe-mixed", "mlp.experts.7.up_proj.weight"),
+        ("mixtral", "block_sparse_moe.experts.5.w3.weight"),
+        ("qwen3.5-moe", "mlp.experts.gate_up_proj"),
+        ("gemma4-moe", "experts.gate_up_proj"),
+    ],
+)
 @torch.no_grad()
-def test_files_have_a_tensor_for_each_expert_and_transformers_reads_them(variant, tmp_path):
+def test_files_have_their_own_names_of_experts_and_transformers_reads_them(variant, name, tmp_path):
     source = save(make(variant), tmp_path / "source")
     ours = models.from_pretrained(source)
     for parameter in ours.parameters():
         parameter.mul_(1.01)
     write_directory(ours, tmp_path / "out", source, max_shard_bytes=20_000)
-    assert "model.layers.0.mlp.experts.7.up_proj.weight" in (tmp_path / "out/model.safetensors.index.json").read_text()
+    assert f'"model.layers.0.{name}"' in (tmp_path / "out/model.safetensors.index.json").read_text()
     again = models.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], one) for name, one in ours.state_dict().items())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -163,16 +172,21 @@ def test_flops_count_the_experts_that_a_token_goes_to():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("variant", "changes", "message"),
     [
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
-        ({"mlp_only_layers": ["1"]}, "mlp_only_layers ['1']: must be a list of layers' numbers"),
-        ({"output_router_logits": True}, "output_router_logits True: moe.balance adds a balance loss"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers ['1']: must be a list of layers' numbers"),
+        ("qwen3-moe", {"output_router_logits": True}, "output_router_logits True: moe.balance adds a balance loss"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1: noise on what is routed"),
+        ("qwen3.5-moe", {"num_experts": 0}, "num_experts 0: the dense models are"),
+        ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob false: in this architecture"),
+        ("gemma4-moe", {"top_k_experts": 9}, "top_k_experts 9 of 8 experts"),
+        ("gemma4-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ],
 )
-def test_fields_that_cannot_be_used_are_refused(changes, message):
+def test_fields_that_cannot_be_used_are_refused(variant, changes, message):
     with pytest.raises(UserError) as error:
-        models.parse_config({**VARIANTS["qwen3-moe"]().to_dict(), **changes})
+        models.parse_config({**VARIANTS[variant]().to_dict(), **changes})
     assert message in str(error.value)
 
 
