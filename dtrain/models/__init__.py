@@ -11,6 +11,7 @@
                                  the families
     tower                        what is one part of a multimodal checkpoint
     layers, functions            what they are made of; norms, activations, rotary embedding
+    moe, routing                 a mixture of experts in a layer; what its layers share, and the loss that balances them
     regions                      parts of a layer that are compiled
     init                         starting values
     adapter_config, adapters     which layers have an adapter, and of what rank; what it computes
