@@ -100,6 +100,11 @@ def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     config, layers = adapter_of(asdict(section)), linears(model)
     found += _targets(config, list(layers)) + _patterns(config, list(layers))
     found += _saved(config, modules(model))
+    if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
+        found.append(
+            f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
+            f"{experts[0]}, for which an adapter's files have no place: leave them out, or train them without lora"
+        )
     if not found and not config.adapted(layers) and config.saved(layers):
         found.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} trains whole what lora.target="

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from dtrain.checkpoint.file_rows import Stack, joints
 from dtrain.checkpoint.training_state import aliases, model_tensors
@@ -119,9 +119,16 @@ def merge_in_place(model: CausalLM) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """`tensor`, [any shape], whole. One all-gather where it is sharded."""
+    """`tensor`, [any shape], whole. One all-gather for each dimension of a mesh that shards it."""
     tensor = on_its_device(tensor)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One after another, FSDP's first, which cut last: torch warns of several in one call.
+    for dim, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            whole = [Replicate() if one == dim else held for one, held in enumerate(tensor.placements)]
+            tensor = tensor.redistribute(placements=whole)
+    return tensor.to_local()
 
 
 def _joined(name: str, parts: list[WholeWeight], dim: int) -> WholeWeight:

@@ -186,9 +186,13 @@ def modules(config: ModelConfig) -> list[str]:
         for name in [*norms, *more.get(kind, [])]
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
-    sparse = ("gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
-    numbers = () if config.experts is None or config.experts.beside else config.experts.layers
-    of_layers += [f"model.layers.{number}.mlp.{name}" for number in numbers for name in sparse]
+    stacks = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    sparse = [f"mlp.{name}" for name in ("gate", *stacks)]
+    if config.experts is not None and config.experts.beside:
+        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2", *stacks)]
+        sparse += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
+    numbers = () if config.experts is None else config.experts.layers
+    of_layers += [f"model.layers.{number}.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
     return [*ENDS, "model.norm", *linears(config), *of_layers]

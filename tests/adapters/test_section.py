@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain import config, models
-from dtrain.checkpoint.file_rows import joints
 from dtrain.cli import main
 from dtrain.config.schema import Lora
 from dtrain.errors import RecipeError, UserError
@@ -295,7 +294,7 @@ def test_the_names_are_those_of_the_model(tmp_path, family):
         shape = models.parse_config(SHAPES[family])
     model = models.build(shape, device="meta")
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".decay." not in name]
-    assert set(modules(shape)) == {one.name.rpartition(".")[0] for one in joints(model, parameters)}
+    assert set(modules(shape)) == {shape.whole(name.rpartition(".")[0]) for name in parameters}
     found = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
     whole = {name: [found[part] for part in shape.parts(name)] for name in map(shape.whole, found)}
     assert list(linears(shape)) == list(whole)

@@ -13,7 +13,9 @@ from dtrain.models.config import Experts
 from dtrain.models.moe import SparseMLP, share_routing
 from dtrain.models.routing import loads
 from dtrain.parallel.fits import misfits
+from dtrain.preflight import preflight
 from tests.models.oracle import VARIANTS, make, packed_rows, save
+from tests.tiny import tiny_recipe
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
 
@@ -188,6 +190,12 @@ def test_fields_that_cannot_be_used_are_refused(variant, changes, message):
     with pytest.raises(UserError) as error:
         models.parse_config({**VARIANTS[variant]().to_dict(), **changes})
     assert message in str(error.value)
+
+
+def test_an_adapter_saves_no_experts(tmp_path):
+    recipe = tiny_recipe(tmp_path, "lora={modules_to_save: [experts.gate_proj]}", family="qwen3-moe")
+    (problem,) = preflight(recipe, 1)
+    assert "means 2 stacks of experts, the first model.layers.0.mlp.experts.gate_proj" in problem
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_would():
