@@ -84,7 +84,7 @@ class PlannedPolicy(Policy):
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
-            visiting = optimizer.visiting() if isinstance(optimizer, LowBitAdam) else optimizer.step()
+            visiting = optimizer.visiting() if type(optimizer) is LowBitAdam else optimizer.step()
         self.state_bytes = visiting if self.optimizer_offloaded and visiting is not None else state_bytes(optimizer)
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)

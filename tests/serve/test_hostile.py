@@ -268,16 +268,20 @@ def test_fields_that_clients_send_along_are_taken(open_server, model):
     assert status == 200 and answer["choices"][0]["token_ids"] == naive_ids(model)
     parts = [{"type": "text", "text": "w6"}]
     call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    answer = {"role": "assistant", "content": "w9", "refusal": None, "annotations": [], "audio": None}
     messages = [
         {"role": "system", "content": "w5"},
         {"role": "user", "content": parts, "name": "n"},
-        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": [call]},
+        answer,
         {"role": "tool", "content": "w7", "tool_call_id": "c"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}]
     body = {"messages": messages, "tools": tools, "tool_choice": "auto", "max_completion_tokens": 2, "logprobs": None,
             "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"]}  # fmt: skip
     assert raw(open_server, post(body, path="/v1/chat/completions"))[0] == 200
+    messages[2] = {**answer, "tool_calls": [call]}  # which this model's template would leave out
+    status, refusal = raw(open_server, post(body, path="/v1/chat/completions"))
+    assert status == 400 and "messages[2] has tool_calls" in str(refusal)
 
 
 def test_an_unknown_field_is_told_the_nearest():
