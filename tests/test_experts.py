@@ -118,7 +118,7 @@ def one_process(tmp_path_factory):
     return root, {way: run(recipe_of(root, f"one-{way}", 1, [], way)) for way in ("true", "false")}
 
 
-@pytest.mark.turns(10)
+@pytest.mark.turns(20)
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
@@ -130,7 +130,7 @@ def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
         assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 
 
-@pytest.mark.turns(10)
+@pytest.mark.turns(20)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3.5-moe", "gemma4-moe"])
 def test_other_families_read_their_files_and_train_as_one_process(family, tmp_path):
     save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
