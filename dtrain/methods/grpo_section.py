@@ -144,6 +144,7 @@ def _graphs(recipe: Recipe) -> list[str]:
         "grpo.engine=http": (recipe.grpo.engine == "http", "does not decode here"),
         "launch.device=cpu": (recipe.launch.device == "cpu", "has none"),
         f"parallel.tp={recipe.parallel.tp}": (recipe.parallel.tp > 1, "sends within every layer"),
+        f"parallel.ep={recipe.parallel.ep}": (recipe.parallel.ep > 1, "sends tokens to experts within every layer"),
         "grpo.unshard=false": (recipe.grpo.unshard is False, "gathers weights within every forward"),
     }
     return [

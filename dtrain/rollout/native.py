@@ -70,8 +70,9 @@ class NativeEngine:
 
         Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
         model's own collectives: under tp one broadcast per draw; one all-reduce per forward where weights are gathered
-        layer by layer; two small reductions and one all-gather of objects in all. Raises UserError, for bad requests on
-        every rank; what else goes wrong on one rank is raised there, and the others wait for it.
+        layer by layer or experts lie on several ranks; two small reductions and one all-gather of objects in all.
+        Raises UserError, for bad requests on every rank; what else goes wrong on one rank is raised there, and the
+        others wait for it.
         """
         if not requests:
             return []
@@ -89,7 +90,7 @@ class NativeEngine:
                 stack.enter_context(weights_gathered(self.model))
             else:
                 stack.callback(give_weights_back, self.model)
-            in_step = self._is_sharded and places > 1 and not gathers_once
+            in_step = self.mesh.ep is not None or (self._is_sharded and places > 1 and not gathers_once)
             peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
             budget = self._agreed_budget()
             engine = Engine(
@@ -140,14 +141,15 @@ class NativeEngine:
         return int(host)
 
     def _take_part(self) -> None:
-        """A forward on nothing, for the weights that the others gather in theirs."""
+        """A forward on nothing, for the weights that the others gather in theirs, or the experts that they need."""
         store = KeyValues([None] * self.model.config.num_hidden_layers)
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device))
 
 
 class _MeshPeers(Peers):
-    """in_step: every forward gathers weights over dp and cp, so that all those ranks make as many."""
+    """in_step: every forward gathers weights over dp and cp, or sends tokens to experts there, so that all those ranks
+    make as many."""
 
     def __init__(self, mesh: Mesh, *, in_step: bool, ask_stop: AskStop | None):
         self._tp, self._places = mesh.tp, mesh.dp_cp

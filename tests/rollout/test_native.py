@@ -15,6 +15,7 @@ from dtrain.attention.ring import RingKernel
 from dtrain.errors import UserError
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
@@ -53,10 +54,12 @@ def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, 
     model = build(variant, dtype)
     if mesh.tp.size() > 1:
         apply_plan(model, mesh.tp, model.plan, sequence_parallel=sp)
+    if mesh.ep is not None:
+        spread_experts(model, mesh.ep, mesh.tp)
     if mesh.cp.size() > 1:
         model.use_kernel((RingKernel if ring else GatherKernel)(KERNELS["sdpa"], mesh.cp))
     checkpoint_activations(model, "full")
-    shard_model(model, mesh.fsdp, compute_dtype=compute, reduce_dtype=dtype)
+    shard_model(model, mesh.fsdp, compute_dtype=compute, reduce_dtype=dtype, expert_mesh=mesh.expert_fsdp)
     return model, mesh
 
 
@@ -101,6 +104,8 @@ MESHES = [
     ("llama3.1", {"dp_replicate": 2, "dp_shard": 2}, {}, False),
     ("qwen2-window", {"dp_shard": 2, "tp": 2}, {"sp": True}, False),
     ("qwen3", {"cp": 2, "tp": 2}, {"sp": True}, True),
+    ("qwen3-moe", {"dp_shard": 2, "ep": 2}, {}, True),
+    ("qwen3-moe", {"cp": 2, "tp": 2, "ep": 2}, {"sp": True}, False),
 ]
 
 
@@ -108,7 +113,8 @@ MESHES = [
 def test_a_mesh_gives_the_completions_of_one_process(variant, sizes, options, unshard):
     expected = Engine(build(variant), decode=spelled).generate(REQUESTS)
     assert {one.finish for one in expected} == {"stop", "length"}
-    results = run_world(completions_of, math.prod(sizes.values()), variant, sizes, options, unshard)
+    ranks = math.prod(size for name, size in sizes.items() if name != "ep")
+    results = run_world(completions_of, ranks, variant, sizes, options, unshard)
     for found, is_finite in results:
         assert is_finite
         for (ids, logprobs, finish), one in zip(found, expected, strict=True):
