@@ -278,6 +278,7 @@ def make(variant: str, dtype: torch.dtype = torch.float32):
     """The transformers model of a variant, every parameter random (norms and biases too), in eval mode."""
     config = VARIANTS[variant]()
     config._experts_implementation = "eager"  # torch's grouped product takes no float64
+    torch.manual_seed(0)  # `randomise` adds to what transformers starts with
     return randomise(_CLASSES[config.model_type](config)).to(dtype)
 
 
@@ -337,6 +338,7 @@ TOWERS = {
 
 def make_tower(name):
     """The transformers model of one of `TOWERS`, every parameter random, in eval mode."""
+    torch.manual_seed(0)
     return randomise(transformers.AutoModelForImageTextToText.from_config(TOWERS[name]()))
 
 
