@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,8 @@ def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:
     tp, ep = recipe.parallel.tp, recipe.parallel.ep
     problems = misfits(model, tp, ep) if tp >= 1 and ep >= 1 else []  # check says so
+    if ep > 1 and tuple(map(int, version("torch").split(".")[:2])) < (2, 12):
+        problems.append(f"parallel.ep={ep} needs torch 2.12 or newer, and this is {version('torch')}: install one")
     section, masters = recipe.optimizer, recipe.train.masters
     by_rows = {"optimizer.name=muon": section.name == "muon"}
     by_rows |= {f"optimizer.state={section.state}": section.state != "float32"}

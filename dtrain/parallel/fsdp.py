@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
@@ -95,17 +94,20 @@ def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecision
             _own_unit(module, mesh, exact, offload, False)
 
 
-Shards = Callable[[nn.Parameter], ShardPlacementResult | None]
+Shards = Callable[[nn.Parameter], Any]
 
 
 def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
     """Of parameters over ep where they are sharded: over `mesh`, between experts, or by the columns of each where there
     are fewer than ranks and that cuts evenly. Of others None."""
+    # Not above: torch 2.11 has none, and runs all but ep.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
     ranks = mesh.size(mesh.ndim - 1)
     experts = expert_parameters(model)
 
-    def shards(parameter: nn.Parameter) -> ShardPlacementResult | None:
+    def shards(parameter: nn.Parameter) -> Any:
         if parameter not in experts:
             return None
         count, _, columns = local_tensor(parameter).shape
