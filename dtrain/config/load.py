@@ -351,9 +351,8 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
         if said := words.meant(re.sub(r"\[\d+\]", "", dotted), value):
             return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}: {said}"]
-        return [
-            f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}{_slip(value, kinds, getattr(section, key, None))}"
-        ]
+        slip = _slip(value, kinds, getattr(section, key, None))
+        return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}{slip}"]
     return []
 
 

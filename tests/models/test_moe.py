@@ -181,6 +181,7 @@ def test_flops_count_the_experts_that_a_token_goes_to():
         ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers ['1']: must be a list of layers' numbers"),
         ("qwen3-moe", {"output_router_logits": True}, "output_router_logits True: moe.balance adds a balance loss"),
+        ("mixtral", {"num_local_experts": 4, "num_experts": 6}, "4 and num_experts 6 are two names of one number"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1: noise on what is routed"),
         ("qwen3.5-moe", {"num_experts": 0}, "num_experts 0: the dense models are"),
         ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob false: in this architecture"),
