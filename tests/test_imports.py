@@ -20,6 +20,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("typed",),
+    ("chat",),
     ("serve", "evaluation", "versions", "push"),
     ("hosts",),
     ("launch",),
@@ -39,7 +40,7 @@ FLOORS = (
     ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions", "push"}
+ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions", "push", "chat"}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
 # a cache of data knows its files by checkpoint's digests.
