@@ -18,6 +18,7 @@ from dtrain.json_files import check_shape, loads, read_text
 Point = tuple[float, float]
 
 AVERAGED = 10  # steps at either end whose mean a curve is told by
+LARGEST = 1e300  # what sums and differences of are still numbers
 LONGEST = 1 << 24  # bytes of a line that is read
 PARTS = 100_000  # entries of a recipe, with what its aliases repeat
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
@@ -87,10 +88,15 @@ def number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
+def is_sound(value: float) -> bool:
+    """Whether a value can be drawn and summed: neither NaN nor infinite, nor near that."""
+    return abs(value) <= LARGEST
+
+
 def points(given: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
-    """(step, value) of the rows that have that field, as a finite number."""
+    """(step, value) of the rows that have that field, as a sound number."""
     found = ((number(row.get("step")), number(row.get(field))) for row in given)
-    return [(x, y) for x, y in found if x is not None and y is not None and math.isfinite(x) and math.isfinite(y)]
+    return [(x, y) for x, y in found if x is not None and y is not None and is_sound(x) and is_sound(y)]
 
 
 def ends(field: str, values: Sequence[float]) -> tuple[float, float, int]:
@@ -213,9 +219,9 @@ def said(prompt: Any) -> str:
 
 def _known(value: Any) -> float | None:
     found = number(value)
-    return found if found is not None and math.isfinite(found) else None
+    return found if found is not None and is_sound(found) else None
 
 
 def _count(value: Any) -> int | None:
     found = _known(value)
-    return None if found is None else int(found)
+    return None if found is None or abs(found) > 2**53 else int(found)

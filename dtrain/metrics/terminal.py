@@ -3,14 +3,15 @@
 import re
 from collections.abc import Sequence
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a character of braille: rows of left and right
 
 Point = tuple[float, float]
 
 
 def printable(text: str) -> str:
-    """`text` whose control characters are written out, `\\x1b` say: a model's words must not steer a terminal."""
+    """`text` whose control characters are written out, `\\x1b` say: a model's words must not steer a terminal. So are
+    halves of surrogate pairs, which cannot be printed."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 

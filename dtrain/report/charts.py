@@ -53,7 +53,7 @@ def _chart(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
                 continue
             is_rare = name in ("validation", "evaluation") or field.startswith("eval_")
             dash = DASHES[at % len(DASHES)]
-            x, y = thinned(curve.steps, [value if math.isfinite(value) else None for value in curve.values])
+            x, y = thinned(curve.steps, [value if records.is_sound(value) else None for value in curve.values])
             lines.append(
                 {"run": number, "field": field, "name": name, "dash": dash, "dots": is_rare, "x": x, "y": y}
                 | {"points": len(curve.steps)}

@@ -42,18 +42,26 @@ def identities(runs: Sequence[RunFiles]) -> list[Row]:
 
 def _identity(run: RunFiles) -> dict[str, str]:
     about, at = run.about, run.at
-    parameters, trained = (records.number(about.get(name)) for name in ("parameters", "trained"))
+    parameters, trained = run.fact("parameters"), run.fact("trained")
     size = f", {amount(parameters)} parameters" if parameters else ""
     if parameters and trained is not None and trained < parameters:
         size += f", {amount(trained)} of them trained ({trained / parameters:.1%})"
     train = run.data.get("train")
     counted = train if isinstance(train, dict) else {}
-    counts = [f"{int(count):,} {name}" for name in ("rows", "tokens") if (count := records.number(counted.get(name)))]
+    counts = [
+        f"{count:,.0f} {name}"
+        for name in ("rows", "tokens")
+        if (count := records.number(counted.get(name))) and records.is_sound(count)
+    ]
     seconds, tokens = (math.fsum(value for _, value in _known(run, name)) for name in ("step_time", "tokens"))
     epochs = _known(run, "epoch")
     total = f" of {run.total_steps:,}" if run.total_steps else ""
-    started = records.number(about.get("started"))
-    when = f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}" if started else ""
+    started = run.fact("started")
+    when = (
+        f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(started))}"
+        if started and 0 < started < 1e11
+        else ""
+    )
     versions = [f"{name} {about[name]}" for name in ("dtrain", "torch") if name in about]
     batch = about.get("batch")
     return {
@@ -99,6 +107,8 @@ def mesh_words(run: RunFiles) -> str:
     count = math.prod(sizes.values())
     axes = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     words = f"{count:,} processes: {axes}" if count > 1 else "one process"
+    experts = run.about["mesh"].get("ep")
+    words += f", ep {experts} among them" if isinstance(experts, int) and experts > 1 else ""
     return f"{words}, {device}" if device else words
 
 

@@ -1,6 +1,5 @@
 """A run's directory, read while it may still go: what it is, its curves, its answers."""
 
-import math
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +28,10 @@ class Curve:
 
     @property
     def known(self) -> list[records.Point]:
-        """Those that are finite."""
+        """Those that are sound."""
         if self._known is None:
             both = zip(self.steps, self.values, strict=True)
-            self._known = [(step, value) for step, value in both if math.isfinite(value)]
+            self._known = [(step, value) for step, value in both if records.is_sound(value)]
         return self._known
 
 
@@ -80,7 +79,7 @@ class RunFiles:
             is_new = True
             row = records.row_of(line) or {}
             step = records.number(row.get("step"))
-            if step is None or not math.isfinite(step):
+            if step is None or not records.is_sound(step):
                 self.damaged += 1
                 continue
             self.rows += 1
@@ -123,8 +122,13 @@ class RunFiles:
     def planned_gib(self) -> float | None:
         """The planned peak of a rank, comparable with what `mem_gib` measures: where there is no CUDA, with what the
         process held before."""
-        size, before = (records.number(self.about.get(name)) for name in ("planned", "memory_before_gib"))
+        size, before = (self.fact(name) for name in ("planned", "memory_before_gib"))
         return size / 2**30 + (before or 0.0) if size else None
+
+    def fact(self, name: str) -> float | None:
+        """A number of about.json."""
+        found = records.number(self.about.get(name))
+        return found if found is not None and records.is_sound(found) else None
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFiles]:

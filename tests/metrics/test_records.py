@@ -59,7 +59,7 @@ def test_answers_are_found_by_their_steps_in_any_order_of_the_file(tmp_path):
 
 def test_a_plot_spans_the_values_and_keeps_a_single_spike():
     spike = [(n, 0.0) for n in range(10_000)]
-    spike[5000] = (5000, 1.0)
+    spike[5050] = (5050, 1.0)  # in the middle of a column
     lines = plot(spike, width=40, height=4)
     assert len(lines) == 5 and lines[0].startswith("1 ┤") and lines[3].startswith("0 ┤") and "9999" in lines[-1]
     drawn = [line[3:] for line in lines[:4]]
@@ -72,5 +72,5 @@ def test_a_plot_spans_the_values_and_keeps_a_single_spike():
 
 
 def test_a_text_on_one_line_is_short_and_harmless():
-    assert one_line("a\n b\x1b[31m\tc", 40) == "a b\\x1b[31m c"
+    assert one_line("a\n b\x1b[31m\tc\ud800", 40) == "a b\\x1b[31m c\\ud800"
     assert one_line("x" * 100, 10) == "x" * 9 + "…"

@@ -145,6 +145,7 @@ def test_words_of_a_run_are_text_wherever_they_stand(tmp_path):
     assert not {"img", "u"} & {tag for tag, _ in read.tags}
     assert not [given for _, given in read.tags if "onerror" in given]
     assert "\x1b" not in text and text.encode() and "\\x1b[31m" in read.text
+    assert not re.search("[<>&]", read.scripts[0])
     held = json.loads(read.scripts[0])
     assert held["runs"][0] == "<script>hit()" and any(
         HOSTILE in line["field"] for c in held["charts"] for line in c["lines"]
@@ -161,6 +162,16 @@ def test_gaps_damaged_lines_and_missing_files(tmp_path):
     assert "3 not finite" in read.text and "4 damaged" in read.text
     memory = next(chart for chart in data["charts"] if chart["title"].startswith("Peak memory"))
     assert memory["levels"] == [{"run": 0, "name": "planned", "y": 3.0}]
+    absurd = dict.fromkeys(("planned", "started", "parameters", "trained", "steps", "memory_before_gib"), 10**400)
+    samples = [
+        {"step": 1, "completion": "c", "reward": 1e308, "tokens": 10**400},
+        {"step": 1, "completion": "c", "tokens": 1},
+    ]
+    rows = [{"step": n, "loss": value, "tokens": 1e308} for n, value in enumerate((1e308, -1e308, 1e308, 1.0))]
+    wild = write_run(tmp_path / "wild", rows, about={**absurd, "mesh": {"dp_shard": -1}}, samples=samples)
+    (wild / "data.json").write_text('{"train": {"rows": 1e999, "tokens": "many"}}')
+    data, _ = built(wild)
+    assert line_of(data, "loss")["y"] == [None, None, None, 1.0] and main(["compare", str(wild)]) == 0
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.yaml").write_text("method: grpo\n")
