@@ -7,10 +7,10 @@ from itertools import product
 SIDE, GAP, FRAME = 46, 6, 10  # of a rank's box, between boxes, around a group of them
 MOST = 4  # boxes drawn of a dimension with more of them than MOST + 1
 WORDS = {
-    "dp_replicate": "copies of the sharded model (HSDP)",
-    "dp_shard": "data-parallel ranks that share out the weights (FSDP2)",
-    "cp": "context-parallel ranks that share a sequence",
-    "tp": "tensor-parallel ranks that share each matrix",
+    "dp_replicate": "copies of the sharded model (HSDP), a frame each",
+    "dp_shard": "data-parallel ranks that share out the weights (FSDP2), a row each",
+    "cp": "context-parallel ranks that share a sequence, a grey group each",
+    "tp": "tensor-parallel ranks that share each matrix, the boxes of a group",
 }
 
 
