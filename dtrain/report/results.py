@@ -172,7 +172,8 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
 
 
 def _bests(values: Sequence[float | None], better: Callable) -> tuple[int, ...]:
-    """Where the best value stands, if there are several to compare and they differ."""
+    """Where the best value stands, if there are several to compare and they differ by more than rounding."""
+    values = [None if value is None else float(f"{value:.4g}") for value in values]
     known = [value for value in values if value is not None]
     if len(known) < 2 or min(known) == max(known):
         return ()
