@@ -2,6 +2,7 @@
 
 Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
 name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
+Experts are no linear layers but stacks of matrices, two a layer, which only lists name: PEFT's target_parameters.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.models.config import FULL, LINEAR, SLIDING, ModelConfig
+from dtrain.models.config import FULL, LINEAR, SLIDING, STACKS, ModelConfig
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
@@ -30,13 +31,15 @@ class Low:
 @dataclass(frozen=True)
 class AdapterConfig:
     """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
-    module's name. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
-    those of a multimodal model's text tower; those that the methods take and give are a text model's all the same."""
+    module's name. parameters: the stacks of experts that get one, whatever `exclude` and `layers` say, as in PEFT.
+    layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as those of a
+    multimodal model's text tower; those that the methods take and give are a text model's all the same."""
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
     target: Names = ALL_LINEAR
+    parameters: tuple[str, ...] = ()
     exclude: Names = ()
     rslora: bool = False
     dora: bool = False
@@ -48,14 +51,23 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
-        """From the fields' values by name, lists for tuples; other names are passed over."""
+        """From the fields' values by name, lists for tuples; other names are passed over. A target's entries for
+        experts become `parameters`, and with all-linear among the others these are that."""
         known: dict[str, Any] = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        if isinstance(target := known.get("target"), tuple):
+            known["parameters"] = (*known.get("parameters", ()), *filter(_is_of_experts, target))
+            others = tuple(name for name in target if not _is_of_experts(name))
+            known["target"] = ALL_LINEAR if ALL_LINEAR in others else others
         return cls(**known)
 
-    def adapted(self, linears: Iterable[str]) -> dict[str, Low]:
-        """Of the names of a model's linear layers those that get an adapter, with its rank and scale, in order."""
-        return {name: self._low(name) for name in linears if self._is_target(name)}
+    def adapted(self, names: Iterable[str]) -> dict[str, Low]:
+        """Of a model's `adaptable` names those that get an adapter, with its rank and scale, in order."""
+        return {name: self._low(name) for name in names if self._is_target(name)}
+
+    def stacks(self, names: Iterable[str]) -> list[str]:
+        """Of `names` the stacks of experts that get an adapter."""
+        return [name for name in names if is_stack(name) and self._is_target(name)]
 
     def saved(self, modules: Iterable[str]) -> list[str]:
         """Of the names of modules with parameters those that are trained whole."""
@@ -72,6 +84,9 @@ class AdapterConfig:
         return in_tower(name) if self.in_tower else name
 
     def _is_target(self, name: str) -> bool:
+        if is_stack(name):
+            called = self.called(name)
+            return any(matches(one, self.parameters) for one in (called, called.rpartition(".")[0]))
         if name in ENDS or not self.targets(name):
             return False
         # Whole names count in any layer, as in PEFT.
@@ -85,6 +100,16 @@ class AdapterConfig:
         rank = by_pattern(self.rank_pattern, self.called(name), self.rank)
         alpha = by_pattern(self.alpha_pattern, self.called(name), self.alpha)
         return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
+
+
+def is_stack(name: str) -> bool:
+    """Whether a module of the files of this name is a stack of experts."""
+    return name.rpartition(".")[0].endswith(".experts")
+
+
+def _is_of_experts(entry: str) -> bool:
+    """Whether an entry of a recipe's target means stacks of experts: `experts`, or one of theirs."""
+    return "experts" in entry.split(".")[-2:]
 
 
 def in_tower(name: str) -> str:
@@ -117,6 +142,27 @@ def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
 def is_adapter(name: str) -> bool:
     """Whether the parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in PARAMETERS
+
+
+def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[out, in] of every linear layer of the decoder of `config`, then [E, out, in] of every stack of experts, by the
+    module's name in files, as transformers has it."""
+    return {**linears(config), **stacks(config)}
+
+
+def stacks(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
+    """[E, out, in] of the stacks of experts of `config`, by transformers' names."""
+    if (experts := config.experts) is None:
+        return {}
+    count, inner, hidden = experts.count, experts.inner, config.hidden_size
+    sizes = {"gate_up_proj": (count, 2 * inner, hidden), "down_proj": (count, hidden, inner)}
+    parent = "experts" if experts.beside else "mlp.experts"
+    return {
+        f"model.layers.{number}.{parent}.{name}": sizes[name]
+        for number in experts.layers
+        if number < config.num_hidden_layers
+        for name in STACKS
+    }
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -152,6 +198,8 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
     }
     if not config.has_mlp(number):
         mlp = _of_shared_expert(config)  # the others are stacks, and the router is no linear layer, as in PEFT
+    if config.experts is not None and config.experts.beside and config.is_sparse(number):
+        mlp["router.proj"] = (config.experts.count, hidden)
     if (own := config.per_layer) is not None:
         mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
     joined: dict[str, tuple[int, int]] = {}
@@ -186,13 +234,12 @@ def modules(config: ModelConfig) -> list[str]:
         for name in [*norms, *more.get(kind, [])]
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
-    stacks = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-    sparse = [f"mlp.{name}" for name in ("gate", *stacks)]
+    sparse = ["mlp.gate"]
     if config.experts is not None and config.experts.beside:
-        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2", *stacks)]
+        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2")]
         sparse += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
     numbers = () if config.experts is None else config.experts.layers
     of_layers += [f"model.layers.{number}.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
-    return [*ENDS, "model.norm", *linears(config), *of_layers]
+    return [*ENDS, "model.norm", *adaptable(config), *of_layers]
