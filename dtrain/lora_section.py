@@ -221,7 +221,7 @@ def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
         return f"; did you mean {near}?" if near else f"; there are {', '.join(short)}, as in {layers[0]}"
     if said := words.meant(f"lora.{key}", entry):
         return f"; did you mean lora.{key}={said}?"
-    if any(entry in (name, name.rpartition(".")[2]) for name in layers):
+    if any(entry in (name, name.rpartition(".")[2], "experts") for name in layers):
         return f": a text is a regular expression for whole names, such as {layers[0]}; set lora.{key}=[{entry}]"
     return (
         f": a text is a regular expression for whole names, such as {layers[0]}; names alone are written "

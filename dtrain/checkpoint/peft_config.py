@@ -268,6 +268,8 @@ def _hint(name: str) -> str:
         return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
     if re.search(r"\.experts\.\d+\.", name):
         return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
+    if ".mlp.gate.lora_" in name:
+        return " (of a router, which dtrain trains whole, lora.modules_to_save)"
     if not name.startswith(_PREFIX):
         return f" (PEFT's names begin with {_PREFIX})"
     return ""
@@ -316,7 +318,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     for key, value in found.items():  # also what a later PEFT adds: set away from "off", it may change numbers
         if key not in _FREE and value not in (None, False, [], {}, ""):
             problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
-    if not (fields["target_modules"] or fields["target_parameters"]):
+    if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
         problems.append(f"{file}: target_modules must be a list of names of layers, or a regular expression for them")
     if not (directory / ADAPTER_WEIGHTS).is_file():
         problems.append(_no_weights(directory))
