@@ -19,9 +19,10 @@ from dtrain.models.adapter_config import (
     AdapterConfig,
     adaptable,
     by_end,
-    is_stack,
+    is_parameter,
     matches,
     modules,
+    parameter_name,
 )
 from dtrain.models.config import ModelConfig
 from dtrain.ranges import nearest, shown
@@ -191,19 +192,19 @@ def _matches(name: str, wanted: str | Sequence[str]) -> bool:
 def _targets(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     """Entries of target and exclude that match no layer."""
     found = []
-    stacks = [name for name in layers if is_stack(name)]
-    linears = [name for name in layers if name not in stacks]
+    single = [name for name in layers if is_parameter(name)]
+    linears = [name for name in layers if name not in single]
     for entry in config.parameters:
-        if not replace(config, parameters=(entry,)).stacks(stacks):
-            there = ", ".join(["experts", *(f"experts.{end}" for end in _ends_of(stacks))])
-            hint = f"there are {there}" if stacks else "it has no experts, so leave this out"
-            found.append(f"lora.target: {entry} matches no stack of experts of the model; {hint}")
+        if not replace(config, parameters=(entry,)).adapted(single):
+            ends = dict.fromkeys(".".join(parameter_name(name).split(".")[-2:]) for name in single)
+            hint = f"there are experts, {', '.join(ends)}" if single else "it has no experts, so leave this out"
+            found.append(f"lora.target: {entry} matches no matrices of experts; {hint}")
     for key, wanted in (("target", config.target), ("exclude", config.exclude)):
         entries: list[Any] = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
         known = [*linears, *ENDS]  # target: `_ends` speaks of these
         for entry in entries:
             if entry in (ALL_LINEAR, "") or any(matches(name, entry) for name in known):
-                if key == "exclude" and (spared := [one for one in config.stacks(stacks) if matches(one, entry)]):
+                if key == "exclude" and (spared := [one for one in config.adapted(single) if matches(one, entry)]):
                     found.append(
                         f"lora.exclude: {shown(wanted)} matches {spared[0]} too, and experts are left out by "
                         "lora.target alone: write names of linear layers"
@@ -235,7 +236,7 @@ def _ends_of(names: Iterable[str]) -> list[str]:
 
 def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     """Patterns that no layer with an adapter follows."""
-    adapted = list(config.adapted(layers))
+    adapted = [parameter_name(name) for name in config.adapted(layers)]
     found = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:

@@ -122,7 +122,7 @@ class StoredAdapter:
             raise UserError(
                 f"--folded: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
             )
-        if self.config.stacks(self.adapted):
+        if self.config.adapted_parameters(self.adapted):
             raise UserError("--folded: a reader of plain LoRA has no place for adapters of experts: export it --merged")
         if not self.adapted:
             raise UserError(f"--folded: {self.directory} has no adapter of a layer: there is nothing to fold")

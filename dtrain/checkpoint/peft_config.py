@@ -26,10 +26,10 @@ from dtrain.models.adapter_config import (
     is_adapter,
     is_stack,
     linears,
-    matches,
     modules,
     out_of_tower,
-    stacks,
+    parameter_name,
+    parameters,
 )
 from dtrain.models.config import STACKS, ModelConfig
 
@@ -126,7 +126,7 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
         if is_stack(module):
             # PEFT wraps a module once for each of its parameters that it adapts, the first one innermost.
             parent, _, stack = module.rpartition(".")
-            module = f"{parent}.base_layer" if stack == _FIRST and config.stacks([f"{parent}.{_SECOND}"]) else parent
+            module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [_outer(f"{module}.{kind}", model)]
     both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
@@ -140,21 +140,20 @@ def _outer(name: str, model: ModelConfig) -> str:
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
-    The targets are the last parts of the adapted layers' names where these mean no others, else the names; of stacks of
-    experts the last two. The patterns
+    The targets are the last parts of the adapted layers' names where these mean no others, else the names; of single
+    parameters the last two. The patterns
     are the adapter's own where they say the same in any order, for PEFT sorts them in files; else the layers' names.
     """
-    known, names = list(stacks(model)), list(linears(model))
-    of_experts, adapted = config.stacks(known), config.adapted(names)
+    known, names = list(parameters(model)), list(linears(model))
+    single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    outer = {name: in_tower(name) if model.is_text_tower else name for name in adapted}
+    outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
     # A vision tower has layers of the same names: a text tower's are named whole.
     are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
-    stacked = {name: in_tower(name) if model.is_text_tower else name for name in of_experts}
-    parameters = sorted({".".join(name.split(".")[-2:]) for name in of_experts})
-    if model.is_text_tower or [name for name in known if matches(name, tuple(parameters))] != of_experts:
-        parameters = sorted(stacked.values())
-    by_ours = {config.called(name): theirs for name, theirs in {**outer, **stacked}.items()}
+    targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
+    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
+        targets = sorted(parameter_name(outer[name]) for name in single)
+    by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
     saved = list(config.modules_to_save)
     if model.is_text_tower:
         saved = sorted(in_tower(name) for name in config.saved(modules(model)))
@@ -166,8 +165,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "r": config.rank,
         "lora_alpha": _whole(config.alpha),
         "lora_dropout": config.dropout,
-        "target_modules": ends if are_ends else sorted(outer.values()),
-        "target_parameters": parameters or None,
+        "target_modules": ends if are_ends else sorted(outer[name] for name in adapted),
+        "target_parameters": targets or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
@@ -268,8 +267,6 @@ def _hint(name: str) -> str:
         return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
     if re.search(r"\.experts\.\d+\.", name):
         return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
-    if ".mlp.gate.lora_" in name:
-        return " (of a router, which dtrain trains whole, lora.modules_to_save)"
     if not name.startswith(_PREFIX):
         return f" (PEFT's names begin with {_PREFIX})"
     return ""
@@ -461,7 +458,7 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         lambda v: v is None or _is_pattern(v) or _is_names(v),
         "a list of names of layers, or a regular expression for them",
     ),
-    "target_parameters": (None, lambda v: v is None or _is_names(v), "a list of names of experts' stacks, or null"),
+    "target_parameters": (None, lambda v: v is None or _is_names(v), "a list of names of parameters, or null"),
     "exclude_modules": (
         None,
         lambda v: not v or _is_pattern(v) or _is_names(v),

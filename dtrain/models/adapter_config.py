@@ -2,7 +2,8 @@
 
 Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
 name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
-Experts are no linear layers but stacks of matrices, two a layer, which only lists name: PEFT's target_parameters.
+Experts are stacks of matrices, two a layer, and most routers are single ones: no linear layers in transformers. Only
+lists name them, as PEFT's target_parameters do.
 """
 
 import math
@@ -11,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.models.config import FULL, LINEAR, SLIDING, STACKS, ModelConfig
+from dtrain.models.config import FULL, LINEAR, SLIDING, ModelConfig
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
 _TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
+_ROUTER = ".mlp.gate"
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
 Names = str | tuple[str, ...]
 
@@ -31,9 +33,9 @@ class Low:
 @dataclass(frozen=True)
 class AdapterConfig:
     """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
-    module's name. parameters: the stacks of experts that get one, whatever `exclude` and `layers` say, as in PEFT.
-    layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as those of a
-    multimodal model's text tower; those that the methods take and give are a text model's all the same."""
+    module's name. parameters: the stacks of experts and the routers that get one, whatever `exclude` and `layers` say,
+    as in PEFT. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
+    those of a multimodal model's text tower; those that the methods take and give are a text model's all the same."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -65,9 +67,9 @@ class AdapterConfig:
         """Of a model's `adaptable` names those that get an adapter, with its rank and scale, in order."""
         return {name: self._low(name) for name in names if self._is_target(name)}
 
-    def stacks(self, names: Iterable[str]) -> list[str]:
-        """Of `names` the stacks of experts that get an adapter."""
-        return [name for name in names if is_stack(name) and self._is_target(name)]
+    def adapted_parameters(self, names: Iterable[str]) -> list[str]:
+        """Of `names` the stacks of experts and the routers that get an adapter."""
+        return [name for name in names if is_parameter(name) and self._is_target(name)]
 
     def saved(self, modules: Iterable[str]) -> list[str]:
         """Of the names of modules with parameters those that are trained whole."""
@@ -84,9 +86,10 @@ class AdapterConfig:
         return in_tower(name) if self.in_tower else name
 
     def _is_target(self, name: str) -> bool:
-        if is_stack(name):
-            called = self.called(name)
-            return any(matches(one, self.parameters) for one in (called, called.rpartition(".")[0]))
+        if is_parameter(name):
+            called = parameter_name(self.called(name))
+            means = [called, called.rpartition(".")[0]] if is_stack(name) else [called]
+            return any(matches(one, self.parameters) for one in means) and not self.saved([name])
         if name in ENDS or not self.targets(name):
             return False
         # Whole names count in any layer, as in PEFT.
@@ -97,8 +100,9 @@ class AdapterConfig:
         return not self.saved([name])
 
     def _low(self, name: str) -> Low:
-        rank = by_pattern(self.rank_pattern, self.called(name), self.rank)
-        alpha = by_pattern(self.alpha_pattern, self.called(name), self.alpha)
+        called = parameter_name(self.called(name))
+        rank = by_pattern(self.rank_pattern, called, self.rank)
+        alpha = by_pattern(self.alpha_pattern, called, self.alpha)
         return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
 
 
@@ -107,9 +111,20 @@ def is_stack(name: str) -> bool:
     return name.rpartition(".")[0].endswith(".experts")
 
 
+def is_parameter(name: str) -> bool:
+    """Whether a module of the files of this name is no linear layer in transformers: a stack of experts or a router."""
+    return is_stack(name) or name.endswith(_ROUTER)
+
+
+def parameter_name(name: str) -> str:
+    """What PEFT's target_parameters call the module `name`, or its name."""
+    return f"{name}.weight" if name.endswith(_ROUTER) else name
+
+
 def _is_of_experts(entry: str) -> bool:
-    """Whether an entry of a recipe's target means stacks of experts: `experts`, or one of theirs."""
-    return "experts" in entry.split(".")[-2:]
+    """Whether an entry of a recipe's target means stacks of experts, `experts` or one of theirs, or routers."""
+    last = entry.split(".")[-2:]
+    return "experts" in last or last == ["gate", "weight"]
 
 
 def in_tower(name: str) -> str:
@@ -145,24 +160,22 @@ def is_adapter(name: str) -> bool:
 
 
 def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[out, in] of every linear layer of the decoder of `config`, then [E, out, in] of every stack of experts, by the
-    module's name in files, as transformers has it."""
-    return {**linears(config), **stacks(config)}
+    """[out, in] of every linear layer of the decoder of `config`, then of its `parameters`, by the module's name in
+    files, as transformers has it."""
+    return {**linears(config), **parameters(config)}
 
 
-def stacks(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """[E, out, in] of the stacks of experts of `config`, by transformers' names."""
+def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers."""
     if (experts := config.experts) is None:
         return {}
     count, inner, hidden = experts.count, experts.inner, config.hidden_size
-    sizes = {"gate_up_proj": (count, 2 * inner, hidden), "down_proj": (count, hidden, inner)}
     parent = "experts" if experts.beside else "mlp.experts"
-    return {
-        f"model.layers.{number}.{parent}.{name}": sizes[name]
-        for number in experts.layers
-        if number < config.num_hidden_layers
-        for name in STACKS
-    }
+    sizes: dict[str, tuple[int, ...]] = {} if experts.beside else {"mlp.gate": (count, hidden)}
+    sizes[f"{parent}.gate_up_proj"] = (count, 2 * inner, hidden)
+    sizes[f"{parent}.down_proj"] = (count, hidden, inner)
+    numbers = [number for number in experts.layers if number < config.num_hidden_layers]
+    return {f"model.layers.{number}.{name}": size for number in numbers for name, size in sizes.items()}
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -234,7 +247,7 @@ def modules(config: ModelConfig) -> list[str]:
         for name in [*norms, *more.get(kind, [])]
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
-    sparse = ["mlp.gate"]
+    sparse: list[str] = []
     if config.experts is not None and config.experts.beside:
         sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2")]
         sparse += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]

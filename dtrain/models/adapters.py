@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtrain.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.models.adapter_config import PARAMETERS, AdapterConfig, adaptable
 from dtrain.models.layers import CausalLM, Linear
-from dtrain.models.moe import ExpertLinear, grouped
+from dtrain.models.moe import ExpertLinear, Router, grouped
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
 from dtrain.randomness import key, mix, uniform
@@ -111,22 +111,24 @@ class Adapter:
 
 
 @dataclass
-class ExpertAdapter:
-    """What the adapters of one matrix of every expert add: LoRA's, without dropout."""
+class ParameterAdapter:
+    """What the adapters of one matrix of every expert add, or that of a router: LoRA's, without dropout."""
 
     scale: float
     shared: AdapterState = field(repr=False)
 
-    def __call__(self, layer: ExpertLinear, x: Tensor, counts: Tensor, out: Tensor) -> Tensor:
-        """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says, and out [m, out] of the matrices
-        alone -> [m, out]. Under tp a share of the same sum."""
+    def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
+        """x [m, in], and out [m, out] of the layer alone -> [m, out]; counts [E/ep]: how many rows each expert has, by
+        whom they are sorted. Under tp a share of the same sum."""
         if not self.shared.on:
             return out
-        low = grouped(x, layer.local("lora_A"), counts)  # [m, r]
-        return out + grouped(low * self.scale, layer.local("lora_B"), counts)
+        a, b = layer.local("lora_A"), layer.local("lora_B")
+        if counts is None:
+            return out + F.linear(F.linear(x, a) * self.scale, b)
+        return out + grouped(grouped(x, a, counts) * self.scale, b, counts)
 
 
-Adapted = Linear | ExpertLinear
+Adapted = Linear | ExpertLinear | Router
 
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
@@ -152,7 +154,7 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
             if isinstance(layer, Linear):
                 layer.adapter = Adapter(low.scale, config.dora, numbers[first], state)
             else:
-                layer.adapter = ExpertAdapter(low.scale, state)
+                layer.adapter = ParameterAdapter(low.scale, state)
     return state
 
 

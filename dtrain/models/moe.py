@@ -23,7 +23,7 @@ from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import Block
 
 if TYPE_CHECKING:
-    from dtrain.models.adapters import ExpertAdapter
+    from dtrain.models.adapters import ParameterAdapter
 
 # Of a sparse MLP, beside the plan of its model.
 SPARSE_PLAN = {
@@ -40,7 +40,12 @@ SPARSE_PLAN = {
 
 
 class Router(LocalParameters):
-    """Which experts a token goes to, and how much each counts: softmax over all, the k largest."""
+    """Which experts a token goes to, and how much each counts: softmax over all, the k largest. adapter: as of
+    `ExpertLinear`."""
+
+    adapter: "ParameterAdapter | None" = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
@@ -49,7 +54,8 @@ class Router(LocalParameters):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, E]"""
-        return F.linear(x, self.local("weight"))
+        out = F.linear(x, self.local("weight"))
+        return out if self.adapter is None else self.adapter(self, x, out)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
@@ -70,7 +76,7 @@ class Router(LocalParameters):
 class ExpertLinear(LocalParameters):
     """One matrix of every expert. adapter: what it adds, where it has one (`models.adapters`)."""
 
-    adapter: "ExpertAdapter | None" = None
+    adapter: "ParameterAdapter | None" = None
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
@@ -81,7 +87,7 @@ class ExpertLinear(LocalParameters):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
         out = grouped(x, self.local("weight"), counts)
-        return out if self.adapter is None else self.adapter(self, x, counts, out)
+        return out if self.adapter is None else self.adapter(self, x, out, counts)
 
     def extra_repr(self) -> str:
         count, rows, columns = self.weight.shape

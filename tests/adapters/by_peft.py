@@ -26,9 +26,10 @@ SHAPES = {
         "alpha_pattern": {"experts.gate_up_proj": 20},
     },
     "one stack": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "use_rslora": True},
+    "all linear": {"alpha_pattern": {"gate.weight": 30}},  # of Mixtral and Qwen3-MoE experts and routers too
     "dora patterns": {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 3}},
 }
-STACKS = ("experts", "one stack")
+STACKS = ("experts", "one stack", "all linear")
 TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 
 

@@ -16,12 +16,14 @@ from dtrain.models.adapters import adapters_off
 from dtrain.models.moe import by_expert
 from dtrain.parallel.experts import collect, spread
 from dtrain.preflight import preflight
+from dtrain.remote.adapter import refusal
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
 from tests.test_experts import MESHES, assert_same, recipe_of
 from tests.test_trainer import run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 SECTION = "lora={rank: 4, alpha: 12, target: [all-linear, experts], rank_pattern: {down_proj: 3}}"
+ROUTED = SECTION.replace("experts]", "experts, gate.weight]")
 
 
 def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
@@ -59,7 +61,7 @@ def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
-    return root, run(recipe_of(root, "one", 1, [SECTION], "true"))
+    return root, run(recipe_of(root, "one", 1, [ROUTED], "true"))
 
 
 @pytest.mark.turns(20)
@@ -67,7 +69,7 @@ def one_process(tmp_path_factory):
 def test_every_mesh_trains_as_one_process(mesh, one_process):
     root, one = one_process
     ranks, options = MESHES[mesh]
-    ours = run(recipe_of(root, mesh.replace(" ", "-"), ranks, [*options, SECTION], "true"), ranks)
+    ours = run(recipe_of(root, mesh.replace(" ", "-"), ranks, [*options, ROUTED], "true"), ranks)
     assert_same(ours, trajectory(one))
     expected = weights(one)
     for name, mine in weights(ours).items():
@@ -118,7 +120,7 @@ def test_a_run_goes_on_with_another_ep_and_its_adapter_is_merged_as_peft_has_it(
 
 
 REFUSED = {
-    "target: [experts.gate_proj]": "experts.gate_proj matches no stack .* experts.gate_up_proj, experts.down_proj",
+    "target: [experts.gate_proj]": "experts.gate_proj matches no matrices .* experts.gate_up_proj, experts.down_proj",
     "target: experts": r"a text is a regular expression .* set lora.target=\[experts\]",
     "target: [experts], dropout: 0.1": "set lora.dropout=0",
     "target: [experts], dora: true": "set lora.dora=false",
@@ -136,6 +138,10 @@ def test_what_experts_have_no_adapter_of_is_refused(section, tmp_path):
         raise AssertionError(found[0])
 
 
+def test_servers_get_merged_weights():
+    assert "no server is known to take adapters of experts" in refusal(None, AdapterConfig(parameters=("experts",)))
+
+
 def test_a_target_s_entries_mean_stacks_where_they_name_experts(tmp_path):
     names = list(adaptable(models.read_config(write_model(tmp_path, "qwen3-moe"))))
     kinds = {"experts.gate_up_proj": 2, "experts.down_proj": 2}
@@ -145,5 +151,7 @@ def test_a_target_s_entries_mean_stacks_where_they_name_experts(tmp_path):
         stacks = [name for name in found if ".experts." in name]
         assert stacks == [name for name in names if any(name.endswith(one) for one in expected)]
     both = AdapterConfig.of({"target": ["all-linear", "2.mlp.experts"]}).adapted(names)
-    assert set(names) - set(both) == {f"model.layers.0.mlp.{kind}" for kind in kinds}
+    routers = {f"model.layers.{number}.mlp.gate" for number in (0, 2)}
+    assert set(names) - set(both) == {f"model.layers.0.mlp.{kind}" for kind in kinds} | routers
+    assert routers == set(AdapterConfig.of({"target": ["gate.weight"]}).adapted(names))
     assert list(itertools.islice(both, 1)) == ["model.layers.0.self_attn.q_proj"]

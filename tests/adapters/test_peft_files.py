@@ -44,6 +44,7 @@ CASES += [
 ]
 CASES += [("phi3", "lora"), ("phi3", "dora"), ("qwen3.5", "lora"), ("qwen3.5", "dora")]
 CASES += [("qwen3.5-moe", "lora"), ("qwen3.5-moe", "one stack"), ("qwen3-moe", "experts"), ("mixtral", "one stack")]
+CASES += [("mixtral", "all linear")]
 CASES += [("gemma4-moe", "experts"), ("gemma4-moe", "dora")]
 
 
@@ -328,7 +329,7 @@ REFUSED = {
     "target_modules": (None, ".*must be a list of names of layers"),
     "bias": ("all", ".*must be none: merge it in PEFT"),
     "lora_bias": (True, "lora_bias=True is not supported"),
-    "target_parameters": ("experts", "target_parameters is 'experts', and must be a list of names of experts' stacks"),
+    "target_parameters": ("experts", "target_parameters is 'experts', and must be a list of names of parameters"),
     "trainable_token_indices": ([1], "trainable_token_indices=.* is not supported"),
     "layer_replication": ([[0, 2]], "layer_replication=.* is not supported"),
     "use_qalora": (True, "use_qalora=True is not supported"),
