@@ -4,7 +4,7 @@ Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
 `ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a model
 holds a layer's experts as stacks [E, out, in], of which the files may have each matrix, or gate and up joined along
-`out`. Imports no torch.
+`out`; of their adapters PEFT's files have matrices. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from dtrain.models.adapter_config import is_adapter
 from dtrain.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -62,7 +63,55 @@ class FileRows:
             return files.read(self.name)
         sizes = list(files.stored[self.name].shape)
         sizes[self.dim] = self.count
-        return files.read(self.name, self.slices(tuple(slice(0, size) for size in sizes)))
+        return files.read(self.name, self.slices(_whole(*sizes)))
+
+
+@dataclass(frozen=True)
+class LowRows(FileRows):
+    """Of the adapters of `experts` experts A [E, r, in] or B [E, out, r], in a file [E · r, in] or [out, r · E]: A has
+    rows expert by expert, B columns number by number of the rank."""
+
+    experts: int = 1
+
+    def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
+        """As `FileRows.fill`."""
+        local.copy_(self._part(files, held))
+
+    def read(self, files: "WeightFiles") -> "Tensor":
+        """As `FileRows.read`."""
+        rows, columns = files.stored[self.name].shape
+        if ".lora_A" in self.name:
+            return self._part(files, _whole(self.experts, rows // self.experts, columns))
+        return self._part(files, _whole(self.experts, self.count or rows, columns // self.experts))
+
+    def _part(self, files: "WeightFiles", held: tuple[slice, ...]) -> "Tensor":
+        experts, rows, columns = held
+        height, width = files.stored[self.name].shape
+        if ".lora_A" in self.name:
+            rank = height // self.experts
+            found = files.read(self.name, (slice(experts.start * rank, experts.stop * rank), columns))
+            return found.unflatten(0, (-1, rank))[:, rows]
+        found = files.read(self.name, (slice(rows.start + self.start, rows.stop + self.start), slice(0, width)))
+        return found.unflatten(1, (-1, self.experts)).permute(2, 0, 1)[experts, :, columns]
+
+
+def as_in_files(name: str, tensor: "Tensor") -> "Tensor":
+    """The parameter `name` of a model, [any shape], as files have it: see `LowRows`."""
+    if tensor.dim() != 3 or not is_adapter(name):
+        return tensor
+    return tensor.flatten(0, 1) if name.endswith("lora_A") else tensor.permute(1, 2, 0).flatten(1)
+
+
+def shape_in_files(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of `as_in_files`."""
+    if len(shape) != 3 or not is_adapter(name):
+        return shape
+    experts, rows, columns = shape
+    return (experts * rows, columns) if name.endswith("lora_A") else (rows, columns * experts)
+
+
+def _whole(*sizes: int) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -93,11 +142,12 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[Joint]:
     parent, _, last = module.rpartition(".")
     if last in config.unnamed:
         return [Joint(f"{parent}.{parameter}", (name,))]
-    if stacked and parent.endswith(".experts"):
+    of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
+    if stacked and of_experts:
         if last == "down_proj":
             return [Joint(module, (name,))]
         return [Joint(f"{parent}.gate_up_proj", tuple(f"{parent}.{one}_proj.weight" for one in ("gate", "up")), dim=1)]
-    if config.experts is not None and parent.endswith(".experts"):
+    if config.experts is not None and of_experts:
         return [Joint(f"{parent}.{one}.{last}.{parameter}", (name,), one) for one in range(config.experts.count)]
     if (whole := config.whole(module)) == module:
         return [Joint(name, (name,))]
@@ -112,6 +162,10 @@ def places(
     first = shapes[joint.parts[0]]
     if joint.expert is not None:
         return first[1:], {joint.parts[0]: FileRows(name, stacked=(name,))}
+    if len(first) == 3 and is_adapter(joint.name):
+        inner = {part: shape_in_files(part, shapes[part]) for part in joint.parts}
+        shape, rows = places(replace(joint, dim=0), name, inner)
+        return shape, {part: LowRows(name, one.start, one.count, experts=first[0]) for part, one in rows.items()}
     if len(joint.parts) == 1:
         return first, {joint.parts[0]: FileRows(name)}
     counts, dim = [shapes[part][joint.dim] for part in joint.parts], joint.dim

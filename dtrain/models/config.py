@@ -22,6 +22,7 @@ __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelCon
 __all__ += ["parse_config", "read_config"]
 
 MOST_PARAMETERS = 10**14
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -140,13 +141,22 @@ class ModelConfig:
     unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
 
     def parts(self, name: str) -> list[str]:
-        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins."""
+        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins; of experts
+        those of one of their stacks."""
         parent, _, module = name.rpartition(".")
+        if self.experts is not None and parent.endswith((".experts", ".router")):
+            if self.experts.beside and ".sparse." not in parent:
+                parent = ".sparse.".join(parent.rsplit(".", 1))
+            return [f"{parent}.{part}" for part in STACKS.get(module, (module,))]
         return [f"{parent}.{part}" for part in self.fused[module]] if module in self.fused else [name]
 
     def whole(self, name: str) -> str:
-        """The module of the files that the model's module `name` is, or is a part of."""
+        """The module of the files that the model's module `name` is, or is a part of; of experts the stack, as
+        transformers names it."""
         parent, _, module = name.rpartition(".")
+        if self.experts is not None and (parent.endswith(".experts") or name.endswith(".router.proj")):
+            parent = parent.replace(".sparse.", ".")
+            return f"{parent}.{next((one for one, parts in STACKS.items() if module in parts), module)}"
         return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
 
     @property

@@ -406,7 +406,7 @@ class CausalLM(ParallelModel):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if self.adapters is not None:
-            layers = {name: one for name, one in self.named_modules() if isinstance(one, Linear) and one.adapter}
+            layers: dict[str, Any] = {name: one for name, one in self.named_modules() if getattr(one, "adapter", None)}
             for name, layer in layers.items():
                 layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 

@@ -261,13 +261,18 @@ def router(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Matrices [E, out, in], of each of which a rank computes its share of the outputs."""
-    _place(module, tp, "weight", Shard(1))
+    """Matrices [E, out, in], of each of which a rank computes its share of the outputs; adapters as of `colwise`."""
+    for name in ("weight", "lora_B"):
+        _place(module, tp, name, Shard(1))
+    _place(module, tp, "lora_A", Replicate(), grad=Partial())
 
 
 def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up."""
-    _place(module, tp, "weight", Shard(2))
+    """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up, as of
+    `rowwise_within`."""
+    for name in ("weight", "lora_A"):
+        _place(module, tp, name, Shard(2))
+    _place(module, tp, "lora_B", Replicate(), grad=Partial())
 
 
 def heads(module: LocalParameters, tp: TensorParallel) -> None:
