@@ -69,7 +69,7 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
     for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
         if local.numel():
-            files.copy_into(local, source.name, source.slices(local_slices(tensors[name])))
+            source.fill(files, local, local_slices(tensors[name]))
 
 
 def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
@@ -122,7 +122,7 @@ class AdapterFiles:
             return Entry(name, shape, dtype or kept, partial(read, name))
 
         return [
-            joined(outer, [entry(part) for part in joint.parts])
+            joined(outer, joint, [entry(part) for part in joint.parts])
             for joint in joints(self.model, own)
             for outer in peft_names(joint.name, self.config, self.model)
         ]

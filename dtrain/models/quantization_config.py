@@ -19,7 +19,12 @@ def _instead(values: dict[str, Any]) -> str:
     method = values.get("quant_method")
     if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
         return f"; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
-    known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
+    if method == "mxfp4":
+        return (
+            "; mxfp4 weights are not trained: take a copy in bfloat16, such as unsloth/gpt-oss-20b-BF16 or "
+            "unsloth/gpt-oss-120b-BF16"
+        )
+    known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
     return f"; {method} weights are not trained: {_SIBLING}" if method in known else ""
 
 
