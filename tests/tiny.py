@@ -208,7 +208,7 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
     whole = {}
     for one in joints(model, tensors):
         parts = [tensors[part] for part in one.parts]
-        whole[one.name] = (one.join(parts) if one.expert is None else parts[0][one.expert]).clone()
+        whole[one.name] = one.join(parts) if one.expert is None else parts[0][one.expert].clone()
     files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}
     save_file(files, directory / "model.safetensors")
     return directory

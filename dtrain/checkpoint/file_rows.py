@@ -100,14 +100,16 @@ class Joint:
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
 
     def join(self, parts: "Sequence[Tensor]") -> "Tensor":
-        """The whole of all parts: a new tensor, or a view of the only one."""
+        """The whole of all parts, contiguous where they are."""
         import torch
 
         whole = parts[0]
         if len(parts) > 1:
             dim = self.dim
-            whole = torch.stack(list(parts), dim + 1).flatten(dim, dim + 1) if self.in_turn else torch.cat(parts, dim)
-        return whole.mT if self.transposed else whole
+            whole = (
+                torch.stack(list(parts), dim + 1).flatten(dim, dim + 1) if self.in_turn else torch.cat(list(parts), dim)
+            )
+        return whole.mT.contiguous() if self.transposed else whole
 
     def split(self, whole: "Tensor", parts: "Sequence[Tensor]") -> "Iterable[Tensor]":
         """`join` undone: views of `whole`, as large as `parts`."""
