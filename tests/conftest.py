@@ -21,7 +21,7 @@ import pytest
 
 from tests.depends import changed_since, dependent_tests, starters
 
-SLICES = 56  # each case that is marked `full` comes up once in eight weeks
+SLICES = 84  # each case that is marked `full` comes up once in twelve weeks
 FEW = 1  # cases a day of a test that starts processes: all of its cases come up within days
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}  # audit events
 

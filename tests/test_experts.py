@@ -1,8 +1,11 @@
 """Experts over ranks: one process against ep, with tp, cp and copies, and what they send."""
 
+import re
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +17,10 @@ from dtrain.models.config import Experts
 from dtrain.models.moe import SparseMLP, share_routing
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.placement import local_slices, local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.trainer import Trainer
 from tests.models.oracle import VARIANTS
-from tests.test_trainer import run, trajectory, weights
+from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -160,3 +165,50 @@ def test_grpo_routes_alike_in_rollouts_and_in_training(tmp_path):
     one = run(tiny_grpo(tmp_path, "train.dtype=float64", family="qwen3-moe", name="one"))
     options = ["train.dtype=float64", "parallel.ep=2", "parallel.tp=2"]
     assert_same(run(tiny_grpo(tmp_path, *options, family="qwen3-moe", name="four"), 4), trajectory(one))
+
+
+def gradients_on_rank(rank, recipe, world_size):
+    """Of each step this rank's part of what the optimizer is handed, and its place: [(name, slices, gradient)]. Memory
+    that nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True)
+    found = []
+    with ExitStack() as stack:
+        trainer = Trainer(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack)
+        named = dict(trainer.policy.model.named_parameters())
+
+        def keep(*_):
+            found.append([(name, local_slices(p), local_tensor(p.grad).numpy().copy()) for name, p in named.items()])
+
+        trainer.policy.optimizer.register_step_pre_hook(keep)
+        trainer.loop(trainer.resume())
+    return found
+
+
+# What others had wrong, and whose gradients show it.
+REGRESSIONS = {
+    "pytorch #160285: experts' gradients are ep times too large": r".*\.experts\..*",
+    "transformers #48687, Automodel #2995: the router sees only what this rank's experts say": r".*\.mlp\.gate\..*",
+    "transformers #48205: other ranks' part of what lies before is lost, and rows that nobody wrote are read": r".*",
+}
+
+
+@pytest.mark.turns(7)
+def test_gradients_are_whole_where_others_lost_parts(tmp_path):
+    """Clipped, so each has the whole norm in it (Automodel #3817); an expert without a token has one too (#2995)."""
+    write_model(tmp_path / "qwen3-moe-tied", "qwen3-moe", num_experts=32)
+    few = ["train.global_batch=4", "train.steps=3", "data.packing=false", "train.max_grad_norm=0.05"]
+    shapes = {1: ["train.micro_batch=4"], 4: ["train.micro_batch=1", "parallel.ep=4"]}
+    recipes = {n: tiny_recipe(tmp_path, *few, *more, family="qwen3-moe", name=f"{n}") for n, more in shapes.items()}
+    (one,) = run_world(gradients_on_rank, 1, recipes[1], 1)
+    ranks = run_world(gradients_on_rank, 4, recipes[4], 4)
+    assert any(row["moe_idle"] > 0 for row in metrics(recipes[1]))
+    for pattern in REGRESSIONS.values():
+        for step, whole in enumerate(one):
+            expected = {name: grad for name, _, grad in whole if re.fullmatch(pattern, name)}
+            assert expected and all(np.isfinite(grad).all() for grad in expected.values())
+            for parts in ranks:
+                mine = {name: (place, grad) for name, place, grad in parts[step]}
+                for name, grad in expected.items():
+                    place, part = mine[name]
+                    far = np.abs(part - grad[place]).max(initial=0)
+                    assert far <= 1e-9 * np.abs(grad).max(), (name, step)

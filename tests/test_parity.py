@@ -13,7 +13,7 @@ import torch
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe
 
-pytestmark = pytest.mark.turns(48)
+pytestmark = pytest.mark.turns(84)
 
 # name: (ranks, overrides). Every run accumulates over two micro-batches, the one process that it is held to over none.
 MESHES = {

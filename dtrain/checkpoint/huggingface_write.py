@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ class Layout:
     def name(self, model: nn.Module, names: list[str]) -> str:
         """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
         if self.text_tower_alone:
-            return names[0]
+            return cast(str, model.text_name(names[0]))  # type: ignore[operator]  # of a `TextTower`
         candidates = candidate_names(model, names)
         if self.files is not None:
             candidates = [name for name in candidates if name in self.files.stored] or candidates

@@ -17,7 +17,7 @@ from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import adapted_layers, remove_adapters
 from dtrain.models.layers import CausalLM, Linear
-from dtrain.parallel.placement import on_its_device
+from dtrain.parallel.placement import exact_modules, on_its_device
 
 _CODES, _SCALES = "weight_codes", "weight_scales"  # a quantized layer's, in place of its weight
 
@@ -70,8 +70,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
 
 def exact_names(model: nn.Module) -> set[str]:
     """The names in `model` of parameters that are held, and written, in float32 at least."""
-    modules = ((name, one) for name, one in model.named_modules() if getattr(one, "keeps_precision", False))
-    return {f"{name}.{parameter}" for name, one in modules for parameter in one._parameters}
+    return {f"{name}.{parameter}" for name, one in exact_modules(model).items() for parameter in one._parameters}
 
 
 def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:

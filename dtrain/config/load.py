@@ -351,13 +351,14 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
             return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
         if said := words.meant(re.sub(r"\[\d+\]", "", dotted), value):
             return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}: {said}"]
-        return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}{_slip(value, kinds)}"]
+        slip = _slip(value, kinds, getattr(section, key, None))
+        return [f"{dotted}={ranges.shown(value)} must be {slips.needed(kinds)}{slip}"]
     return []
 
 
-def _slip(value: Any, kinds: list) -> str:
-    """What to add to a refusal of `value`, where the cause is known."""
-    found = (slips.pasted(value), slips.in_number(value, kinds), slips.share(value), slips.in_list(value, kinds))
+def _slip(value: Any, kinds: list, usual: Any) -> str:
+    """What to add to a refusal of `value`, where the cause is known; usual: the setting's own value."""
+    found = (slips.pasted(value), slips.in_number(value, kinds), slips.share(value), slips.in_list(value, kinds, usual))
     return next(filter(None, found), "")
 
 

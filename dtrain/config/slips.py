@@ -71,8 +71,11 @@ def in_number(value: Any, kinds: list) -> str:
     return ": leave out the comma" if is_left_out else f": write {value.replace(',', '.')}"
 
 
-def in_list(value: Any, kinds: list) -> str:
-    """What to add where a list is written without its brackets."""
+def in_list(value: Any, kinds: list, usual: Any) -> str:
+    """What to add where a list is written without its brackets; usual: the setting's own value, which shows how many
+    numbers it takes."""
+    if isinstance(usual, list) and len(usual) > 1 and isinstance(value, int | float) and not isinstance(value, bool):
+        return f": it has {len(usual)}, such as [{', '.join(map(str, usual))}]"
     if not any(get_origin(kind) is list for kind in kinds) or not isinstance(value, str | int | float):
         return ""
     return "" if isinstance(value, bool) else f": write [{', '.join(re.split(r'[, ]+', str(value)))}]"

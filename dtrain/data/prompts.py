@@ -31,11 +31,13 @@ RESERVED = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`asked`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among them where known."""
+    """`asked`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among them where known.
+    `variables`: for the chat template, beside its own."""
 
     asked: list[Message] | str | list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class PromptEncoder(RowEncoder):
             ids = list(asked)
         elif asked and isinstance(asked[0], Mapping):
             messages = self.replies.with_objects(asked, prompt.tools)
-            text = self.replies.template.render(messages, prompt.tools, add_generation_prompt=True)
+            text = self.replies.template.render(messages, prompt.tools, True, prompt.variables)
             ids = self.tokenizer.encode(text)
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(asked)}")

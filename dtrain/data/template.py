@@ -107,10 +107,18 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text. Raises UserError with the template's own message and line."""
+        """The conversation as text. variables: of this conversation, over those of all. Raises UserError with the
+        template's own message and line."""
         silent = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
-        return self._run(_prepared(messages), tools, add_generation_prompt, silent)
+        return self._run(_prepared(messages), tools, add_generation_prompt, {**(variables or {}), **silent})
+
+    def reads(self, name: str) -> bool:
+        """Whether the template knows a variable of this name that is not dtrain's to set."""
+        sources = (source or "" for source in (self._arguments[0], self._arguments[4]))
+        is_own = name in (*RESERVED, *self._arguments[2]) or name in self._sandbox.globals
+        return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in sources)
 
     def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> Marked:
         """The conversation as text, with the characters that each message gave.

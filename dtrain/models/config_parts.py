@@ -118,8 +118,10 @@ def read_experts(
     **more: Any,
 ) -> Experts | None:
     """Of the sparse `layers`; count, top: the family's own defaults; None: there are no experts, or no such layer."""
-    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
-    count, top = fields.integer(key, count, minimum=0), fields.integer(top_key, top)
+    named = [fields.integer(key, count, minimum=0) for key in ("num_local_experts", "num_experts") if key in fields]
+    if len({*named}) > 1:
+        fields.problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
+    count, top = named[0] if named else fields.integer("num_experts", count, minimum=0), fields.integer(top_key, top)
     fields.known("num_experts", "num_local_experts", "router_aux_loss_coef")
     fields.must_be_off("output_router_logits", "moe.balance adds a balance loss")
     if 0 < count < top:

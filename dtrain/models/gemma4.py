@@ -259,9 +259,8 @@ class Gemma4ForCausalLM(TextTower):
         }
         self.plan = plan_of(self, plan)
 
-    def checkpoint_names(self, name: str) -> list[str]:
-        files = name.replace(".sparse.router.weight", ".sparse.router.proj.weight").replace(".sparse.", ".")
-        return super().checkpoint_names(files)
+    def text_name(self, name: str) -> str:
+        return name.replace(".sparse.router.weight", ".sparse.router.proj.weight").replace(".sparse.", ".")
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:

@@ -95,12 +95,12 @@ class GatedExperts(Experts):
             self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D]. Under ep three
-        all-to-alls, two of them again in the backward."""
-        routes = self.routes(len(rows), counts)
-        x, here = self.dispatched(rows, routes), routes.counts
-        inner = self.gated(self.gate_proj(x, here), self.up_proj(x, here))  # [m, F]
-        return self.returned(self.down_proj(inner, here), routes)
+        """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D], as `on_their_ranks`"""
+        return self.on_their_ranks(rows, counts, self.compute)
+
+    def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, D] of this rank's experts, counts [E/ep] of each -> [m, D]"""
+        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
 
 
 class SparseMLP(Block):
@@ -231,7 +231,7 @@ def _is_fused(x: Tensor) -> bool:
 
 
 def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0).to(torch.int32)
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:

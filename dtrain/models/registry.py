@@ -24,6 +24,7 @@ from dtrain.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCa
 from dtrain.models.qwen3_5 import Qwen3_5ForCausalLM
 from dtrain.models.qwen_vl import Qwen2_5_VLText, Qwen3_VLText
 from dtrain.models.smollm import SmolLM3ForCausalLM
+from dtrain.parallel.placement import exact_modules
 
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -87,11 +88,10 @@ def build(
 
 
 def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)`; what must keep its precision (`keeps_precision` of its module) in float32 at least."""
+    """`model.to(dtype)`; what `exact_modules` have in float32 at least."""
     model.to(dtype)
-    for module in model.modules():
-        if getattr(module, "keeps_precision", False):
-            module.to(torch.promote_types(dtype, torch.float32))
+    for module in exact_modules(model).values():
+        module.to(torch.promote_types(dtype, torch.float32))
 
 
 def from_pretrained(

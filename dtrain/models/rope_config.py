@@ -39,14 +39,11 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-}
-
-KINDS = tuple(_PARAMETERS)
-# Of kinds that one family has alone.
-_OTHERS: dict[str, tuple[str, ...]] = {
     "proportional": ("factor",),
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
+
+KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
 PHI_KINDS = ("default", "longrope")
 
 
@@ -180,7 +177,7 @@ def _rope(
     length = 0
     if kind in ("llama3", "yarn", "longrope") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
-    reads = _PARAMETERS.get(kind) or _OTHERS.get(kind, ())
+    reads = _PARAMETERS.get(kind, ())
     values: dict[str, Any] = {}
     if "factor" in reads:
         # Some leave the factor to the two lengths: DeepSeek's YaRN, and Phi.

@@ -23,7 +23,8 @@ class Routing:
 
     experts: of a layer. cp, tp: the meshes of one dimension, None for one rank. documents: the number of each token's
     document in the micro-batch [B, S/cp], and how many there are. weight: of the balance loss of one document and
-    layer, a scalar; None: there is none. scale: of the gradients, beside it.
+    layer, a scalar; None: there is none. scale: of the gradients, beside it. counts: of the step, on this rank,
+    [layers, E] float64.
     """
 
     def __init__(self, experts: int, layers: int):
@@ -33,6 +34,7 @@ class Routing:
         self.documents: tuple[Tensor, int] | None = None
         self.weight: Tensor | None = None
         self.scale = 1.0
+        self.counts: Tensor | None = None
         self._counts: dict[int, Tensor] = {}  # by layer: set again, not added to, where a layer is computed again
         self._losses: dict[int, Tensor] = {}
 
@@ -40,12 +42,17 @@ class Routing:
         """counts [E] int64 of this rank's tokens by expert, in the sparse layer of this number."""
         self._counts[layer] = counts
 
-    def seen(self) -> tuple[Tensor, Tensor]:
-        """Of the micro-batch, on this rank: counts [layers, E] float64, and the sum of balance losses, a scalar."""
+    def begin(self, weight: Tensor | None, scale: float) -> None:
+        """Before the micro-batches of a step. weight, scale: as above."""
+        self.weight, self.scale, self.counts = weight, scale, None
+
+    def add(self) -> Tensor:
+        """After each: its counts join those of the step. Returns the sum of its balance losses, a scalar."""
         counts = torch.stack([self._counts[layer] for layer in sorted(self._counts)]).double()
         loss = sum(self._losses.values(), torch.zeros((), device=counts.device))
+        self.counts = counts if self.counts is None else self.counts + counts
         self._counts, self._losses = {}, {}
-        return counts, loss
+        return loss
 
     def balanced(self, layer: int, weights: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """The weights [T, k] of a layer's choices [T, k], unchanged; their backward adds the balance loss's gradient to

@@ -14,7 +14,12 @@ class TextTower(CausalLM):
     head_names: tuple[str, ...] = ("lm_head.",)
     carried: tuple[str, ...]
 
+    def text_name(self, name: str) -> str:
+        """What the files of the text model alone call parameter `name`."""
+        return name
+
     def checkpoint_names(self, name: str) -> list[str]:
+        name = self.text_name(name)
         if not self.config.is_text_tower:
             return [name]
         if name.startswith("lm_head."):

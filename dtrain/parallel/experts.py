@@ -7,7 +7,8 @@ adds up its own tokens' results, so that no sum depends on the layout (GShard's 
 capacity).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,52 +21,29 @@ from dtrain.parallel.placement import LocalParameters, LocalView, chunk_bounds
 _ops = torch.ops._c10d_functional
 
 
-@dataclass(frozen=True)
-class Routes:
-    """Where the rows [n, D] of this rank go, sorted by their experts. counts: of rows by expert that this rank
-    computes, [E/ep] int64 on the device. sends, receives: rows to and from each rank of ep, in its order; None without
-    expert parallel. order: of the received rows [m], by the expert; None where they have it."""
-
-    counts: Tensor
-    sends: list[int] | None = None
-    receives: list[int] | None = None
-    order: Tensor | None = None
-
-
 class Experts(nn.Module):
     """The part of a sparse MLP that has the experts' stacks as its children's parameters."""
 
     count: int  # of experts in the whole model's layer
     ep: DeviceMesh | None = None  # set by `spread_experts`
 
-    def routes(self, rows: int, counts: Tensor) -> Routes:
-        """rows: of this rank; counts: by expert, [E] int64. Under ep one all-to-all of them, and a wait for it."""
+    def on_their_ranks(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """rows [n, D] of this rank, sorted by expert, counts [E] int64 of each -> their results [n, D'], by
+        `compute(rows [m, D] of this rank's experts, sorted by expert, counts [E/ep])` -> [m, D'].
+
+        Under ep three all-to-alls (the counts, for which the host waits, rows, results), two of them again backward."""
         if self.ep is None:
-            return Routes(counts)
+            return compute(rows, counts)
         ranks, group = self.ep.size(), self.ep.get_group()
-        theirs = _exchange(counts, [len(counts) // ranks] * ranks, [len(counts) // ranks] * ranks, group)
-        both = torch.stack([counts.view(ranks, -1), theirs.view(ranks, -1)])  # [2, ep, E/ep]
-        sends, receives = (on_host(one, rows) for one in both.sum(2))
-        here = torch.arange(both.shape[2], device=counts.device).repeat(ranks)
-        expert = here.repeat_interleave(theirs, output_size=sum(receives))  # [m]
-        return Routes(both[1].sum(0), sends, receives, expert.argsort(stable=True))
-
-    def dispatched(self, rows: Tensor, routes: Routes) -> Tensor:
-        """Rows [n, D], sorted by expert -> those of this rank's experts [m, D], sorted so. Under ep one all-to-all,
-        forward and backward."""
-        if self.ep is None or routes.order is None:
-            return rows
-        assert routes.sends is not None and routes.receives is not None
-        arrived = _AllToAll.apply(rows, routes.receives, routes.sends, self.ep.get_group())
-        return _Permuted.apply(arrived, routes.order)
-
-    def returned(self, rows: Tensor, routes: Routes) -> Tensor:
-        """`dispatched` the other way round: results [m, D] -> [n, D]."""
-        if self.ep is None or routes.order is None:
-            return rows
-        assert routes.sends is not None and routes.receives is not None
-        sorted_by_rank = _Permuted.apply(rows, _inverse(routes.order))
-        return _AllToAll.apply(sorted_by_rank, routes.sends, routes.receives, self.ep.get_group())
+        each = [len(counts) // ranks] * ranks
+        theirs = _exchange(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
+        sends, receives = (on_host(one.sum(1), len(rows)) for one in (counts.view(ranks, -1), theirs))
+        numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
+        order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
+        back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        arrived = _Permuted.apply(_AllToAll.apply(rows, receives, sends, group), order, back)
+        results = _Permuted.apply(compute(arrived, theirs.sum(0)), back, order)
+        return cast(Tensor, _AllToAll.apply(results, sends, receives, group))
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -137,14 +115,14 @@ class _Spread(torch.autograd.Function):
 
 class _Permuted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
         return rows[order]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return grads[0][_inverse(order)], None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grads[0][back], None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -161,7 +139,3 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: Any) -> Tensor:
     """rows [sum(sends), ..] -> [sum(receives), ..], in the ranks' order. One all-to-all."""
     return _ops.wait_tensor(_ops.all_to_all_single(rows.contiguous(), receives, sends, group.group_name))
-
-
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.placement import LocalParameters, exact_modules, local_tensor
 from dtrain.parallel.tensor import ParallelModel
 
 
@@ -69,7 +69,7 @@ def shard_with_policies(
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
     keep_exact(model, mesh, precision, offload)
     for module in model.modules():
-        if getattr(module, "gathered_alone", False):
+        if isinstance(module, LocalParameters) and module.gathered_alone:
             _own_unit(module, mesh, precision, offload, reshard_after_forward is not False)
     layers = list(model.model.layers)
     default = reshard_after_forward == "default"
@@ -89,9 +89,8 @@ def keep_exact(model: ParallelModel, mesh: DeviceMesh, precision: MixedPrecision
     computes in float32 where the others compute in half. It stays gathered from the forward to the backward."""
     wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
     exact = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=False)
-    for module in model.modules():
-        if getattr(module, "keeps_precision", False):
-            _own_unit(module, mesh, exact, offload, False)
+    for module in exact_modules(model).values():
+        _own_unit(module, mesh, exact, offload, False)
 
 
 Shards = Callable[[nn.Parameter], Any]

@@ -47,12 +47,14 @@ def build_mesh(
     sharded = mesh["dp_shard", "cp"]._flatten("fsdp")
     dp = mesh["dp_replicate", "dp_shard"]._flatten("dp")
     dp_cp = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
-    apart: list[DeviceMesh] = []
+    made, experts, expert_fsdp = [sharded, dp, dp_cp], None, None
     if ep > 1:
-        shape = (sharded.size() // ep, ep)
-        over, experts = (sharded._unflatten(0, shape, ("expert_fsdp", "ep"))[name] for name in ("expert_fsdp", "ep"))
-        apart = [over, experts]
-    for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in (sharded, dp, dp_cp, *apart))):
+        split = sharded._unflatten(0, (sharded.size() // ep, ep), ("expert_fsdp", "ep"))
+        experts, expert_fsdp = split["ep"], split["expert_fsdp"]
+        made += [experts, expert_fsdp]
+        if dp_replicate > 1:
+            expert_fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], expert_fsdp])
+    for group in (*mesh.get_all_groups(), *(one.get_group() for one in made)):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
         device_mesh=mesh,
@@ -64,10 +66,8 @@ def build_mesh(
         size=mesh.size(),
         dp_rank=dp.get_local_rank(),
         dp_size=dp.size(),
-        ep=apart[1] if apart else None,
-        expert_fsdp=(DeviceMesh._concatenate([mesh["dp_replicate"], apart[0]]) if dp_replicate > 1 else apart[0])
-        if apart
-        else None,
+        ep=experts,
+        expert_fsdp=expert_fsdp,
     )
 
 

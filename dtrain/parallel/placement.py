@@ -106,8 +106,12 @@ class LocalParameters(nn.Module):
     """A module that computes with its parameters as `local(name)` gives them.
 
     `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
+    keeps_precision: its parameters are held, and computed with, in float32 at least. gathered_alone: FSDP gathers them
+    for its forward alone.
     """
 
+    keeps_precision = False
+    gathered_alone = False
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
     def local(self, name: str) -> Tensor:
@@ -116,3 +120,9 @@ class LocalParameters(nn.Module):
         parameter = getattr(self, name)
         view = self.local_views.get(name)
         return parameter if view is None else view(parameter)
+
+
+def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
+    """By name the modules of `model` that keep their precision."""
+    modules = ((name, one) for name, one in model.named_modules() if isinstance(one, LocalParameters))
+    return {name: one for name, one in modules if one.keeps_precision}

@@ -110,8 +110,8 @@ class Policy(Saved, Memory, WeightsOut):
 
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
         (trained tokens, documents, non-padding tokens, over all ranks), `loads` (of a mixture of experts, each [steps];
-        `models.routing.loads`), `grad_norm` (of the last step, before
-        clipping), `lr` (that it used), `rank`, and `all_mb_metrics` (each metric of this rank, a list by micro-batch).
+        `models.routing.loads`), `grad_norm` (of the last step, before clipping), `lr` (that it used), `rank`, and
+        `all_mb_metrics` (each metric of this rank, a list by micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
         as `batching.take` does, and for a gbs that is not as many rows of each dp rank.
@@ -124,6 +124,7 @@ class Policy(Saved, Memory, WeightsOut):
         per_step = gbs // self.mesh.dp_size if gbs else max(most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
+        routing = self.model.routing
         self.model.train(not eval_mode)
         for start in range(0, max(most_rows, 1), per_step):
             of_step = slice(start, start + per_step)
@@ -137,21 +138,20 @@ class Policy(Saved, Memory, WeightsOut):
             both = (count[1], count[0])  # sequences, tokens
             divisors = [n.clamp(min=1).to(self.device, non_blocking=True) for n in both]
             if updater is None:
-                (loss, measured), counts_seen = self._evaluate(batches, loss_fn, divisors), None
+                loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
                 lr = updater.scheduler.get_last_lr()[0]
                 if self.model.adapters is not None:
                     self.model.adapters.step = updater.scheduler.steps
-                loss, measured, counts_seen = self._backward(batches, loss_fn, divisors)
+                loss, measured = self._backward(batches, loss_fn, divisors)
                 norm = updater.update()
             metrics += measured
             names = list(measured[0])
-            seen = [] if counts_seen is None else [counts_seen.flatten()]
+            seen = [] if updater is None or routing is None or routing.counts is None else [routing.counts.flatten()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = [sum((one[name].detach().double() for one in measured), zero) for name in names]
             totals.append(self._summed(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
-        routing = self.model.routing
         return {
             "loads": {}
             if routing is None or updater is None
@@ -284,18 +284,18 @@ class Policy(Saved, Memory, WeightsOut):
 
     def _backward(
         self, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
-    ) -> tuple[Tensor, list[dict[str, Tensor]], Tensor | None]:
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """Gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, into `.grad`; reduced once,
         at the last, or with `parallel.reduce_each` over the shards at every one.
 
-        Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it), the metrics of each
-        micro-batch, and of a mixture how many tokens each expert had, [layers, E].
+        Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it) and the metrics of each
+        micro-batch.
         """
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         total, metrics = torch.zeros((), device=self.device), []
-        routing, counts = self.model.routing, None
-        if routing is not None and self.recipe.moe.balance:
-            routing.weight, routing.scale = self.recipe.moe.balance / (routing.layers * divisors[0]), scale
+        routing, balance = self.model.routing, self.recipe.moe.balance
+        if routing is not None:
+            routing.begin(balance / (routing.layers * divisors[0]) if balance else None, scale)
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             sync_gradients(self.model, is_last, self.recipe.parallel.reduce_each)
@@ -306,13 +306,12 @@ class Policy(Saved, Memory, WeightsOut):
             total = total + loss.detach()
             metrics.append(measured)
             if routing is not None:
-                seen, balance = routing.seen()
-                counts, total = seen if counts is None else counts + seen, total + balance
+                total = total + routing.add()
         if routing is not None:
             routing.weight = None
         if self._sums is not None:
             self._sums.finish()
-        return total, metrics, counts
+        return total, metrics
 
     @torch.no_grad()
     def _evaluate(

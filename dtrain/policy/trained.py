@@ -14,6 +14,7 @@ from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import add_adapters
 from dtrain.models.layers import CausalLM
 from dtrain.models.nf4 import quantize_linears
+from dtrain.parallel.placement import exact_modules
 
 
 def choose_trained(model: CausalLM, recipe: Recipe, dtype: torch.dtype) -> None:
@@ -63,9 +64,7 @@ def _left_out(names: dict[nn.Parameter, list[str]], section: Train) -> set[nn.Pa
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    exact = {
-        one for module in model.modules() if getattr(module, "keeps_precision", False) for one in module.parameters()
-    }
+    exact = {one for module in exact_modules(model).values() for one in module.parameters()}
     wide = torch.promote_types(dtype, torch.float32)
     floats = ((one, wide if one in exact else dtype) for one in frozen if one.is_floating_point())
     copies = {one: nn.Parameter(one.detach().to(own), requires_grad=False) for one, own in floats}

@@ -9,6 +9,7 @@ rewards                            what completions earn
 worker, child                      the user's code in a process of its own, from outside and inside
 weights                            weights on their way to another engine, in buckets
 generate                           completions in one call
+scores                             how likely the tokens of prompts are
 """
 
 from typing import Any

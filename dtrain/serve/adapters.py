@@ -91,12 +91,7 @@ class Adapters:
     def put(self, name: str | None, loaded: CausalLM | None) -> None:
         """Give the model the adapters that `loaded` holds, under `name`, in place of what it has; None for none. On the
         worker's thread, or before it starts."""
-        model = self.updates.model
-        remove_adapters(model)
-        for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
-            target: Any = model.get_submodule(path)
-            target.adapter = layer.adapter
-            target._parameters.update({one: layer._parameters[one] for one in PARAMETERS if one in layer._parameters})
+        put_in(self.updates.model, loaded)
         self.worker.use_adapter(name, None if loaded is None else loaded.adapters)
         self.parser.adapters = () if name is None else (name,)
 
@@ -108,6 +103,15 @@ class Adapters:
             raise ApiError(409, f"{held[0]!r} is loaded, and one is at a time: unload it first", "lora_name")
         if held and not in_place:
             raise ApiError(400, f"{name!r} has already been loaded; load_inplace=true replaces it", "lora_name")
+
+
+def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
+    """Give `model` the adapters of `loaded`, which `read_beside` gave, in place of what it has; None for none."""
+    remove_adapters(model)
+    for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
+        target: Any = model.get_submodule(path)
+        target.adapter = layer.adapter
+        target._parameters.update({one: layer._parameters[one] for one in PARAMETERS if one in layer._parameters})
 
 
 def read_beside(model: CausalLM, directory: Path) -> CausalLM:

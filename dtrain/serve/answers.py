@@ -10,24 +10,29 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.serve.protocol import Ask
 from dtrain.serve.text import TextStream
+
+if TYPE_CHECKING:
+    from dtrain.rollout.scores import TokenScores
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """Tokens of request `index`, all or further ones; finish: None while more may come."""
+    """Tokens of request `index`, all or further ones; finish: None while more may come; prompt: the scores of its
+    prompt, where they were asked for."""
 
     index: int
     ids: list[int]
     logprobs: list[float]
     finish: str | None
     version: int
+    prompt: "TokenScores | None" = None
 
 
 @dataclass
@@ -81,6 +86,8 @@ class Answer:
         self._begun.add(piece.index)
         self._given[piece.index] += len(piece.ids)
         text = stream.push(piece.ids, last=piece.finish is not None)
+        if self.ask.echo:
+            text = self.ask.echo[piece.index // self.ask.samples] + text
         choice: dict[str, Any] = {"index": piece.index}
         if self.ask.chat:
             choice[speech] = {"role": "assistant", "content": text} if is_first else {"content": text}
@@ -102,7 +109,7 @@ class Answer:
         return piece.ids[-1] if piece.ids and piece.ids[-1] not in self.ask.eos_ids else None
 
     def _logprobs(self, piece: StreamChunk) -> dict[str, Any]:
-        tokens = [f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one]) for one in piece.ids]
+        tokens = [self._token(one) for one in piece.ids]
         if self.ask.chat:
             pairs = zip(tokens, piece.logprobs, strict=True)
             content = [
@@ -110,7 +117,20 @@ class Answer:
                 for token, logprob in pairs
             ]
             return {"content": content}
-        return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": None}
+        logprobs: list[float | None] = [*piece.logprobs]
+        highest: list[dict[str, float] | None] = [
+            {one: logprob} for one, logprob in zip(tokens, piece.logprobs, strict=True)
+        ]
+        if (scores := piece.prompt) is not None:  # nothing is before the first token
+            tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
+            logprobs = [None, *scores.logprobs, *logprobs]
+            places = zip(map(self._token, scores.likeliest), scores.highest, strict=True)
+            highest = [None, *({one: logprob} for one, logprob in places), *highest]
+        top = highest if self.ask.likeliest else None
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}
+
+    def _token(self, one: int) -> str:
+        return f"token_id:{one}" if self.ask.tokens_as_ids else self.tokenizer.decode([one])
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ the draws those of the native engine. No torch.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.data.formats import read_messages, read_tools
@@ -49,6 +49,13 @@ def _arguments(value: Any, name: str) -> Any:
     return Field(dict).read(value, name)
 
 
+def _variables(value: Any, name: str) -> dict[str, Any]:
+    for key, one in Field(dict).read(value, name).items():
+        if not isinstance(one, str | int | float | None) or (isinstance(one, str) and len(one) > 4096):
+            raise ApiError(400, f"{name}.{key[:64]} must be true, false, null, a number or a short text", name)
+    return value
+
+
 # Values that ask for nothing, of fields that would change the answer and that the engine does not have.
 NONE, ZERO, ONE = Field(among=()), Field(among=(0,)), Field(among=(1,))
 NO, YES, EMPTY = Field(among=(False,)), Field(among=(True,)), Field(among=([],))
@@ -76,7 +83,7 @@ SAMPLING: Table = {
     "logit_bias": Field(among=({},)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), ZERO),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), ONE),
-    **dict.fromkeys(("echo", "use_beam_search"), NO),
+    **dict.fromkeys(("echo", "use_beam_search"), NO),  # /v1/completions has echo
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), YES),
     **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"), NONE),
     **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED),
@@ -88,6 +95,7 @@ COMPLETION: Table = {
     "prompt": Field(use=_prompts),
     "max_tokens": Field(int, 16),
     "logprobs": Field(int, None, 0, 1),
+    "echo": FLAG,
     "add_special_tokens": Field(bool, True),
     "suffix": Field(among=("",)),
     "prompt_embeds": NONE,
@@ -118,7 +126,7 @@ CHAT: Table = {
     "logprobs": FLAG,
     "top_logprobs": ZERO,
     "modalities": Field(among=(["text"],)),
-    "chat_template_kwargs": Field(among=({},)),
+    "chat_template_kwargs": Field(use=_variables),
     "add_generation_prompt": YES,
     "add_special_tokens": NO,
     "continue_final_message": NO,
@@ -146,6 +154,8 @@ class Ask:
     tokens_as_ids: bool
     keep_stop: bool
     eos_ids: tuple[int, ...]
+    echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
+    likeliest: bool = False  # whether the likeliest token of each place is told beside it; of completions with echo
 
 
 class Parser:
@@ -168,7 +178,19 @@ class Parser:
         for one in fields["prompt"]:
             prompts.append(tuple(self._encoded(one, specials) if isinstance(one, str) else one))
             self._check_ids(prompts[-1], "prompt")
-        return self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
+        ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
+        return self._echoing(ask, fields) if fields["echo"] else ask
+
+    def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
+        """`ask` with the prompts in its answers."""
+        if ask.stream:
+            raise ApiError(400, "echo=True is not for streams: set stream=False", "echo")
+        likeliest = fields["logprobs"] == 1
+        if likeliest and fields["max_tokens"] and fields["temperature"]:
+            what = "with echo, logprobs=1 names the likeliest tokens, which are those drawn at temperature=0"
+            raise ApiError(400, f"{what}; set that, or max_tokens=0, or logprobs=0", "logprobs")
+        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in fields["prompt"]]
+        return replace(ask, echo=tuple(texts), likeliest=likeliest)
 
     def chat(self, body: Mapping[str, Any]) -> Ask:
         """A body of /v1/chat/completions. Raises ApiError."""
@@ -177,9 +199,13 @@ class Parser:
             raise ApiError(400, "messages is missing: a list of objects with role and content", "messages")
         if self.encoder.template is None:
             raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
+        variables = fields["chat_template_kwargs"] or {}
+        if unknown := [name for name in variables if not self.encoder.template.reads(name)]:
+            name = f"chat_template_kwargs.{unknown[0][:64]}"
+            raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
         try:
             messages, _ = read_messages(fields["messages"], "messages")
-            prompt = tuple(self.encoder.encode(Prompt(messages, tools=read_tools(fields))))
+            prompt = tuple(self.encoder.encode(Prompt(messages, tools=read_tools(fields), variables=variables)))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         most = fields["max_completion_tokens"]

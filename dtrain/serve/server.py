@@ -137,7 +137,7 @@ class HttpServer(socketserver.TCPServer):
 
     def _complete(self, connection: Connection, ask: Ask) -> None:
         service = self.service
-        job = service.worker.submit(ask.requests, ask.stream, ask.adapter)
+        job = service.worker.submit(ask.requests, ask.stream, ask.adapter, bool(ask.echo and ask.logprobs))
         answer = Answer(ask, service.parser.tokenizer)
         try:
             if ask.stream:

@@ -26,6 +26,7 @@ from dtrain.errors import UserError
 from dtrain.models.adapters import AdapterState
 from dtrain.rollout.engine import Engine, NotFinite
 from dtrain.rollout.request import Request
+from dtrain.rollout.scores import TokenScores, score_prompts
 from dtrain.serve.answers import StreamChunk
 from dtrain.serve.fields import ApiError
 
@@ -43,24 +44,30 @@ ABORTED = "the weights changed under way; ask again"
 
 @dataclass(eq=False)
 class Job:
-    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all: `EngineThread.submit`."""
+    """The requests of one client call. `pieces` gets their tokens, or one ApiError for all: `EngineThread.submit`.
+    scored: whether the prompts' scores too; scores: these, by prompt, of the weights of `scores_version`."""
 
     requests: Sequence[Request]
     stream: bool
     adapter: str | None = None
+    scored: bool = False
+    scores: dict[tuple[int, ...], TokenScores] = field(default_factory=dict)
+    scores_version: int = -1
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     is_over: bool = False  # refused, or its client is gone
 
 
 @dataclass(eq=False)
 class _Row:
-    """Request `index` of a job. given: tokens that the client has; version: of the weights when the engine took it."""
+    """Request `index` of a job. given: tokens that the client has; version: of the weights when the engine took it, and
+    scored its prompt."""
 
     job: Job
     index: int
     prompt: tuple[int, ...]
     given: int = 0
     version: int = 0
+    scores: TokenScores | None = None
 
 
 @dataclass
@@ -100,10 +107,13 @@ class EngineThread(threading.Thread):
         """Sequences that the engine has, and those that wait for it to take them."""
         return len(self._rows), len(self._inbox)
 
-    def submit(self, requests: Sequence[Request], stream: bool, adapter: str | None = None) -> Job:
+    def submit(
+        self, requests: Sequence[Request], stream: bool, adapter: str | None = None, scored: bool = False
+    ) -> Job:
         """Put requests in the queue, of the model with `adapter` or without. Their job's `pieces` gets one Piece a
-        request, or with `stream` several, the last with a finish. Raises ApiError where the server is full or ends."""
-        job = Job(requests, stream, adapter)
+        request, or with `stream` several, the last with a finish; where they are to be `scored` with the prompt's
+        scores. Raises ApiError where the server is full or ends."""
+        job = Job(requests, stream, adapter, scored)
         with self._changed:
             if self._closing is not None:
                 raise ApiError(503, self._closing)
@@ -259,15 +269,30 @@ class EngineThread(threading.Thread):
 
     def _enter(self, row: _Row) -> None:
         request = row.job.requests[row.index]
-        if request.sampling.max_new_tokens == 0:
-            row.job.pieces.put(StreamChunk(row.index, [], [], "length", row.version))
-            return
         try:
+            if row.job.scored:
+                self._engine.check(request, "the request")
+                row.scores = self._scores(row.job)[row.prompt]
+            if request.sampling.max_new_tokens == 0:
+                row.job.pieces.put(self._chunk(row, [], [], "length"))
+                return
             self._rows[self._engine.add(request)] = row
         except UserError as error:
             self._cancel({row.job}, ApiError(400, str(error)))
         except FAULTS as error:
             self._cancel({row.job}, self._told(error))
+
+    def _scores(self, job: Job) -> dict[tuple[int, ...], TokenScores]:
+        """Of the job's prompts, by these weights."""
+        if job.scores_version != self.version:
+            prompts = list(dict.fromkeys(tuple(one.prompt) for one in job.requests))
+            scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
+            job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
+        return job.scores
+
+    @staticmethod
+    def _chunk(row: _Row, ids: list[int], logprobs: list[float], finish: str | None) -> StreamChunk:
+        return StreamChunk(row.index, ids, logprobs, finish, row.version, row.scores)
 
     def _step(self) -> None:
         try:
@@ -283,12 +308,12 @@ class EngineThread(threading.Thread):
         for ticket, completion in ended:
             row = self._rows.pop(ticket)
             ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
-            row.job.pieces.put(StreamChunk(row.index, ids, logprobs, completion.finish, row.version))
+            row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish))
         for ticket, row in self._rows.items():
             if row.job.stream:
                 ids, logprobs = self._engine.progress(ticket, row.given)
                 if ids:
-                    row.job.pieces.put(StreamChunk(row.index, ids, logprobs, None, row.version))
+                    row.job.pieces.put(self._chunk(row, ids, logprobs, None))
                     row.given += len(ids)
 
     @staticmethod

@@ -11,7 +11,7 @@ from tests.test_parity import MESHES, assert_parity, overrides_of, recipe_of, sa
 from tests.test_trainer import metrics, run, trajectory, weights
 from tests.tiny import tiny_grpo, tiny_recipe
 
-pytestmark = pytest.mark.turns(56)
+pytestmark = pytest.mark.turns(84)
 
 CASES = {
     "LoRA": "lora={rank: 8}",

@@ -38,19 +38,19 @@ AUDIO = {
 }
 
 
-@pytest.fixture
-def multimodal(tmp_path):
+@pytest.fixture(params=["gemma4", "gemma4-moe"])
+def multimodal(tmp_path, request):
     """A model with a vision and an audio tower, whose files hold keys of layers that share others', and its
     directory."""
-    text = {**oracle.VARIANTS["gemma4"]().to_dict(), "pad_token_id": 0}
+    text = {**oracle.VARIANTS[request.param]().to_dict(), "pad_token_id": 0}
     config = transformers.Gemma4Config(text_config=text, vision_config=VISION, audio_config=AUDIO)
     torch.manual_seed(0)
     model = oracle.randomise(transformers.Gemma4ForConditionalGeneration(config))
     source = oracle.save(model, tmp_path / "source")
     file = source / "model.safetensors"
-    unread = {
-        f"model.language_model.layers.5.self_attn.{name}.weight": torch.randn(4, 4) for name in ("k_proj", "k_norm")
-    }
+    sharing = "model.language_model.layers.5.self_attn"
+    of_keys = ("k_proj", "k_norm") if text["num_kv_shared_layers"] else ()
+    unread = {f"{sharing}.{name}.weight": torch.randn(4, 4) for name in of_keys}
     save_file(load_file(file) | unread, file, metadata={"format": "pt"})
     return model, source
 

@@ -47,6 +47,8 @@ class Sent(TorchDispatchMode):
             self.add("reduce-scatter", args[0], args[3])
         elif name == "_c10d_functional.all_reduce":
             self.add("all-reduce", args[0], args[2])
+        elif name == "_c10d_functional.all_to_all_single":
+            self.add("all-to-all", args[0], args[3])
         else:
             quiet = ("c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd")
             assert func.namespace not in ("c10d", "_c10d_functional") or name in quiet, name
@@ -107,10 +109,12 @@ MESHES = {
     "cp2, gather, SGD": ("qwen2", {}, 2, ["parallel.cp=2", "optimizer.name=sgd", "optimizer.kwargs={momentum: 0.9}"]),
     "cp3, ring, mixed": ("qwen3", {}, 3, ["parallel.cp=3", "parallel.cp_rotate=ring", "train.dtype=bfloat16"]),
     "dp2 tp2 cp2, gemma3": ("gemma3", {}, 8, ["parallel.tp=2", "parallel.cp=2"]),
+    "dp4 ep2, experts": ("qwen3-moe", {"tied": False}, 4, ["parallel.ep=2"]),
+    "dp2 ep2 tp2, experts": ("qwen3-moe", {"tied": False}, 4, ["parallel.ep=2", "parallel.tp=2"]),
 }
 
 
-SAMPLED = ("dp2, llama, nothing even", "tp4 with 2 KV heads, checkpointing", "cp3, ring, mixed")
+SAMPLED = ("dp2, llama, nothing even", "tp4 with 2 KV heads, checkpointing", "cp3, ring, mixed", "dp4 ep2, experts")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +138,10 @@ def test_shards_and_traffic_are_those_of_a_real_run(tmp_path, name):
         for (_, kind, group, _), (count, size) in step.traffic.items():
             planned[kind, group, "messages"] += count
             planned[kind, group, "bytes"] += size
+        # Which rank has how many rows of tokens depends on the router: a plan shares them out evenly.
+        for key in (one for one in planned if one[0] == "all-to-all"):
+            assert planned[key] * ranks == sum(of_rank[key] for _, of_rank in real)
+            sent[key] = planned[key]
         assert planned == sent
     assert step.lightest == min(held["parameters"] for held, _ in real)
     assert max(held["parameters"] for held, _ in real) == real[0][0]["parameters"]

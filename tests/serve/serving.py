@@ -34,7 +34,10 @@ from tests.tiny import write_model
 KEY = {"Authorization": "Bearer secret"}
 PROMPT = [5, 6, 7]
 GREEDY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 0, "return_token_ids": True}
-TEMPLATE = "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}w8 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+    "{% if thinking %} w10{% endif %}"
+)
 
 
 def make_model(directory: Path, seed: int, out: str = "model") -> Path:

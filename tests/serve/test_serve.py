@@ -27,6 +27,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secre
 GREEDY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0, "return_token_ids": True}
 
 
+HELLO = {"messages": [{"role": "user", "content": "w1"}]}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("serve")
@@ -136,6 +139,8 @@ def test_chat_takes_the_template_and_streams(server, model):
     assert status == 200 and answer["object"] == "chat.completion" and answer["usage"]["prompt_tokens"] == 5
     assert choice["message"] == {"role": "assistant", "content": text_of(ids)}
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-9)
+    _, thinking = ask(server.url, "/v1/chat/completions", {**body, "chat_template_kwargs": {"thinking": True}})
+    assert thinking["usage"]["prompt_tokens"] == 6
     pieces, _ = events(server.url, "/v1/chat/completions", body)
     assert pieces[0]["object"] == "chat.completion.chunk" and pieces[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == choice["message"]["content"]
@@ -194,11 +199,14 @@ def test_text_waits_for_whole_characters_and_for_what_may_be_a_stop():
         ("/v1/completions", {"prompt": [1], "top_p": 0}, 400, "top_p=0 must be above 0"),
         ("/v1/completions", {"prompt": [1], "n": 0}, 400, "n=0 must be from 1"),
         ("/v1/completions", {"prompt": [1], "stop": [1]}, 400, "stop must be"),
-        ("/v1/completions", {"prompt": [1], "echo": True}, 400, "echo=True"),
         ("/v1/completions", {"prompt": [1], "logprobs": 5}, 400, "logprobs"),
         ("/v1/completions", {"prompt": [1], "model": "other"}, 404, "no model 'other'"),
         ("/v1/chat/completions", {}, 400, "messages is missing"),
         ("/v1/chat/completions", {"messages": [{"role": "usr", "content": "w1"}]}, 400, "did you mean 'user'"),
+        ("/v1/chat/completions", {**HELLO, "chat_template_kwargs": {"loud": True}}, 400, "no variable that this model"),
+        ("/v1/chat/completions", {**HELLO, "chat_template_kwargs": {"messages": 1}}, 400, "no variable that this mode"),
+        ("/v1/chat/completions", {**HELLO, "chat_template_kwargs": {"thinking": []}}, 400, "thinking must be true, f"),
+        ("/v1/chat/completions", {**HELLO, "chat_template_kwargs": "on"}, 400, "must be an object"),
         ("/v1/embeddings", {}, 404, "there is no /v1/embeddings here"),
         ("/health", {}, 405, "wants GET"),
         ("/update_weights_from_disk", {"model_path": "/nowhere"}, 403, "is not below"),
