@@ -121,7 +121,7 @@ class AdapterFiles:
             return Entry(name, shape_in_files(name, shape), dtype or kept, lambda: as_in_files(name, read(name)))
 
         return [
-            joined(outer, [entry(part) for part in joint.parts])
+            joined(outer, joint, [entry(part) for part in joint.parts])
             for joint in joints(self.model, own)
             for outer in peft_names(joint.name, self.config, self.model)
         ]

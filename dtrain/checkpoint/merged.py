@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtrain.checkpoint.file_rows import Stack, joints
+from dtrain.checkpoint.file_rows import Joint, Stack, joints
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
 from dtrain.models.adapters import Adapted, adapted_layers, remove_adapters
@@ -60,7 +60,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     whole: dict[str, WholeWeight] = {}
     for joint in joints(model, found):
         if joint.expert is None:
-            whole[joint.name] = _joined(joint.name, [found[part] for part in joint.parts], joint.dim)
+            whole[joint.name] = _joined(joint, [found[part] for part in joint.parts])
         else:
             one = found[joint.parts[0]]
             stack = stacks.setdefault(joint.parts[0], Stack(one.shape[0]))
@@ -130,17 +130,16 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _joined(name: str, parts: list[WholeWeight], dim: int) -> WholeWeight:
-    """Along `dim`. Every rank joins them, those too that do not keep the whole."""
-    if len(parts) == 1:
+def _joined(joint: Joint, parts: list[WholeWeight]) -> WholeWeight:
+    """Every rank joins them, those too that do not keep the whole."""
+    name = joint.name
+    if len(parts) == 1 and not joint.transposed:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
 
     def read(dtype: torch.dtype) -> Tensor:
-        return torch.cat([part.read(dtype) for part in parts], dim)
+        return joint.join([part.read(dtype) for part in parts])
 
-    sizes = list(parts[0].shape)
-    sizes[dim] = sum(part.shape[dim] for part in parts)
-    shape = torch.Size(sizes)
+    shape = torch.Size(joint.shape([part.shape for part in parts]))
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)

@@ -166,8 +166,9 @@ def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers."""
-    if (experts := config.experts) is None:
+    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers. Stacks
+    that the files have turned (gpt-oss) get no adapter."""
+    if (experts := config.experts) is None or experts.turned:
         return {}
     count, inner, hidden = experts.count, experts.inner, config.hidden_size
     parent = "experts" if experts.beside else "mlp.experts"

@@ -59,7 +59,9 @@ class Experts:
     """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; normed: whether a
     token's weights add up to one; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0
     for none; stacked: whether files have a layer's experts as two tensors, one of which joins gate and up; beside:
-    whether sparse layers have an MLP of their own too."""
+    whether sparse layers have an MLP of their own too; biased: whether router and experts have biases; turned: whether
+    files have a stack's matrices transposed, gate and up joined row by row in turn; clamp: a clamped gate's gain and
+    limit."""
 
     count: int
     top: int
@@ -69,6 +71,9 @@ class Experts:
     shared: int = 0
     stacked: bool = False
     beside: bool = False
+    biased: bool = False
+    turned: bool = False
+    clamp: tuple[float, float] | None = None
 
     @property
     def share(self) -> float:
@@ -124,6 +129,7 @@ class ModelConfig:
     experts: Experts | None = None  # of layers whose MLP is a mixture
     qkv_bias: bool = False
     o_bias: bool = False
+    has_sinks: bool = False  # whether each query head has a score that takes part in its softmax (`attention.blocks`)
     mlp_bias: bool = False
     final_logit_softcapping: float | None = None
     unturned: tuple[int, ...] = ()  # the layers without rotary positions

@@ -190,8 +190,12 @@ class Attention(Mixer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
         """What `project` gives -> [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
         if cache is not None:
-            return cache.attend(self.index, q, k, v, self.scale).flatten(2)
-        return self.kernel(q, k, v, mask, self.scale).flatten(2)
+            return cache.attend(self.index, q, k, v, self.scale, sinks=self.sinks()).flatten(2)
+        return self.kernel(q, k, v, mask, self.scale, self.sinks()).flatten(2)
+
+    def sinks(self) -> Tensor | None:
+        """[H], as kernels take them, of a family that has some."""
+        return None
 
     def output(self, mixed: Tensor) -> Tensor:
         """[B, S, H · hd] -> [B, S, D]"""

@@ -6,6 +6,7 @@ rank that has the token (`parallel.experts` has the way there and back). Letters
 E experts, k of them a token.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from dtrain.attention.decode import Cached
 from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
-from dtrain.models.functions import ACTIVATIONS, gated
+from dtrain.models.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.layers import GatedMLP, Linear, PreNormLayer, Rotary
 from dtrain.models.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
@@ -50,11 +51,12 @@ class Router(LocalParameters):
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
         self.top, self.normed = sizes.top, sizes.normed
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, E]"""
-        out = F.linear(x, self.local("weight"))
+        out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
         return out if self.adapter is None else self.adapter(self, x, out)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,19 +76,21 @@ class Router(LocalParameters):
 
 
 class ExpertLinear(LocalParameters):
-    """One matrix of every expert. adapter: what it adds, where it has one (`models.adapters`)."""
+    """One matrix of every expert, and its bias, where it has one. adapter: what it adds (`models.adapters`)."""
 
     adapter: "ParameterAdapter | None" = None
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
-    def __init__(self, count: int, columns: int, rows: int):
+    def __init__(self, count: int, columns: int, rows: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, rows, columns))
+        self.register_parameter("bias", nn.Parameter(torch.empty(count, rows)) if bias else None)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
         out = grouped(x, self.local("weight"), counts)
+        out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
         return out if self.adapter is None else self.adapter(self, x, out, counts)
 
     def extra_repr(self) -> str:
@@ -100,10 +104,12 @@ class GatedExperts(Experts):
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
         self.count = sizes.count
-        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner)
-        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner)
-        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size)
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size, sizes.biased)
+        self.gated = partial(gated, activation=ACTIVATIONS[config.hidden_act])
+        if sizes.clamp is not None:
+            self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D], as `on_their_ranks`"""
@@ -111,7 +117,7 @@ class GatedExperts(Experts):
 
     def compute(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, D] of this rank's experts, counts [E/ep] of each -> [m, D]"""
-        return self.down_proj(gated(self.gate_proj(x, counts), self.up_proj(x, counts), self.activation), counts)
+        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
 
 
 class SparseMLP(Block):
@@ -233,6 +239,13 @@ class _Grouped(torch.autograd.Function):
             for index, (rows, inputs) in _runs(counts, grad, x):
                 torch.mm(rows.t(), inputs, out=of_weight[index])
         return of_x, of_weight, None
+
+
+def _owners(counts: Tensor, x: Tensor) -> Tensor:
+    """[m, E] in the dtype of x [m, in]: 1 where the row is the expert's. Its products add up what is each expert's in
+    one order, on every device."""
+    experts = torch.arange(len(counts), device=x.device)
+    return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
 
 
 def _is_fused(x: Tensor, weight: Tensor) -> bool:
