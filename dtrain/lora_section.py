@@ -128,7 +128,7 @@ def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
         found.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
-            f"{experts[0]}, for which an adapter's files have no place: leave them out, or train them without lora"
+            f"{experts[0]}, for which an adapter's files have no place: leave them out, or name experts in lora.target"
         )
     if not found and not config.adapted(layers) and config.saved(layers):
         found.append(
