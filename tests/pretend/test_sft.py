@@ -7,7 +7,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.trainer import train
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.worlds import run_pretend
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_recipe, write_model
 
 EXACT = 1e-12  # relative, of loss and norm: the same sums in another order
 ROUNDING = {"bfloat16": 0.02, "float16": 0.003}  # of a loss, after three steps; norms five times as much
@@ -70,6 +70,19 @@ def test_half_precision_is_near_float32(tmp_path, family, packing):
         rows, felt = on_card(recipe, size)
         assert_close(rows, expected, ROUNDING[dtype], 5 * ROUNDING[dtype])
         assert felt.count("kernel", within="varlen flash") or packing == "false" or mesh not in ("one", "tp")
+
+
+@pytest.mark.turns(7)
+def test_sinks_in_half_precision_are_near_float32(tmp_path):
+    """By the variable-length kernel, its proof told of them, whole and in a ring."""
+    write_model(tmp_path / "gpt-oss-tied", "gpt-oss", intermediate_size=16)  # rows of 16 bytes, halved by tp
+    expected = on_cpu(tiny_recipe(tmp_path, STEPS, "train.dtype=float32", family="gpt-oss", name="cpu"))
+    for mesh in ("tp", "ring"):
+        size, keys = MESHES[mesh]
+        recipe = tiny_recipe(tmp_path, STEPS, *keys, "train.dtype=bfloat16", family="gpt-oss", name=mesh)
+        rows, felt = on_card(recipe, size)
+        assert_close(rows, expected, ROUNDING["bfloat16"], 5 * ROUNDING["bfloat16"])
+        assert felt.count("kernel", within="varlen flash")
 
 
 def test_float16_scales_its_loss_until_the_norm_is_finite(tmp_path):
