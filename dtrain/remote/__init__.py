@@ -5,5 +5,6 @@ http, dialects, wire    many requests to many servers; how each kind is asked; o
 ahead                   the next rollout while training goes on
 publish                 new weights, by broadcast or through a directory
 adapter                 an adapter alone, through a directory
+judge                   a reward: another model's points
 shared_directory        that directory, as trainer and servers share it
 """
