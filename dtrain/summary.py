@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain import sizing
+from dtrain import eval_section, sizing
 from dtrain.config.schema import DataSource, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.models.layers import weights_in
@@ -82,9 +82,11 @@ def _notes(trainer: "Trainer") -> Iterator[str]:
 
 def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
     """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
-    names = facts_of(recipe).curves
+    evals = eval_section.sets(recipe) if recipe.eval is not None else []
+    rewards = {f"{one.prefix}reward_mean": f"{one.name} reward" for one in evals}
+    names = {**facts_of(recipe).curves, **rewards}
     for name, values in _curves(directory / "metrics.jsonl", names).items():
-        whole = name.startswith("val_")  # of all validation rows, so that one value is no chance
+        whole = name.startswith(("val_", "eval_"))  # of all validation rows, so that one value is no chance
         count = 1 if whole else max(1, min(AVERAGED, len(values) // 2))
         ends = values[:count], values[-count:]
         first, last = (sum(part) / len(part) for part in ends)

@@ -134,7 +134,10 @@ class Evaluations:
             return asked
 
         asked = self._ranks.first(read)
-        self._engine.check(asked.requests())
+        try:
+            self._engine.check(asked.requests())
+        except UserError as error:
+            raise UserError(f"{one.key}, with {one.key}.sampling: {error}") from error
         return _Open(one, asked, opened[0] if opened else None)
 
     def resume_at(self, step: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Completions from servers (vLLM, SGLang, `dtrain serve`), and new weights to them.
+"""Completions from servers (vLLM, SGLang, `dtrain serve`), new weights to them, and a model that judges.
 
 training                servers as the engine of a training run
 http, dialects, wire    many requests to many servers; how each kind is asked; one call
