@@ -29,6 +29,7 @@ from dtrain.rollout.rewards.options import is_path
 from dtrain.rollout.rewards.scoring import names_of
 
 Better = Callable[[Iterable[float]], float]
+LONGEST_ANSWER = 512
 DRAWN = ("text", "preference")  # formats of rows that ask nothing
 
 
@@ -64,6 +65,11 @@ def sets(recipe: Recipe) -> list[EvalSet]:
     if isinstance(recipe.eval, Eval):
         return [EvalSet("eval", "eval", "eval_", recipe.eval)]
     return [EvalSet(name, f"eval.{name}", f"eval_{name}_", one) for name, one in recipe.evals.items()]
+
+
+def longest_answer(positions: int) -> int:
+    """Tokens, of a model with so many positions, where nothing is asked for."""
+    return min(LONGEST_ANSWER, positions // 2)
 
 
 def passes(samples: int) -> list[int]:

@@ -21,7 +21,6 @@ from dtrain.rollout.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
-LONGEST_ANSWER = 512  # tokens, where nothing is asked for
 
 
 @dataclass(frozen=True)
@@ -196,11 +195,6 @@ def read_questions(
                 except UserError as error:
                     raise UserError(f"{place}: {error}{lacking(given, columns)}") from error
     return found
-
-
-def longest_answer(length: int) -> int:
-    """Tokens, of a model with so many positions, where nothing is asked for."""
-    return min(LONGEST_ANSWER, length // 2)
 
 
 def pass_at(k: int, samples: int, right: int) -> float:

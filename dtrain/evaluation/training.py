@@ -20,7 +20,7 @@ from dtrain.data import Tokenizer, choose_template
 from dtrain.data.files import resolve
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.errors import UserError
-from dtrain.eval_section import EvalSet, sets
+from dtrain.eval_section import EvalSet, longest_answer, sets
 from dtrain.evaluation.judging import (
     JUDGED_TOGETHER,
     Judged,
@@ -28,7 +28,6 @@ from dtrain.evaluation.judging import (
     Report,
     evaluate,
     known,
-    longest_answer,
     read_questions,
 )
 from dtrain.json_files import loads
