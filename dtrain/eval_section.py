@@ -192,6 +192,8 @@ def look(one: EvalSet, files: Sequence[Path], positions: int | None) -> list[str
     rewards = one.rewards(files)
     for file, name in zip(files, formats, strict=True):
         first = first_row(file)
+        if name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
+            found.append(f"{file}: its prompts are token ids, and a judge reads words: give it prompts as text")
         if first is not None:
             line, row = first
             try:

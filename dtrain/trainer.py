@@ -35,7 +35,6 @@ from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.eval_section import better
-from dtrain.json_files import loads
 from dtrain.methods import METHODS, RunContext
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import read_config
@@ -196,7 +195,7 @@ class Trainer:
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
-            self.patience.values = self.ranks.first(self._values_so_far)
+            self.patience.values = self.ranks.first(lambda: self.patience.read(self.run.metrics))
         if self.evaluations is not None:
             self._measured |= self.evaluations.resume_at(start.step)
         return start
@@ -298,13 +297,6 @@ class Trainer:
         """Fields that were just measured."""
         self._measured |= fields
         self.patience.see(fields)
-
-    def _values_so_far(self) -> list[float]:
-        """Of `checkpoint.keep_best`, by the record."""
-        if not self.run.metrics.is_file():
-            return []
-        rows = map(loads, self.run.metrics.read_text(encoding="utf-8").splitlines())
-        return [row[self.patience.name] for row in rows if self.patience.name in row]
 
     def stop_if_asked(self) -> None:
         """Before the first step. Raises Stopped."""

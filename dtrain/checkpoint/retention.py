@@ -4,6 +4,9 @@ imports no torch."""
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtrain.json_files import loads
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Patience:
         value = measured.get(self.name or "")
         if value is not None and math.isfinite(value):
             self.values.append(value)
+
+    def read(self, record: Path) -> list[float]:
+        """The values in a run's metrics.jsonl."""
+        if not record.is_file():
+            return []
+        rows = map(loads, record.read_text(encoding="utf-8").splitlines())
+        return [row[self.name] for row in rows if self.name in row and math.isfinite(row[self.name])]
 
     @property
     def is_over(self) -> bool:

@@ -16,13 +16,12 @@ from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.eval_section import longest_answer, usual_reward
-from dtrain.evaluation.judging import Judged, Questions, Report, known, read_questions
+from dtrain.evaluation.judging import Judged, Questions, Report, known, open_judges, read_questions
 from dtrain.evaluation.judging import evaluate as judged_answers
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
 from dtrain.rollout.request import Completion, Request, SamplingParams
-from dtrain.rollout.rewards import Rewards
 
 MANY = 0.2  # of the answers, cut at their longest
 
@@ -37,7 +36,8 @@ def evaluate(asked: Namespace) -> Report:
     device = choose_device(asked.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
-    with Rewards(rewards, timeout=asked.reward_timeout, say=partial(print, file=sys.stderr)) as judges:
+    judges, together = open_judges(rewards, asked.reward_timeout, partial(print, file=sys.stderr))
+    with judges:
         model, tokenizer = load(asked.directory, choose_dtype(asked.dtype, device), device)
         length = model.config.max_position_embeddings
         new = asked.max_new_tokens or longest_answer(length)
@@ -60,7 +60,7 @@ def evaluate(asked: Namespace) -> Report:
             stop=tuple(asked.stop),
         )
         rows = read_questions(files, encoder, asked.limit)
-        questions = Questions(rows, asked.samples, sampling, asked.seed, options.room, asked.pass_reward)
+        questions = Questions(rows, asked.samples, sampling, asked.seed, options.room, asked.pass_reward, together)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         engine = Engine(model, decode=decode, max_rows=asked.max_rows)
         write = partial(_write, out, questions)

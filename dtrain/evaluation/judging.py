@@ -7,10 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from dtrain.config.schema import Reward
 from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import formats_of, parse, read_chunks
 from dtrain.data.prompts import Prompt, PromptEncoder, normalise_prompt
@@ -167,6 +169,20 @@ def _judged(
             )
             for offset, (index, sample) in enumerate(places)
         ]
+
+
+def open_judges(
+    rewards: Sequence[Reward], timeout: float, say: Callable[[str], None], key: str = "grpo.reward_timeout"
+) -> tuple[Rewards, int]:
+    """The rewards in their process, and how many completions they are given together: with a judge, so few that a run
+    may be stopped between two calls, whose time its own bounds then say. Raises UserError."""
+    judges = [one.options for one in rewards if one.fn == "judge"]
+    if not judges:
+        return Rewards(rewards, timeout=timeout, say=say, key=key), JUDGED_TOGETHER
+    room = import_module("dtrain.remote.judge")
+    together = max(map(room.together, judges))
+    bounds = [room.seconds_for(options, together) for options in judges]
+    return Rewards(rewards, timeout=max(timeout, *bounds), say=say, key=key), together
 
 
 def read_questions(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.errors import UserError
 from dtrain.eval_section import EvalSet, longest_answer, sets
 from dtrain.evaluation.judging import (
-    JUDGED_TOGETHER,
     Judged,
     Questions,
     Report,
     evaluate,
     known,
+    open_judges,
     read_questions,
 )
 from dtrain.json_files import loads
@@ -39,7 +38,6 @@ from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import SamplingParams
 from dtrain.rollout.rewards import Rewards
 
-ROUNDS = 2  # of a judge's questions in one call of the rewards: between calls the run may be stopped
 WIDTH = 72
 
 
@@ -73,9 +71,7 @@ def read_set(recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> tuple[Questi
         stop=tuple(drawn.stop),
     )
     rewards = [_remembered(recipe, reward) for reward in one.rewards(files)]
-    at_once = [reward.options.get("concurrency", 8) for reward in rewards if reward.fn == "judge"]
-    together = ROUNDS * max(at_once) if at_once else JUDGED_TOGETHER
-    asks = Questions(asked, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward, together)
+    asks = Questions(asked, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
     return asks, rewards
 
 
@@ -116,21 +112,16 @@ class Evaluations:
 
         def read() -> Questions:
             asked, rewards = read_set(recipe, one, tokenizer)
-            bounds = [
-                import_module("dtrain.remote.judge").seconds_for(reward.options, asked.together)
-                for reward in rewards
-                if reward.fn == "judge"
-            ]
-            judges = Rewards(
+            judges, together = open_judges(
                 rewards,
-                timeout=max([one.section.reward_timeout, *bounds]),
-                say=lambda line: self._run.metrics.say(one.in_its_keys(line)),
-                key=f"{one.key}.reward_timeout",
+                one.section.reward_timeout,
+                lambda line: self._run.metrics.say(one.in_its_keys(line)),
+                f"{one.key}.reward_timeout",
             )
             opened.append(self._run.stack.enter_context(judges))
             if not one.section.at_start:
                 _try(one, asked, judges)
-            return asked
+            return replace(asked, together=together)
 
         asked = self._ranks.first(read)
         try:

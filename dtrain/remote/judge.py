@@ -24,6 +24,8 @@ from dtrain.remote.wire import Refused, Unanswered, Wire
 LOOK_SECONDS = 10.0  # for a server to say that it is there
 IN_A_ROW = 3  # answers that a judge fails to judge before the rest of a call is not asked: it is down
 TRIES = 2  # of one question
+CONCURRENCY, TIMEOUT = 8, 30.0
+ROUNDS = 2  # of questions in one call
 POINTS = 10
 ASKED = """You judge an answer that a language model gave. What a good answer is:
 
@@ -48,8 +50,8 @@ class Judge:
         url: str,
         model: str,
         rubric: str,
-        concurrency: int = 8,
-        timeout: float = 30.0,
+        concurrency: int = CONCURRENCY,
+        timeout: float = TIMEOUT,
         api_key_file: str | None = None,
         cache: str | None = None,
     ):
@@ -129,9 +131,15 @@ class Judge:
                     file.write(json.dumps({"key": key, "reward": reward}) + "\n")
 
 
+def together(options: Mapping[str, Any]) -> int:
+    """How many answers to give a judge with these options in a call that shall not take long."""
+    return ROUNDS * options.get("concurrency", CONCURRENCY)
+
+
 def seconds_for(options: Mapping[str, Any], count: int) -> float:
     """How long a judge with these options may take over so many answers."""
-    return math.ceil(count / options.get("concurrency", 8)) * options.get("timeout", 30.0) + 10.0
+    rounds = math.ceil(count / options.get("concurrency", CONCURRENCY))
+    return rounds * options.get("timeout", TIMEOUT) + LOOK_SECONDS
 
 
 def _points(answer: Any) -> float:

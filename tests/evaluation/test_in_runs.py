@@ -244,7 +244,8 @@ def test_a_judge_is_asked_once_for_the_same_words_and_its_failures_are_no_values
 
 
 def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, capsys):
-    write_prompts(tmp_path / "asked.jsonl", count=5)
+    rows = [json.dumps({"prompt": f"w{n} w{n + 3}"}) + "\n" for n in range(5)]
+    (tmp_path / "asked.jsonl").write_text("".join(rows))
     words = [f"eval.path={tmp_path}/asked.jsonl", "eval.every=1", "train.steps=2", "eval.sampling.max_new_tokens=3"]
     words += [f"eval.rewards=[{{fn: judge, url: '{server.url}', model: wise, rubric: many words}}]"]
     recipe = tiny_recipe(tmp_path, *words)
@@ -277,6 +278,7 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
         ),
         (["eval.a.rewards=[{fn: judge, url: 'http://x', model: m}]"], "eval.a.rewards[0].rubric is required by judge"),
         (["eval.a.rewards=[{fn: regex, rubric: r, kwargs: {pattern: x}}]"], "rubric is read by fn=judge alone"),
+        (["eval.a.rewards=[{fn: judge, url: 'http://127.0.0.1:9', model: m, rubric: r}]"], "a judge reads words"),
         (["eval.a.samples=4"], "set eval.a.sampling.temperature=1.0"),
         (["eval.a.every=0"], "eval.a.every=0 must be at least 1"),
         (["eval.a.path=nowhere.jsonl"], "eval.a.path: there is no file nowhere.jsonl"),
