@@ -227,7 +227,8 @@ def _line(one: _Open, judged: Judged) -> dict[str, Any]:
 
 def _said(name: str, step: int, report: Report, seconds: float) -> str:
     error = "" if report.reward_stderr != report.reward_stderr else f" ± {report.reward_stderr:.3f}"
-    reward = "no reward known" if report.reward != report.reward else f"reward {report.reward:.3f}{error}"
+    by = f" by {next(iter(report.rewards))}" if len(report.rewards) == 1 else ""
+    reward = "no reward known" if report.reward != report.reward else f"reward {report.reward:.3f}{error}{by}"
     passed = "".join(f", pass@{k} {value:.1%}" for k, value in report.passes.items())
     unknown = f", {report.unknown} without reward" if report.unknown else ""
     return (
