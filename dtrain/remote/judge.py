@@ -143,7 +143,11 @@ def seconds_for(options: Mapping[str, Any], count: int) -> float:
 
 
 def _points(answer: Any) -> float:
-    """The reward in a chat completion. Raises Unanswered where there is none."""
+    """The reward in a chat completion. Raises Unanswered where there is none.
+
+    >>> _points({"choices": [{"message": {"content": 'Short and right: {"score": 7}'}}]})
+    0.7
+    """
     try:
         text = str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError):
