@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dtrain.config.schema import Recipe, Reward
@@ -29,8 +28,8 @@ from dtrain.evaluation.judging import (
     open_judges,
     read_questions,
 )
-from dtrain.json_files import loads
 from dtrain.methods import RunContext
+from dtrain.metrics import records
 from dtrain.models.config import read_config
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
@@ -134,7 +133,9 @@ class Evaluations:
         """What was measured at `step`, where a run goes on, by the record. Answers of an evaluation that a stop has cut
         short are dropped."""
         path = self._run.path / "metrics.jsonl"
-        rows = self._ranks.first(lambda: [row for row in _rows(path) if row.get("step") == step and "loss" not in row])
+        rows = self._ranks.first(
+            lambda: [row for row in records.rows(path) if row.get("step") == step and "loss" not in row]
+        )
         for one in self._sets:
             if any(map(one.is_its, rows)):
                 one.step = step
@@ -200,12 +201,6 @@ def _try(one: EvalSet, asked: Questions, judges: Rewards) -> None:
         return
     prompt = asked.asked[0].prompt
     judges.score([prompt.asked], [""], [[]], {name: [value] for name, value in prompt.columns.items()})
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        with path.open(encoding="utf-8") as file:
-            yield from map(loads, file)
 
 
 def _line(one: _Open, judged: Judged) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def test_loads_say_how_uneven_the_experts_are():
         ("mixtral", "block_sparse_moe.experts.5.w3.weight"),
         ("qwen3.5-moe", "mlp.experts.gate_up_proj"),
         ("gemma4-moe", "experts.gate_up_proj"),
+        ("gpt-oss", "mlp.experts.gate_up_proj_bias"),
     ],
 )
 @torch.no_grad()
