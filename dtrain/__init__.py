@@ -8,6 +8,7 @@ imports run downwards, and config, errors, json_files and ranges stand beside:
     launch                   the start of a run: in place, in processes of its own, or as a rank of others
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check, lora_section      what must hold between a recipe's keys, and in its section `lora`
+    eval_section             the same of `eval`, and what its sets measure
     trainer, resume          the loop; where it starts
     summary                  what the terminal is told of a run, first and last
     sizing                   what the data make of the batch; runs that would train nothing
@@ -29,7 +30,7 @@ The rooms beside the core, which loads them by name where a command or a recipe 
     plan                     `dtrain plan`: what each rank would hold and send, without a GPU
     remote                   completions from servers, and new weights to them
     environments             completions in several turns
-    serve, evaluation, chat  `dtrain serve`; `dtrain eval`; `dtrain chat`
+    serve, evaluation, chat  `dtrain serve`; `dtrain eval`, and a run's `eval`; `dtrain chat`
     push                     `dtrain push`: an export to the hub, with a card
     report                   `dtrain report`, `dtrain compare`: runs as a page, and in the terminal
     faces                    functions for callers from outside: of logits by layout, packed batches

@@ -1,7 +1,8 @@
 """What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
 
 No torch and no file is read here: `dtrain.preflight` adds what the model's directory and the data files tell. What a
-method asks of its section is its own: `dtrain.methods.facts`; of `lora`, `dtrain.lora_section`.
+method asks of its section is its own: `dtrain.methods.facts`; of `lora`, `dtrain.lora_section`; of `eval`,
+`dtrain.eval_section`.
 """
 
 import math
@@ -9,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtrain import lora_section
+from dtrain import eval_section, lora_section
 from dtrain.config import saved, words
 from dtrain.config.load import keys
-from dtrain.config.schema import BEST, OPTIMIZERS, SCHEDULES, DataSource, Recipe
+from dtrain.config.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.data import columns
 from dtrain.methods.facts import FACTS, facts_of
@@ -50,6 +51,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("train.max_grad_norm", lambda v: v > 0, "more than 0, or null for no clipping"),
     ("train.validate_every", lambda v: v >= 1, "at least 1, or null for no validation"),
     ("train.skip_nonfinite", lambda v: v >= 0, "at least 0"),
+    ("train.patience", lambda v: v >= 1, "at least 1, or null to go on to the last step"),
     ("optimizer.lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
     ("optimizer.adam_lr", lambda v: 0 <= v < math.inf, "a finite number, at least 0, or null for optimizer.lr"),
     ("optimizer.eps", lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
@@ -85,7 +87,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += lora_section.problems(recipe)
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
-    problems += _best(recipe)
+    problems += eval_section.problems(recipe)
     problems += _few_bits(recipe)
     problems += _muon(recipe)
     problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
@@ -336,24 +338,6 @@ def _allowed_changes(recipe: Recipe) -> list[str]:
             hint = f"; did you mean {near}?" if near else ""
             problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
     return problems
-
-
-def _best(recipe: Recipe) -> list[str]:
-    """`checkpoint.keep_best` compares saves, so each save needs a value of its own."""
-    best, every, validate = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.validate_every
-    if best is None or best == "loss":
-        return []
-    measured = [name for name in BEST if name in facts_of(recipe).best]
-    if best in BEST and best not in measured:
-        return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
-    if best not in BEST:
-        return [f"checkpoint.keep_best={best} is none of {', '.join(BEST)}, nor null"]
-    if every is not None and (validate is None or every % validate):
-        return [
-            f"checkpoint.keep_best={best} needs a validation at every save, and checkpoint.every={every} is no "
-            f"multiple of train.validate_every={shown(validate)}: set train.validate_every={every}"
-        ]
-    return []
 
 
 def _sequence(recipe: Recipe) -> list[str]:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dtrain import lora_section
+from dtrain import eval_section, lora_section
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id, look
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
@@ -148,6 +148,7 @@ def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) ->
         lambda: _shapes(recipe),
         lambda: _files(recipe, awaited),
         *(partial(_data, recipe, split, key) for key, split in splits if isinstance(split, DataSource)),
+        *(partial(_eval, recipe, one) for one in eval_section.sets(recipe)),
         lambda: _checkpoint(recipe),
         lambda: _export(recipe),
         lambda: [text for text, is_problem in _code(recipe) if is_problem],
@@ -393,6 +394,7 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
         ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
         ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
         *facts_of(recipe).code(recipe),
+        *(code for one in eval_section.sets(recipe) for code in one.code),
     ]
     found = []
     for key, path, what in named:
@@ -406,7 +408,8 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
 
 def _sources(recipe: Recipe) -> list[tuple[Source, str]]:
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
-    return [one for key, split in splits if isinstance(split, DataSource) for one in entries(split, key)]
+    found = [one for key, split in splits if isinstance(split, DataSource) for one in entries(split, key)]
+    return [*found, *((one.section, one.key) for one in eval_section.sets(recipe))]
 
 
 def _paths(source: Source) -> list[str]:
@@ -457,16 +460,37 @@ def _of_no_hub(source: Source, key: str) -> list[str]:
 
 
 def _data(recipe: Recipe, split: DataSource, key: str) -> list[str]:
-    problems, absent = [], {at for at, _, _ in _absent_data(recipe)}
+    problems: list[str] = []
     for source, at in entries(split, key):
-        if not source.path or f"{at}.path" in absent:  # check, or `not_here`, says so
-            continue
-        problems += _of_no_hub(source, at)
         try:
-            named = [path for path in _paths(source) if not _is_away(recipe, path, f"{at}.path")]
-            files = resolve(named, f"{at}.path", source, recipe.cache) if named else []
+            files = _here(recipe, source, at, problems)
             if files and facts_of(recipe).refuses(recipe, source.format) is None:  # else check says why
                 formats_of(files, source.format, facts_of(recipe).kind, source.columns, f"{at}.columns")
+        except UserError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _here(recipe: Recipe, source: Source, key: str, problems: list[str]) -> list[Path]:
+    """The files of a source that are here. Raises UserError."""
+    if not source.path or f"{key}.path" in {at for at, _, _ in _absent_data(recipe)}:  # check, or `not_here`, says so
+        return []
+    problems += _of_no_hub(source, key)
+    named = [path for path in _paths(source) if not _is_away(recipe, path, f"{key}.path")]
+    return resolve(named, f"{key}.path", source, recipe.cache) if named else []
+
+
+def _eval(recipe: Recipe, one: eval_section.EvalSet) -> list[str]:
+    problems: list[str] = []
+    files: list[Path] = []
+    directory = recipe.model.directory
+    positions = read_config(directory).max_position_embeddings if _is_model(directory) else None
+    for act in (
+        lambda: files.extend(_here(recipe, one.section, one.key, problems)),
+        lambda: problems.extend(eval_section.look(one, files, positions)),
+    ):
+        try:
+            act()
         except UserError as error:
             problems.append(str(error))
     return problems

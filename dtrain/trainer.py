@@ -14,9 +14,11 @@ The files that a batch passes through:
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,13 @@ from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.files import refuse_unwritable, replace_text
 from dtrain.checkpoint.model_files import held_by
 from dtrain.checkpoint.origin import run_of
-from dtrain.checkpoint.retention import Retention
+from dtrain.checkpoint.retention import Patience, Retention
 from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
-from dtrain.config.schema import BEST, Recipe
+from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
+from dtrain.eval_section import better
 from dtrain.methods import METHODS, RunContext
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import read_config
@@ -43,6 +46,9 @@ from dtrain.policy.build import build_model
 from dtrain.resume import Start
 from dtrain.sizing import refuse_idle, settled
 from dtrain.summary import about, closing, opening
+
+if TYPE_CHECKING:
+    from dtrain.evaluation.training import Evaluations
 
 NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
 PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
@@ -59,7 +65,8 @@ def train(recipe: Recipe, runtime: Runtime) -> None:
             stack.callback(dist.destroy_process_group)
         trainer = Trainer(recipe, runtime, stack)
         start = trainer.resume()
-        if start.step >= trainer.total_steps:
+        if trainer.measure(start.step, start.step >= trainer.total_steps):
+            trainer.stop_if_asked()
             lacks_export = trainer.lacks_export(start)
             left = "only the export is left" if lacks_export else "nothing left to do"
             trainer.metrics.say(f"step {start.step} of {trainer.total_steps} is saved already: {left}")
@@ -121,7 +128,9 @@ class Trainer:
         self.total_steps = recipe.train.steps or self._last_step_of_epochs()
         self.policy.init_optimizer(self.total_steps)
         keep = recipe.checkpoint
-        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, BEST.get(keep.keep_best or "", min))
+        direction = better(keep.keep_best or "", recipe)
+        retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best, direction)
+        self.patience = Patience(keep.keep_best, direction, recipe.train.patience)
         on_host = recipe.parallel.optimizer_offload and runtime.device.type == "cuda"  # a copy there would double it
         background = keep.async_save and keep.every is not None and not on_host
         beside = self.policy.beside
@@ -142,6 +151,11 @@ class Trainer:
         self._held: dict[str, Any] = {"step": self.start.step, "save": begun.get("save")}  # what the newest save holds
         own = self.start.store is self.store and self._held["save"]
         self._mark = run_of(own) if own else secrets.token_hex(8)  # of this run, part of each save's own mark
+        self._validated = self.start.step  # the last step after which that was done, if it was due
+        self.evaluations: Evaluations | None = None
+        if recipe.eval is not None:
+            room = import_module("dtrain.evaluation.training")
+            self.evaluations = room.Evaluations(recipe, self.policy, self.tokenizer, self._as_the_method_sees_it())
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
             for line in opening(self, self._asked):
@@ -184,6 +198,10 @@ class Trainer:
             self.run.write_about(about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
+        if self.recipe.train.patience is not None:
+            self.patience.values = self.ranks.first(lambda: self.patience.read(self.run.metrics))
+        if self.evaluations is not None:
+            self._measured |= self.evaluations.resume_at(start.step)
         return start
 
     def loop(self, start: Start) -> None:
@@ -192,8 +210,7 @@ class Trainer:
         batches = self.method.batches(self.policy, self.rows, Cursor(*start.cursor))
         self.metrics.start(start.step, self.total_steps)
         step, saved = start.step, start.step if start.state is not None else None
-        if signum := self._agreed_signal():
-            raise Stopped(signum, NOTHING_LOST)
+        self.stop_if_asked()
         clock = time.perf_counter()
         while True:
             self._before_step(step, saved)
@@ -210,8 +227,7 @@ class Trainer:
             last = step == self.total_steps
             if step - start.step > 1 or last:  # the optimizer's state is there from the first update on
                 self._tell_plan(PLAN_SECONDS if last else 0.0)
-            if recipe.train.validate_every and (last or step % recipe.train.validate_every == 0):
-                self.validate(step)
+            last = self.measure(step, last)
             signum = self._agreed_signal()
             if every is not None and (last or signum or step % every == 0):
                 self.save(step, batch.cursor, wait=bool(last or signum))
@@ -251,8 +267,42 @@ class Trainer:
         if self.val_rows is None:
             return
         fields = self.method.validate(self.policy, self.val_rows)
-        self._measured |= fields
+        self._see(fields)
         self.metrics.val_row(step, **fields)
+
+    def evaluate(self, step: int, is_last: bool) -> None:
+        """The model's answers, judged, where they are due. A signal cuts this short: what is left is done on resume."""
+        if self.evaluations is None:
+            return
+        try:
+            for fields in self.evaluations.evaluate(step, is_last):
+                self._see(fields)
+        except Interrupted:
+            self.runtime.stop.tick()
+
+    def measure(self, step: int, is_last: bool) -> bool:
+        """Validate and evaluate after `step` as far as due and not done yet. Whether the run ends here, as `is_last`
+        says, or for want of `train.patience`."""
+        every = self.recipe.train.validate_every
+        if every and self._validated != step and (is_last or step % every == 0):
+            self.validate(step)
+            self._validated = step
+        self.evaluate(step, is_last)
+        if is_last or not self.patience.is_over:
+            return is_last
+        most, field = self.patience.most, self.patience.name
+        self.metrics.say(f"step {step}  {field} was not better {most} times in a row: train.patience ends the run")
+        return self.measure(step, True)
+
+    def _see(self, fields: Mapping[str, float]) -> None:
+        """Fields that were just measured."""
+        self._measured |= fields
+        self.patience.see(fields)
+
+    def stop_if_asked(self) -> None:
+        """Before the first step. Raises Stopped."""
+        if signum := self._agreed_signal():
+            raise Stopped(signum, NOTHING_LOST)
 
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save everything that a resume needs as `checkpoints/step-N`, then delete the saves that the recipe does not
@@ -309,7 +359,8 @@ class Trainer:
         """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
         step_time = time.perf_counter() - began
         tokens = result["tokens"][0, 2].item()
-        self._measured = {"loss": result["global_loss"][0].item()}
+        self._measured = {}
+        self._see({"loss": result["global_loss"][0].item()})
         per_second = tokens / step_time
         self.metrics.train_row(
             step,

@@ -1,8 +1,12 @@
-"""Which saves of a run stay, and which make room. Knows no tensor and imports no torch."""
+"""Which saves of a run stay, and which make room; when a run has not got better for too long. Knows no tensor and
+imports no torch."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtrain.json_files import loads
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,36 @@ class Retention:
             best = self.better(values.values())
             kept.add(max(step for step, value in values.items() if value == best))
         return [step for step in steps if step not in kept]
+
+
+@dataclass
+class Patience:
+    """How long a run goes on without a better value of a field of its metrics. None, for `name` or `most`: for ever.
+
+    most: measures in a row that are not better than the best before them. values: those so far, in order.
+    """
+
+    name: str | None
+    better: Callable[[Iterable[float]], float]
+    most: int | None
+    values: list[float] = field(default_factory=list)
+
+    def see(self, measured: Mapping[str, float]) -> None:
+        """What was measured after a step; only what was measured anew."""
+        value = measured.get(self.name or "")
+        if value is not None and math.isfinite(value):
+            self.values.append(value)
+
+    def read(self, record: Path) -> list[float]:
+        """The values in a run's metrics.jsonl."""
+        if not record.is_file():
+            return []
+        rows = map(loads, record.read_text(encoding="utf-8").splitlines())
+        return [row[self.name] for row in rows if self.name in row and math.isfinite(row[self.name])]
+
+    @property
+    def is_over(self) -> bool:
+        if self.most is None or not self.values:
+            return False
+        best = self.values.index(self.better(self.values))
+        return len(self.values) - 1 - best >= self.most

@@ -8,6 +8,7 @@
       began.json       the checkpoints that the run began from, if it did (see `origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    one JSON object a line
+      evals.jsonl      judged answers of the evaluations, so too
       checkpoints/     see `store`
       export/          Hugging Face layout, of an adapter PEFT's
 

@@ -161,12 +161,13 @@ NOT_YET = by_word(
             "curriculum_sampling sample_packing_sequentially train_sampling_strategy"
         ),
         "min-p under grpo; `dtrain eval --min-p` has it": "min_p",
-        "multi-task benchmarks; `dtrain eval DIR DATA` judges answers to your prompts": "n_shot bench_dataset",
+        "multi-task benchmarks; eval.path names your prompts, whose answers are judged": (
+            "n_shot bench_dataset do_bench_eval"
+        ),
         "NEFTune": "neftune_noise_alpha noisy_embedding_alpha",
         "label smoothing in SFT": "label_smoothing_factor",
-        "early stopping; checkpoint.keep_best keeps the best save": (
-            "early_stopping_patience early_stopping_steps early_stopping_threshold loss_watchdog_threshold "
-            "loss_watchdog_patience"
+        "an end where the loss explodes; train.patience ends a run that gets no better": (
+            "early_stopping_threshold loss_watchdog_threshold loss_watchdog_patience"
         ),
         "other losses of SFT than the mean over tokens": (
             "use_dft_loss use_asft_loss use_eaft_loss use_eaft eaft_alpha compute_accuracy"
@@ -204,10 +205,7 @@ NOT_YET = by_word(
             "repetition_penalty length_penalty"
         ),
         "learning rates that start again": "lr_scheduler_restarts jagged_restart_steps num_cycles",
-        "samples drawn during SFT; `dtrain eval` and `dtrain generate` answer with a run": (
-            "generate_samples num_generation_samples do_bench_eval eval_table_size eval_max_new_tokens"
-        ),
-        "evaluation at the start": "eval_on_start eval_delay",
+        "validation at the start; eval.at_start has the model's answers judged there": "eval_on_start eval_delay",
     }
 )
 """What other tools have and dtrain does not have yet."""

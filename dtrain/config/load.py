@@ -21,7 +21,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import ranges
 from dtrain.config import secrets, slips, words
-from dtrain.config.saved import PARTS, UNSET, Loaded, flat, hidden, merge, texts, with_origins
+from dtrain.config.saved import (
+    PARTS,
+    UNSET,
+    Loaded,
+    flat,
+    hidden,
+    is_table,
+    merge,
+    table_of,
+    texts,
+    with_origins,
+)
 from dtrain.config.schema import Recipe
 from dtrain.errors import RecipeError, UserError
 from dtrain.json_files import check_shape, read_text
@@ -135,7 +146,7 @@ def _hint_of(key: str) -> Any:
             hint = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
         else:
             section = _section_of(kinds)
-            hint = get_type_hints(section).get(part) if section else None
+            hint = get_type_hints(section).get(part, table_of(hint)) if section else None
     return hint
 
 
@@ -175,8 +186,8 @@ def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
     kinds = _kinds(hint)
     section = _section_of(kinds)
     if section and isinstance(value, dict) and isinstance(typed, dict):
-        hints = get_type_hints(section)
-        return {key: _as_typed(hints.get(key), one, typed.get(str(key))) for key, one in value.items()}
+        hints, table = get_type_hints(section), table_of(hint)
+        return {key: _as_typed(hints.get(key, table), one, typed.get(str(key))) for key, one in value.items()}
     entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)
     if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
         return [_as_typed(entry, one, other) for one, other in zip(value, typed, strict=True)]
@@ -254,7 +265,10 @@ def _section(cls: type, values: Mapping, prefix: str, problems: list[str]) -> An
         kinds = _kinds(hints[key])
         section = _section_of(kinds)
         entry = _section_of([get_args(kind)[0] for kind in kinds if get_origin(kind) is list])
-        if section and isinstance(value, Mapping):
+        if (table := table_of(hints[key])) and is_table(value, table):
+            named = {str(name): _section(table, one, f"{dotted}.{name}.", problems) for name, one in value.items()}
+            setattr(made, key, named)
+        elif section and isinstance(value, Mapping):
             setattr(made, key, _section(section, value, f"{dotted}.", problems))
         elif entry and isinstance(value, list):
             setattr(made, key, _entries(entry, value, dotted, problems))

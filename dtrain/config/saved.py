@@ -20,7 +20,7 @@ from dtrain.json_files import check_shape
 UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
 PARTS = 100_000  # entries of a recipe, with what its aliases repeat
 SHORTEST = 4  # characters of a secret that is looked for in a text
-_NAMES = re.compile(r"((optimizer|scheduler(\[\d+\])?)\.name|grpo\.(environment|rewards\[\d+\]\.fn))")
+_NAMES = re.compile(r"((optimizer|scheduler(\[\d+\])?)\.name|(grpo|eval(\.\w+)?)\.(environment|rewards\[\d+\]\.fn))")
 
 
 @dataclass(eq=False)
@@ -148,8 +148,23 @@ def _completed(values: Any, hint: Any) -> Any:
     section = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
     if section is None or not isinstance(values, Mapping):
         return values
+    if (table := table_of(hint)) and is_table(values, table):
+        return {name: _completed(one, table) for name, one in values.items()}
     hints = get_type_hints(section)
     return merge(asdict(section()), {key: _completed(value, hints.get(key)) for key, value in values.items()})
+
+
+def table_of(hint: Any) -> Any:
+    """The section that a key may also hold several of, by name; None where it may not."""
+    named = [get_args(kind)[1] for kind in (hint, *get_args(hint)) if get_origin(kind) is dict]
+    return next((kind for kind in named if is_dataclass(kind)), None)
+
+
+def is_table(value: Any, section: Any) -> bool:
+    """Whether `value` holds several sections of that kind by name, and is none of its own."""
+    own = {one.name for one in fields(section)}
+    is_named = isinstance(value, Mapping) and bool(value) and not own & value.keys()
+    return is_named and all(isinstance(one, Mapping) for one in value.values())
 
 
 def unsaid(recipe: Recipe) -> dict[str, Any]:

@@ -219,6 +219,9 @@ class Train:
     """Steps between validations on `data.val`. null: never."""
     skip_nonfinite: int = 0
     """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
+    patience: int | None = None
+    """The run ends, as at its last step, once so many measures of `checkpoint.keep_best` in a row were not better than
+    the best before them. null: never."""
 
     @property
     def batch(self) -> int:
@@ -334,7 +337,8 @@ class Checkpoint:
     """Saves at multiples of this many steps stay too. null: no save stays for this reason."""
     keep_best: str | None = None
     """val_loss, or under grpo val_reward_mean: the save with the best value stays too; `every` is then a multiple of
-    `train.validate_every`. loss: the loss of the step's own batch decides. null: no save stays for this reason."""
+    `train.validate_every`. Or a field of an evaluation, such as `eval_reward_mean` or `eval_math_pass@1`, and `every` a
+    multiple of that one's. loss: the step's own batch decides. null: no save stays for this reason."""
     resume: str | None = "auto"
     """auto: go on from the run's newest whole save, if there is one. Damaged saves are named, left out, and kept as
     damaged-step-N. null: start over; the directory may hold no metrics. Or a `step-N` directory that this run begins
@@ -429,6 +433,61 @@ class Reward:
     """Its weight in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Its options, such as `{pattern: "yes|no"}` for regex."""
+    url: str | None = None
+    """Of judge: where a server listens that answers as OpenAI's API does, such as `http://localhost:8000/v1`."""
+    model: str | None = None
+    """Of judge: the name of the model there that gives each answer 0 to 10 points, divided by 10."""
+    rubric: str | None = None
+    """Of judge: what a good answer is, in words for that model."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`kwargs`, and the keys above that are given."""
+        told = {"url": self.url, "model": self.model, "rubric": self.rubric}
+        return {**{key: value for key, value in told.items() if value is not None}, **self.kwargs}
+
+
+@dataclass
+class EvalSampling:
+    """`eval.sampling`: how answers are drawn."""
+
+    temperature: float = 0.0
+    """Divides the logits. 0: the likeliest token."""
+    top_k: int | None = None
+    """Draw from the k likeliest tokens only. null: all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens of this much probability."""
+    max_new_tokens: int | None = None
+    """Tokens of the longest answer. null: 512, or half of the model's positions where that is less."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, beside the model's end-of-sequence tokens."""
+
+
+@dataclass
+class Eval(Source):
+    """`eval`: the model's answers to a set of prompts, judged while it trains, as `dtrain eval` does. Or several sets
+    by name: `{math: {path: ..}, chat: {path: ..}}`, each with these keys. Training is the same with and without it."""
+
+    every: int | None = None
+    """Optimizer steps between evaluations. The last step is evaluated too. null: only that, and `at_start`."""
+    at_start: bool = True
+    """Evaluate before the first step, as step 0."""
+    limit: int | None = None
+    """The first so many prompts only. null: all."""
+    rewards: list[Reward] = field(default_factory=list)
+    """What judges an answer, as `grpo.rewards`. []: math_exact, or text_exact where most answers hold no number."""
+    samples: int = 1
+    """Answers to each prompt. More than 1 needs a `sampling.temperature` above 0."""
+    sampling: EvalSampling = field(default_factory=EvalSampling)
+    """How answers are drawn, from `run.seed`."""
+    system_prompt: str | None = None
+    """The system message of conversations that have none."""
+    pass_reward: float = 1.0
+    """The reward from which an answer passes, for pass@k."""
+    reward_timeout: float = 60.0
+    """Seconds that one reward may take over 512 answers; after that its values are unknown. A judge has its own."""
+    show: int = 2
+    """Answers of each evaluation that the terminal shows; evals.jsonl has all."""
 
 
 @dataclass
@@ -587,6 +646,8 @@ class Recipe:
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    eval: Eval | dict[str, Eval] | None = None
+    """null: no answers are judged during training."""
     parallel: Parallel = field(default_factory=Parallel)
     train: Train = field(default_factory=Train)
     lora: Lora | None = None
@@ -600,6 +661,11 @@ class Recipe:
     grpo: Grpo = field(default_factory=Grpo)
     distill: Distill = field(default_factory=Distill)
     moe: Moe = field(default_factory=Moe)
+
+    @property
+    def evals(self) -> dict[str, Eval]:
+        """The sets of `eval` by name; one that has none is called eval."""
+        return self.eval if isinstance(self.eval, dict) else {"eval": self.eval} if self.eval else {}
 
     @property
     def cache(self) -> Path:

@@ -1,8 +1,10 @@
 """The command `dtrain eval`: its arguments, and what it does with them. No torch until it runs."""
 
 import argparse
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from dtrain.arguments import DIRECTORY, at_least
 from dtrain.errors import UserError
@@ -34,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N prompts only")
     parser.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
+    variables = "variables for the chat template as JSON, as data.template_kwargs"
+    parser.add_argument("--template-kwargs", type=json_object, default={}, metavar="{...}", help=variables)
     longest = "default: 512, or half of the model's positions where that is less"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=longest)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
@@ -55,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
+def json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError
+    return found
+
+
 def in_options(text: str) -> str:
     """A message about a recipe's keys in the words of this command."""
     for key, option in _OPTIONS.items():
@@ -64,11 +75,11 @@ def in_options(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
-    from dtrain.evaluation.evaluate import evaluate
+    from dtrain.evaluation.evaluate import as_json, as_table, evaluate
 
     try:
         report = evaluate(arguments)
     except UserError as error:
         raise UserError(in_options(str(error))) from error
-    print(report.as_json() if arguments.json else report.as_table())
+    print(as_json(report) if arguments.json else as_table(report))
     return 0

@@ -6,20 +6,22 @@ the start. Nothing is trained, no code of a stranger is imported, and no file st
 
 Data of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file, and the
 shape of all rows that LOOK_SECONDS allow, which `Rehearsal.notes` tell. Weights of up to SMALL_WEIGHTS bytes are
-compared with those of a run that goes on. What only the run itself can tell is left to it: ports, servers, memory,
-files that are damaged within, what is still to come from the hub, and what code does that the recipe names.
+compared with those of a run that goes on. Sets of `eval` are read as the run does. What only the run itself can tell is
+left to it: ports, servers, memory, files that are damaged within, what is still to come from the hub, and what code
+does that the recipe names.
 """
 
 import time
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from dtrain import metrics, models, resume, sizing
+from dtrain import eval_section, metrics, models, resume, sizing
 from dtrain.checkpoint.files import refuse_unwritable
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.rundir import RunDirectory
@@ -110,6 +112,9 @@ def rehearse(
     is_read = bool(columns) and len(found.problems) == before
     if known:
         return found
+    for one in eval_section.sets(recipe):
+        if f"{one.key}.path" not in awaited:
+            found.ask(import_module("dtrain.evaluation.training").read_set, recipe, one, tokenizer)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     model = found.ask(_model, recipe, precision, "model.path" not in awaited)
     for key, other in facts_of(recipe).other_models(recipe):

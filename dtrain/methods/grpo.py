@@ -101,7 +101,7 @@ class GrpoMethod(MethodWithReference):
     def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
         """The columns that the rewards take, and the file of the servers' key."""
         section = self.recipe.grpo
-        asked = [(str(one.fn), one.kwargs, names) for one in section.rewards for names in columns.values()]
+        asked = [(str(one.fn), one.options, names) for one in section.rewards for names in columns.values()]
         found = [problem for one in asked if (problem := lacking_columns(*one))]
         if found:
             raise UserError("\n".join(dict.fromkeys(found)))

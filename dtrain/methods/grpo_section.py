@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.config import words
-from dtrain.config.schema import Recipe
+from dtrain.config.schema import Recipe, Reward
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
 from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
@@ -205,8 +205,8 @@ def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def reward_problems(listed: Sequence[Any]) -> list[str]:
-    """What is wrong with `grpo.rewards`, a line each; each reward has fn, weight and kwargs. Import paths are not
+def reward_problems(listed: Sequence[Reward]) -> list[str]:
+    """What is wrong with `grpo.rewards`, a line each; each is a `config.schema.Reward`. Import paths are not
     looked up here: `dtrain.rollout.rewards.find` does."""
     found = []
     for index, reward in enumerate(listed):
@@ -216,29 +216,34 @@ def reward_problems(listed: Sequence[Any]) -> list[str]:
         if not name:
             found.append(f"{key}.fn is missing: name a reward ({', '.join(rewards.REWARDS)}), or give an import path")
         elif name in rewards.REWARDS:
-            found += _of_options(f"{key}.kwargs", name, reward.kwargs)
+            found += _of_options(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_path(name):
             meant = words.hint("grpo.rewards.fn", name, rewards.REWARDS)
             paths = "" if "did you mean" in meant else ", and import paths"
             found.append(f"{key}.fn={name} is no reward{meant}{paths}")
+        flat = [one for one in rewards.OF_JUDGE if getattr(reward, one) is not None and name != "judge"]
+        found += [f"{key}.{one} is read by fn=judge alone: options of others stand in kwargs" for one in flat]
     return found
 
 
 def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
     known = rewards.REWARDS[name]
+    at = {
+        one: f"{key}.{one}" if name == "judge" and one in rewards.OF_JUDGE else f"{key}.kwargs.{one}" for one in known
+    }
     found = [
-        f"{key}.{option} is required by {name}"
+        f"{at[option]} is required by {name}"
         for option, default in known.items()
         if default is rewards.REQUIRED and option not in options
     ]
     for option, value in options.items():
         if option not in known:
             near = nearest(option, known)
-            slip = f"; did you mean {key}.{near}?" if near else f"; it reads {', '.join(known)}"
-            found.append(f"{key}.{option} is not read by {name}{slip}")
+            slip = f"; did you mean {at[near]}?" if near else f"; it reads {', '.join(known)}"
+            found.append(f"{key}.kwargs.{option} is not read by {name}{slip}")
         elif not rewards.RANGES[option][0](value):
-            found.append(f"{key}.{option}={value} must be {rewards.RANGES[option][1]}")
+            found.append(f"{at[option]}={value} must be {rewards.RANGES[option][1]}")
     if not found and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
         bounds = options["target_tokens"], options["max_tokens"]
-        found.append(f"{key}.target_tokens={bounds[0]} must be below {key}.max_tokens={bounds[1]}")
+        found.append(f"{at['target_tokens']}={bounds[0]} must be below {at['max_tokens']}={bounds[1]}")
     return found

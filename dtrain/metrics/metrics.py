@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dtrain.errors import UserError
+from dtrain.json_files import loads
 from dtrain.metrics.progress import Progress
 from dtrain.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 
@@ -43,9 +44,10 @@ class Recorder:
         every: int,
         choices: list[str],
         samples: Sink | None = None,
+        answers: JsonlSink | None = None,
     ):
         self._sinks = list(sinks)
-        self._samples = samples
+        self._samples, self._answers = samples, answers
         self._total_steps: int | None = None
         self._progress = progress
         self._every = every
@@ -55,8 +57,8 @@ class Recorder:
     def resume_at(self, step: int) -> None:
         """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
         self._to_sinks(lambda sink: sink.resume_at(step))
-        if self._samples is not None:
-            self._samples.resume_at(step)
+        for beside in self._beside:
+            beside.resume_at(step)
 
     def start(self, step: int, total_steps: int) -> None:
         """Show progress from `step` (done so far) to `total_steps`."""
@@ -90,6 +92,22 @@ class Recorder:
             for row in rows:
                 self._samples.write({"step": step, **row})
 
+    def answers(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Judged answers of an evaluation after `step`, to evals.jsonl, a line each."""
+        if self._answers is not None:
+            for row in rows:
+                self._answers.write({"step": step, **row})
+
+    def drop_answers(self, step: int, name: str) -> None:
+        """Take the answers of one set after `step` out again. Before the first row."""
+        if self._answers is not None:
+            self._answers.cut(lambda line: (row := loads(line))["step"] != step or row.get("set") != name)
+
+    @property
+    def _beside(self) -> list[Sink]:
+        """The files beside the record."""
+        return [sink for sink in (self._samples, self._answers) if sink is not None]
+
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
         if self._progress is not None:
@@ -106,8 +124,8 @@ class Recorder:
             self._progress.close()
         self._to_sinks(lambda sink: sink.close())
         self._sinks = []
-        if self._samples is not None:
-            self._samples.close()
+        for beside in self._beside:
+            beside.close()
 
     def _to_sinks(self, act: Callable[[Sink], None], views: bool = True) -> None:
         for sink in list(self._sinks):
@@ -156,7 +174,8 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
     if section.wandb:
         sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
     progress = Progress(stream if stream is not None else sys.stderr)
-    return Recorder(sinks, progress, section.every, choices, JsonlSink(run_dir / "samples.jsonl"))
+    samples, answers = (JsonlSink(run_dir / f"{name}.jsonl") for name in ("samples", "evals"))
+    return Recorder(sinks, progress, section.every, choices, samples, answers)
 
 
 def lacking(section) -> list[str]:

@@ -6,7 +6,7 @@ A sink opens its files at the first row, so that a run which fails before leaves
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -46,12 +46,16 @@ class JsonlSink(Sink):
         self._file: TextIO | None = None
 
     def resume_at(self, step: int) -> None:
-        """Cut the rows beyond `step`, and a last line that a kill tore; the rest stays byte for byte. A kill in the
-        middle leaves the old file or the new one."""
+        """Cut the rows beyond `step`, with 0 those of step 0 too, and a last line that a kill tore; the rest stays byte
+        for byte. A kill in the middle leaves the old file or the new one."""
+        self.cut(lambda line: line.endswith(b"\n") and _step_of(line) <= step if step else False)
+
+    def cut(self, stays: Callable[[bytes], bool]) -> None:
+        """Leave the lines that stay."""
         if not self._path.exists():
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+        kept = [line for line in lines if stays(line)]
         if len(kept) == len(lines):
             return
         fresh = self._path.with_name(self._path.name + ".cut")
@@ -85,7 +89,7 @@ def _step_of(line: bytes) -> float:
 
 
 class TensorBoardSink(Sink):
-    """Scalars `train/<field>` and `val/<field>` by step."""
+    """Scalars `train/<field>`, `val/<field>` and `eval/<field>` by step."""
 
     name = "TensorBoard"
     is_view = True
@@ -173,4 +177,6 @@ class WandbSink(Sink):
 
 
 def _tag(name: str, row: Mapping[str, int | float]) -> str:
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
     return f"train/{name}" if "loss" in row else f"val/{name.removeprefix('val_')}"

@@ -20,5 +20,6 @@ all full and all trained. On a CPU the step's rows are in it, and gloo's copy of
 Modelled: attention and the fused norm on CUDA (`kernels`); what a kernel allocates inside (cuBLAS, cuDNN, the CPU's
 buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's budget is
 less than a device's memory. `train.compile` is planned as if it were off.
-`parallel.cpu_offload` is refused. A rollout of method grpo is not planned, its update is.
+`parallel.cpu_offload` is refused. A rollout of method grpo is not planned, its update is; of an
+evaluation (`eval`) the least that it takes.
 """

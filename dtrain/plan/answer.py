@@ -63,6 +63,11 @@ def _hardware(asked: Namespace) -> Hardware:
 
 def too_much(plan: Plan) -> str:
     """By how much a plan does not fit, on which part, and what would."""
+    if plan.evaluation > max(plan.budget, plan.step.peak):
+        return (
+            f"this does not fit: an evaluation takes {report.gib(plan.evaluation)} at least, and the budget is "
+            f"{report.gib(plan.budget)}: lower eval.sampling.max_new_tokens, or share the weights among more ranks"
+        )
     over = plan.step.peak - plan.budget
     name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
     found = smallest_change(plan)

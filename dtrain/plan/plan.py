@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtrain import models
+from dtrain.attention.decode import slot_size
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
+from dtrain.eval_section import longest_answer
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.models.layers import weights_in
@@ -22,6 +24,7 @@ from dtrain.plan.step import Step, plan_step
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.trained import choose_trained
 from dtrain.preflight import shapes
+from dtrain.rollout.budget import OF_FREE, position_bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Plan:
     table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
     total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
     ranks, every row full. flops_per_token: `CausalLM.flops_per_token`, as a run's mfu counts. budget: bytes for tensors
-    on a device. assumed: in place of the code that the recipe names.
+    on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds between two
+    steps; 0 without. assumed: in place of the code that the recipe names.
     """
 
     recipe: Recipe
@@ -48,11 +52,12 @@ class Plan:
     trained_parameters: int
     tokens: int
     flops_per_token: float
+    evaluation: int = 0
     assumed: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        return self.step.peak <= self.budget
+        return max(self.step.peak, self.evaluation) <= self.budget
 
     def mfu(self, step_time: float) -> float:
         """The share of the devices' peak arithmetic that a step of so many seconds would mean."""
@@ -100,8 +105,19 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
         tokens=recipe.train.batch * facts.rows_of_a_sample(recipe) * facts.row_length(recipe),
         flops_per_token=model.flops_per_token(recipe.data.max_length),
+        evaluation=_evaluation(recipe, config, world, step, dtype),
         assumed=tuple(assumed),
     )
+
+
+def _evaluation(recipe: Recipe, config: ModelConfig, sizes: Sizes, step: Step, dtype: torch.dtype) -> int:
+    """As `Plan` has it, of a prompt that fills `data.max_length`."""
+    if recipe.eval is None:
+        return 0
+    longest = config.max_position_embeddings
+    answer = max(one.sampling.max_new_tokens or longest_answer(longest) for one in recipe.evals.values())
+    slots = slot_size(answer) + slot_size(max(1, min(recipe.data.max_length, longest) - answer))
+    return step.parameters + step.state + int(slots * position_bytes(config, dtype, sizes.tp) / OF_FREE)
 
 
 def _without_code(recipe: Recipe) -> tuple[Recipe, list[str]]:

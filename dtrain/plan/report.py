@@ -126,6 +126,8 @@ def _memory(plan: Plan) -> str:
             (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
         )
     rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.state), ""))
+    if plan.evaluation:
+        rows.append(("An evaluation, at least", gib(plan.evaluation), "with the longest answer's keys (eval.sampling)"))
     return _table(rows, right=(1,))
 
 
@@ -191,6 +193,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
             "peak_parts": dict(step.parts),
             "per_layer_table": step.table,
             "lightest_rank_parameters": step.lightest,
+            "evaluation": plan.evaluation,
             "budget": plan.budget if plan.device == "cuda" else None,
             "fits": plan.fits if plan.device == "cuda" else None,
         },

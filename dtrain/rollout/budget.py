@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dtrain.models.config import LINEAR
+from dtrain.models.config import LINEAR, ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.rollout.request import Request
 
+OF_FREE = 0.8  # of a GPU's free memory
 # What reading a token of a prompt costs beside drawing one: it is read among many in one product, and once per group.
 _READING = 0.25
 # How far above the mean the largest share may be before groups are cut for the sake of evenness.
@@ -37,17 +38,11 @@ class Budget:
 def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int = 1) -> Budget:
     """The budget of one of at most `ranks` engines that share a host, with its part of the heads under `tp`.
 
-    A position is counted in every layer that keeps keys, though those with a window keep less, and in the parameters'
-    dtype. What layers of linear attention keep of rows and their prompts takes half of the memory at most.
+    What layers of linear attention keep of rows and their prompts takes half of the memory at most.
     """
     config = model.config
     dtype, free = next(model.parameters()).dtype, free_memory(device, ranks)
-    widths = [
-        max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
-        for index, kind in enumerate(config.layer_types)
-        if kind != LINEAR and config.key_sources[index] == index
-    ]
-    per_position = 2 * sum(widths) * dtype.itemsize
+    per_position = position_bytes(config, dtype, tp)
     rows, prefill = (128, 2048) if device.type == "cpu" else (512, 16384)
     if config.linear is not None:
         wide = torch.promote_types(dtype, torch.float32).itemsize
@@ -58,12 +53,23 @@ def choose_budget(model: CausalLM, device: torch.device, ranks: int = 1, tp: int
     return Budget(rows, max(1, free // max(per_position, 1)), prefill)
 
 
+def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
+    """What a position of keys and values takes: in every layer that keeps keys, though those with a window keep fewer
+    positions, and in the parameters' dtype."""
+    widths = [
+        max(1, (heads := config.heads_of(kind)).count // tp) * heads.size
+        for index, kind in enumerate(config.layer_types)
+        if kind != LINEAR and config.key_sources[index] == index
+    ]
+    return 2 * sum(widths) * dtype.itemsize
+
+
 def free_memory(device: torch.device, ranks: int = 1) -> int:
     """Bytes that keys and values may take."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (free + reserved) * 4 // 5
+        return int((free + reserved) * OF_FREE)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks
 
 

@@ -92,18 +92,7 @@ class NativeEngine:
                 stack.callback(give_weights_back, self.model)
             in_step = self.mesh.ep is not None or (self._is_sharded and places > 1 and not gathers_once)
             peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
-            budget = self._agreed_budget()
-            engine = Engine(
-                self.model,
-                decode=self._decode,
-                max_rows=budget.rows,
-                max_tokens=budget.tokens,
-                device=self.device,
-                peers=peers,
-                graphs=self._graphs,
-            )
-            for index, request in enumerate(requests):
-                engine.check(request, f"request {index}")
+            engine = self._one(requests, peers)
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
             completions: list[Completion] | None = None
             with suppress(Interrupted):
@@ -117,6 +106,26 @@ class NativeEngine:
                 raise Interrupted
             found.update(zip(share, drawn, strict=True))
         return [found[index] for index in range(len(requests))]
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
+        self._one(requests)
+
+    def _one(self, requests: Sequence[Request], peers: Peers | None = None) -> Engine:
+        """This rank's engine, which can answer each of `requests`. Collective. Raises UserError."""
+        budget = self._agreed_budget()
+        engine = Engine(
+            self.model,
+            decode=self._decode,
+            max_rows=budget.rows,
+            max_tokens=budget.tokens,
+            device=self.device,
+            peers=peers,
+            graphs=self._graphs,
+        )
+        for index, request in enumerate(requests):
+            engine.check(request, f"request {index}")
+        return engine
 
     def _gathers_once(self) -> bool:
         """The same answer on every rank. Collective where it depends on memory."""

@@ -11,7 +11,9 @@ import torch
 
 from dtrain import models
 from dtrain.cli import main
-from dtrain.evaluation.evaluate import pass_at, read_reward, usual_reward
+from dtrain.eval_section import usual_reward
+from dtrain.evaluation.evaluate import read_reward
+from dtrain.evaluation.judging import pass_at
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 from tests.serve.serving import make_model, naive
@@ -116,7 +118,7 @@ def test_words_are_judged_as_words_where_nothing_else_is_asked_for(root, monkeyp
     for name, rows in {**kinds, "right": [{**right, "answer": "x"}, {**right, "answer": "y"}, right]}.items():
         (root / f"kind-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(root)
-    assert [usual_reward([f"kind-{name}.jsonl"]) for name in kinds] == ["math_exact", "text_exact"]
+    assert [usual_reward([root / f"kind-{name}.jsonl"]) for name in kinds] == ["math_exact", "text_exact"]
     status, out, _ = run(root, monkeypatch, capsys, "kind-right.jsonl", "--max-new-tokens", "3")
     lines = dict(line.split("  ", 1) for line in out.splitlines())
     assert status == 0 and lines["reward"].strip() == "0.3333 ± 0.3333 by text_exact"

@@ -63,9 +63,10 @@ def test_every_thins_the_views_and_the_terminal_but_not_the_record(tmp_path):
     assert "step 1/10" not in stream.getvalue() and "step 10/10" in stream.getvalue()
 
 
-@pytest.mark.parametrize(("at", "kept"), [(0, 0), (2, 4), (9, 6)])
+@pytest.mark.parametrize(("at", "kept"), [(0, 0), (2, 5), (9, 7)])
 def test_a_resume_cuts_later_rows_and_a_torn_line(tmp_path, at, kept):
-    lines = [{"step": 1, "loss": 1.0}, {"step": 1, "val_loss": 2}, {"step": 2, "loss": 0.1}, {"step": 2, "val_loss": 2}]
+    lines = [{"step": 0, "eval_reward_mean": 0.5}, {"step": 1, "loss": 1.0}, {"step": 1, "val_loss": 2}]
+    lines += [{"step": 2, "loss": 0.1}, {"step": 2, "val_loss": 2}]
     lines += [{"step": 3, "loss": 0.3}, {"step": 4, "loss": 0.4}]
     whole = [json.dumps(row) + "\n" for row in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(whole) + '{"step": 5, "lo')

@@ -410,7 +410,7 @@ WORDS = (
     _word("pad_to_sequence_len=true", "dtrain needs no key for it"),
     _word("sequence_parallel_degree=2", "parallel.cp"),
     _word("unfrozen_parameters=[a]", "train.train_only"),
-    _word("early_stopping_patience=3", "does not have this yet: early stopping"),
+    _word("early_stopping_patience=3", "train.patience, with checkpoint.keep_best"),
     _word("r=16", "lora.rank"),
     _word("load_in_4bit=true", "lora.quantize=nf4"),
     _word("load_in_8bit=true", "does not have this yet: weights in 8 bits"),

@@ -4,12 +4,11 @@ import doctest
 import importlib
 import math
 import time
-from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import pytest
 
+from dtrain.config.schema import Reward
 from dtrain.errors import UserError
 from dtrain.methods.grpo_section import reward_problems
 from dtrain.rollout.rewards import BUILT_IN
@@ -212,13 +211,6 @@ def test_the_docstrings_examples(name):
     assert not doctest.testmod(importlib.import_module("dtrain.rollout.rewards.math_answers")).failed
 
 
-@dataclass
-class Reward:
-    fn: str | None
-    weight: float = 1.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
 def test_what_a_recipe_may_say():
     good = [
         Reward("math_exact", 1.0, {"column": "gold"}),
@@ -227,6 +219,7 @@ def test_what_a_recipe_may_say():
         Reward("json_valid", 1, {"required_keys": ["a"]}),
         Reward("my.module.fn", 1, {"anything": [1]}),
         Reward("my.module:fn"),
+        Reward("judge", url="http://x/v1", model="m", rubric="r", kwargs={"concurrency": 2}),
     ]
     assert reward_problems(good) == []
     for reward, message in (

@@ -100,7 +100,7 @@ def torch_loaded(completions):
 class Spec:
     fn: str
     weight: float = 1.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture

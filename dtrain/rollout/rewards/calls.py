@@ -26,9 +26,12 @@ class RewardCalls:
         return [attempt(self._load, rewards)]
 
     def score(self, batch: Batch, first: int) -> Iterator[Outcome]:
-        """The values of each reward from the one at place `first` on: numbers and None."""
+        """The values of each reward from the one at place `first` on: numbers and None. One that has an attribute
+        `missed` says there why some of the last values are not known."""
         for name, function in [*self.functions.items()][first:]:
-            yield attempt(call, name, function, batch)
+            found = attempt(call, name, function, batch)
+            missed = getattr(function, "missed", None)
+            yield found | {"missed": str(missed)} if missed else found
 
     def _load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> None:
         self.functions = {name: load(*where) for name, where in rewards.items()}

@@ -18,7 +18,9 @@ from dtrain.ranges import nearest
 from dtrain.rollout.worker import search_path
 
 _NAMES = ("math_exact", "text_exact", "numeric", "regex", "format_tags", "length_penalty", "json_valid")
-BUILT_IN: Mapping[str, str] = MappingProxyType({name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES})
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {**{name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES}, "judge": "dtrain.remote.judge:Judge"}
+)
 """Name -> import path."""
 OWN = ("prompts", "completions", "completion_ids")
 """What a reward is called with beside the columns of the data."""

@@ -16,6 +16,8 @@ from dtrain.rollout.rewards.find import BUILT_IN
 
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
+OF_JUDGE = ("url", "model", "rubric")
+"""Options of judge that stand beside `fn`."""
 
 
 def _options(path: str) -> Mapping[str, Any]:
@@ -41,6 +43,7 @@ def _is_list(value: Any) -> bool:
 
 
 _TEXT: Range = (lambda v: isinstance(v, str), "a string")
+_SAID: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
 _WORDS: Range = (lambda v: _is_list(v) and all(isinstance(one, str) for one in v), "a list of strings")
 _SWITCH: Range = (lambda v: isinstance(v, bool), "true or false")
 _NOT_NEGATIVE: Range = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
@@ -60,6 +63,16 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "target_tokens": _TOKENS,
         "max_tokens": _TOKENS,
         "required_keys": _WORDS,
+        "url": (
+            lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
+            "an address that begins with http:// or https://",
+        ),
+        "model": _SAID,
+        "rubric": _SAID,
+        "concurrency": (lambda v: type(v) is int and 1 <= v <= 1024, "a whole number from 1 to 1024"),
+        "timeout": (lambda v: is_finite(v) and v > 0, "a finite number of seconds, more than 0"),
+        "api_key_file": _SAID,
+        "cache": _SAID,
     }
 )
 """What an option may be."""

@@ -15,7 +15,9 @@ class Spec(Protocol):
 
     fn: str | None
     weight: float
-    kwargs: dict[str, Any]
+
+    @property
+    def options(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -29,22 +31,30 @@ class Scores:
 class Rewards(Worker):
     """Rewards by name or import path, loaded in a process of their own.
 
-    specs: each with fn, weight and kwargs. timeout: seconds that one reward may take over one call of `score`. say:
-    told, once for each cause, why a reward has no values. Two rewards of one name are told apart by a number.
+    specs: each with fn, weight and options. timeout: seconds that one reward may take over one call of `score`, and
+    `key` that of the recipe. say: told, once for each cause, why a reward has no values. Two rewards of one name are
+    told apart by a number.
 
     Raises UserError where a name or path is not there, or a module or class of the user's cannot be loaded. Not for
     several threads at once.
     """
 
-    def __init__(self, specs: Sequence[Spec], *, timeout: float = 60.0, say: Callable[[str], None] = print):
-        self._weights = {name: spec.weight for name, spec in zip(_names(specs), specs, strict=True)}
-        where = [(*find(str(spec.fn)), dict(spec.kwargs or {})) for spec in specs]
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        *,
+        timeout: float = 60.0,
+        say: Callable[[str], None] = print,
+        key: str = "grpo.reward_timeout",
+    ):
+        self._weights = {name: spec.weight for name, spec in zip(names_of(specs), specs, strict=True)}
+        where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
         super().__init__(
             "dtrain.rollout.rewards.calls:RewardCalls",
             dict(zip(self._weights, where, strict=True)),
             what=f"the rewards ({', '.join(self._weights)})",
             timeout=timeout,
-            key="grpo.reward_timeout",
+            key=key,
             say=say,
         )
 
@@ -95,6 +105,8 @@ class Rewards(Worker):
     def _values(self, name: str, answer: Outcome, count: int) -> list[float]:
         if "value" in answer:
             self._has_worked.add(name)
+            if "missed" in answer:
+                self._tell(name, answer["missed"], f"reward {name}: {answer['missed']}")
             return [math.nan if value is None else value for value in answer["value"]]
         if "lost" in answer:
             text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
@@ -109,7 +121,7 @@ class Rewards(Worker):
         return math.fsum(known) if known else math.nan
 
 
-def _names(specs: Sequence[Spec]) -> list[str]:
+def names_of(specs: Sequence[Spec]) -> list[str]:
     """What the rewards are called: the last word of the path, the second of one name numbered."""
     names: list[str] = []
     for spec in specs:

@@ -1,0 +1,234 @@
+"""What must hold in a recipe's `eval`, and what its sets are called and measure. No torch.
+
+`problems` reads no file; `look` reads first rows, and asks judges whether they are there.
+
+A set's rows of metrics.jsonl have fields that begin with its `prefix`: `eval_` where the recipe has one set without a
+name, `eval_<name>_` in a table. `evaluation.training` writes them; `checkpoint.keep_best` and `train.patience` may name
+one.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from dtrain.config.schema import BEST, Eval, Recipe, Reward
+from dtrain.data import columns
+from dtrain.data.files import first_row, formats_of, parse, read_chunks
+from dtrain.data.formats import detect
+from dtrain.data.prompts import normalise_prompt
+from dtrain.errors import UserError
+from dtrain.methods.facts import facts_of
+from dtrain.methods.grpo_section import reward_problems
+from dtrain.ranges import is_finite, is_number, nearest, shown
+from dtrain.rollout.rewards.find import BUILT_IN, lacking_columns
+from dtrain.rollout.rewards.math_answers import answer_in
+from dtrain.rollout.rewards.options import is_path
+from dtrain.rollout.rewards.scoring import names_of
+
+Better = Callable[[Iterable[float]], float]
+LONGEST_ANSWER = 512
+DRAWN = ("text", "preference")  # formats of rows that ask nothing
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One of `eval`: its name, its key in the recipe, what its fields begin with."""
+
+    name: str
+    key: str
+    prefix: str
+    section: Eval
+
+    def in_its_keys(self, text: str) -> str:
+        """What code that is shared with GRPO says of its keys."""
+        named = re.sub(r"grpo\.(rewards|reward_timeout|sampling)", rf"{self.key}.\1", text)
+        return named.replace("data.train.", f"{self.key}.")
+
+    @property
+    def code(self) -> list[tuple[str, str | None, str]]:
+        """As `methods.facts.Facts.code`."""
+        return [(f"{self.key}.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(self.section.rewards)]
+
+    def rewards(self, files: Sequence[Path]) -> list[Reward]:
+        return self.section.rewards or [Reward(usual_reward(files))]
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        every = self.section.every
+        return self.section.at_start if step == 0 else is_last or (every is not None and step % every == 0)
+
+
+def sets(recipe: Recipe) -> list[EvalSet]:
+    """Those of a recipe, in its order."""
+    if isinstance(recipe.eval, Eval):
+        return [EvalSet("eval", "eval", "eval_", recipe.eval)]
+    return [EvalSet(name, f"eval.{name}", f"eval_{name}_", one) for name, one in recipe.evals.items()]
+
+
+def longest_answer(positions: int) -> int:
+    """Tokens, of a model with so many positions, where nothing is asked for."""
+    return min(LONGEST_ANSWER, positions // 2)
+
+
+def passes(samples: int) -> list[int]:
+    """The k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
+    return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
+
+
+def fields(one: EvalSet) -> dict[str, Better]:
+    """The fields of a set by which a save can be the best, and which of two values is. A reward of several is measured
+    beside them as `reward/<its name>`."""
+    rising = ["reward_mean", *(f"pass@{k}" for k in passes(one.section.samples))]
+    falling = ["completion_len", "truncated_frac"]
+    if len(one.section.rewards) > 1:
+        rising += [f"reward/{name}" for name in names_of(one.section.rewards)]
+    found: dict[str, Better] = {f"{one.prefix}{name}": max for name in rising}
+    return found | {f"{one.prefix}{name}": min for name in falling}
+
+
+def better(field: str, recipe: Recipe) -> Better:
+    """Which of two values of `checkpoint.keep_best` is the better one."""
+    return BEST.get(field) or {name: one for each in sets(recipe) for name, one in fields(each).items()}.get(field, min)
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """What is wrong in `eval`, and with a `checkpoint.keep_best` or `train.patience`, one line each."""
+    found = _measured(recipe)
+    for one in sets(recipe):
+        key, section = one.key, one.section
+        if not re.fullmatch(r"\w[\w-]*", one.name, re.ASCII):
+            found.append(
+                f"eval: the set's name {one.name!r} must be letters, digits, _ and - alone: its fields bear it"
+            )
+        if not section.path:
+            found.append(f"{key}.path is missing: set it to a file of prompts, a glob or a list of them")
+        if section.format in DRAWN:
+            found.append(
+                f"{key}.format={section.format}: the model answers prompts; give it messages, question or "
+                "prompt_completion"
+            )
+        found += _ranges(one)
+        found += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
+        found += [one.in_its_keys(problem) for problem in reward_problems(section.rewards)]
+        if section.samples > 1 and section.sampling.temperature == 0:
+            found.append(
+                f"{key}.samples={section.samples} with {key}.sampling.temperature=0 draws one answer so many times: "
+                f"set {key}.sampling.temperature=1.0, or {key}.samples=1"
+            )
+    return found
+
+
+def _ranges(one: EvalSet) -> list[str]:
+    section, drawn = one.section, one.section.sampling
+    temperature = is_number(drawn.temperature) and drawn.temperature >= 0
+    held = (
+        ("every", section.every is None or section.every >= 1, "at least 1, or null"),
+        ("limit", section.limit is None or section.limit >= 1, "at least 1, or null for all"),
+        ("samples", 1 <= section.samples <= 10_000, "at least 1, and at most 10000"),
+        ("pass_reward", is_finite(section.pass_reward), "a finite number"),
+        ("reward_timeout", 0 < section.reward_timeout < math.inf, "a finite number, more than 0"),
+        ("show", section.show >= 0, "at least 0"),
+        ("sampling.temperature", temperature, "a finite number, at least 0; 0 takes the likeliest token"),
+        ("sampling.top_k", drawn.top_k is None or 1 <= drawn.top_k < 2**31, "at least 1, below 2**31, or null for all"),
+        ("sampling.top_p", 0 < drawn.top_p <= 1, "more than 0, up to 1"),
+        ("sampling.max_new_tokens", drawn.max_new_tokens is None or drawn.max_new_tokens >= 1, "at least 1, or null"),
+        ("sampling.stop", all(drawn.stop), "texts that are not empty"),
+    )
+    return [f"{one.key}.{key}={shown(_at(section, key))} must be {words}" for key, holds, words in held if not holds]
+
+
+def _at(section: object, key: str) -> object:
+    for part in key.split("."):
+        section = getattr(section, part)
+    return section
+
+
+def _measured(recipe: Recipe) -> list[str]:
+    """`checkpoint.keep_best` compares saves, so each save needs a value of its own; `train.patience` counts values."""
+    best, every, patience = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.patience
+    if best is None:
+        asks = f"train.patience={patience} counts values of checkpoint.keep_best, which is null: name a field there"
+        return [asks] * (patience is not None)
+    found = {name: one for one in sets(recipe) for name in fields(one)}
+    measured = [*(name for name in BEST if name in facts_of(recipe).best), *found]
+    if best in BEST and best not in measured:
+        return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
+    if best not in measured:
+        near = nearest(best, measured)
+        known = ", ".join([*BEST, *found])
+        return [
+            f"checkpoint.keep_best={best} is none of {known}, nor null" + (f"; did you mean {near}?" if near else "")
+        ]
+    if best == "loss":
+        return []
+    key = f"{found[best].key}.every" if best in found else "train.validate_every"
+    often = found[best].section.every if best in found else recipe.train.validate_every
+    problems = []
+    if every is not None and (often is None or every % often):
+        problems.append(
+            f"checkpoint.keep_best={best} needs a measure at every save, and checkpoint.every={every} is no multiple "
+            f"of {key}={shown(often)}: set {key}={every}"
+        )
+    if patience is not None and often is None:
+        problems.append(f"train.patience={patience} counts values of {best}, and {key}=null: set {key}")
+    return problems
+
+
+def look(one: EvalSet, files: Sequence[Path], positions: int | None) -> list[str]:
+    """Of a set, whose `files` are those that are here: its rewards on the columns of each file's first row, judges that
+    do not answer, and room for a prompt among the model's `positions`. Raises UserError."""
+    section, found = one.section, _unjudged(one)
+    new = section.sampling.max_new_tokens
+    if positions is not None and new is not None and new >= positions:
+        found.append(
+            f"{one.key}.sampling.max_new_tokens={new} leaves no room for a prompt within the model's {positions} "
+            "positions: set less"
+        )
+    if not files or section.format in DRAWN:
+        return found
+    formats = formats_of(files, section.format, "prompts", section.columns, f"{one.key}.columns")
+    rewards = one.rewards(files)
+    for file, name in zip(files, formats, strict=True):
+        first = first_row(file)
+        if name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
+            found.append(f"{file}: its prompts are token ids, and a judge reads words: give it prompts as text")
+        if first is not None:
+            line, row = first
+            try:
+                asked = normalise_prompt(columns.renamed(row, section.columns), name).columns
+            except UserError as problem:
+                raise UserError(f"{file}:{line}: {problem}") from problem
+            known = [one for one in rewards if one.fn in BUILT_IN or is_path(str(one.fn))]  # of others check tells
+            told = [lacking_columns(str(reward.fn), reward.options, asked) for reward in known]
+            found += [f"{file}:{line}: {one.in_its_keys(problem)}" for problem in told if problem]
+    return list(dict.fromkeys(found))
+
+
+def _unjudged(one: EvalSet) -> list[str]:
+    found = []
+    for index, reward in enumerate(one.section.rewards):
+        if reward.fn == "judge" and not reward_problems([reward]):
+            try:
+                import_module("dtrain.remote.judge").Judge(**reward.options).look()
+            except UserError as error:
+                found.append(f"{one.key}.rewards[{index}]: {error}")
+    return found
+
+
+def usual_reward(files: Sequence[Path]) -> str:
+    """The reward of data where none is asked for, by its first answers: math_exact, or text_exact where fewer than half
+    of them hold a number or a mark of an answer. Rows that are wrong are told later. Raises UserError for files that
+    cannot be read."""
+    found: list[bool] = []
+    for file in files:
+        chunk = next(read_chunks(file), None)
+        for line, row in chunk.rows if chunk else ():
+            try:
+                given = parse(str(file), line, row)
+                answer = normalise_prompt(given, detect(given, "prompts") or "messages").columns.get("answer")
+            except UserError:
+                continue
+            found += [answer_in(str(answer)) is not None] if answer not in (None, "") else []
+    return "text_exact" if found and 2 * sum(found) < len(found) else "math_exact"
