@@ -184,7 +184,9 @@ def test_the_tables_of_losses_and_rewards_are_the_code_s():
     assert set(told) | {"dppo_ratio_cap"} == set(options)
     for name, value in told.items():
         if value != "the loss's own":
-            assert {"null": None}.get(value, value if not value[0].isdigit() else float(value)) == options[name], name
+            assert {"null": None, "false": False}.get(
+                value, value if not value[0].isdigit() else float(value)
+            ) == options[name], name
     rows = {table[0][0]: table for table in page("dtrain/rollout/README.md").tables}["name"]
     for row in rows[1:]:
         assert set(re.findall(r"`(\w+)`", row[2])) == set(rewards.REWARDS[row[0].strip("`")])

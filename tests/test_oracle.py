@@ -17,9 +17,10 @@ transformers = pytest.importorskip("transformers")
 STEPS, ROWS, LR, DECAY = 10, 6, 5e-3, 0.1
 
 
-def by_hand(model, batches):
+def by_hand(model, batches, dft=False):
     """The trajectory [(loss, grad norm)] and final weights of transformers' model, whose parameters that require a
-    gradient are trained. A batch is a list of documents (input_ids, labels), labels shifted already."""
+    gradient are trained. A batch is a list of documents (input_ids, labels), labels shifted already; dft: each
+    token's loss is weighted by its own probability, as TRL 1.16 has it."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
@@ -33,9 +34,10 @@ def by_hand(model, batches):
         total = 0.0
         for ids, labels in documents:
             logits = model(input_ids=torch.tensor([ids])).logits[0]
-            nll = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="sum") / count
-            nll.backward()
-            total += nll.item()
+            nll = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="none")
+            loss = (nll * nll.neg().exp().detach() if dft else nll).sum() / count
+            loss.backward()
+            total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         trajectory.append((total, norm.item()))
         optimizer.step()
@@ -70,6 +72,10 @@ def packed_batches(recipe):
 @pytest.mark.parametrize("packing", [False, True])
 def test_ten_steps_equal_transformers(tmp_path, family, packing):
     assert_equal(tmp_path, family, packing)
+
+
+def test_ten_steps_of_dft_equal_transformers(tmp_path):
+    assert_equal(tmp_path, "llama", False, sft={"loss": "dft"})
 
 
 FROZEN = {  # keys of `train`, and whether a parameter of that name is trained; qwen3's head is tied
@@ -118,14 +124,15 @@ def prepared(tmp_path, family, packing, train=None, **sections):
     return source, recipe, path
 
 
-def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: True):
+def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: True, **sections):
     """Ten steps of a recipe, `section` in its `train`, and the same by hand."""
-    source, recipe, path = prepared(tmp_path, family, packing, train=section)
+    source, recipe, path = prepared(tmp_path, family, packing, train=section, **sections)
     directory = recipe.model.path
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name))
-    expected, weights = by_hand(model, packed_batches(recipe) if packing else padded_batches(path))
+    batches = packed_batches(recipe) if packing else padded_batches(path)
+    expected, weights = by_hand(model, batches, dft=bool(sections))
     start = source.state_dict()
     run(recipe)
     for (loss, norm, *_), (want, want_norm) in zip(trajectory(recipe), expected, strict=True):

@@ -143,6 +143,7 @@ VARIANTS = {
          "model.layers.*.mlp.down_proj: rowwise}"],
     ),
     "a length that no rank's share divides": ("cp4 ring", ["data.max_length=29"]),
+    "DFT, at such a length": ("tp2+sp cp2", ["data.max_length=29", "sft.loss=dft"]),
 }  # fmt: skip
 
 

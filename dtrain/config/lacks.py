@@ -170,7 +170,7 @@ NOT_YET = by_word(
             "early_stopping_threshold loss_watchdog_threshold loss_watchdog_patience"
         ),
         "other losses of SFT than the mean over tokens": (
-            "use_dft_loss use_asft_loss use_eaft_loss use_eaft eaft_alpha compute_accuracy"
+            "use_asft_loss use_eaft_loss use_eaft eaft_alpha compute_accuracy"
         ),
         "KTO; dpo.loss has losses for pairs": (
             "kto_chosen_weight kto_rejected_weight kto_desirable_weight kto_undesirable_weight desirable_weight "

@@ -374,6 +374,14 @@ class Metrics:
 
 
 @dataclass
+class Sft:
+    """`sft`: read by method sft."""
+
+    loss: Literal["nll", "dft"] = "nll"
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629)."""
+
+
+@dataclass
 class Dpo:
     """`dpo`: read by method dpo."""
 
@@ -394,6 +402,8 @@ class Dpo:
     """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
     ld_alpha: float | None = None
     """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
+    use_weighting: bool = False
+    """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
     precompute: bool = False
     """The reference scores all data once, before the first step, into the data's cache. After that it takes no memory
     and no time. This pays where the run sees each pair more than once. These scores come from other batches, so they
@@ -657,6 +667,7 @@ class Recipe:
     """One schedule, or a list of stages."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    sft: Sft = field(default_factory=Sft)
     dpo: Dpo = field(default_factory=Dpo)
     grpo: Grpo = field(default_factory=Grpo)
     distill: Distill = field(default_factory=Distill)

@@ -1,6 +1,6 @@
 """Log-probabilities straight from hidden states and the head's weight, in tiles: the logits never exist whole.
 
-For a weighted sum of log-probabilities whose weights are known before (SFT's loss), the gradient is formed in the
+For a weighted sum of log-probabilities whose weights are known in the tile (SFT's loss), the gradient is formed in the
 forward, tile by tile: three matrix products of the head instead of the four that recomputing in the backward costs,
 and no more memory than one tile of logits beside the two gradients.
 """
@@ -115,13 +115,15 @@ def weighted_logprob_sum(
     softcap: float | None = None,
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
+    by_probability: bool = False,
 ) -> Tensor:
     """Σᵢ token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]], a scalar.
 
     hidden: [N, D] any float dtype; weight: [V, D], or with a shard [V/tp, D], of the
     same dtype; index [T] int64: the rows of `hidden` that have a
     target, each at most once; targets [T] int64 in [0, V); token_weights [T], constants (they get no gradient).
-    softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2). by_probability: each
+    weight is times the token's own probability, a constant too (DFT: Wu et al., arXiv:2508.05629, equation 9).
 
     Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed
     in max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
@@ -134,12 +136,18 @@ def weighted_logprob_sum(
     """
     shard = shard or WHOLE
     tokens = TiledSum(hidden, weight, index, rows_per_tile or tile_rows_of(weight, shard), compute_dtype(hidden.dtype))
-    return tokens.with_gradient(_weighted_logprob_sum(tokens, targets, token_weights.to(tokens.dtype), softcap, shard))
+    token_weights = token_weights.to(tokens.dtype)
+    return tokens.with_gradient(_weighted_logprob_sum(tokens, targets, token_weights, softcap, shard, by_probability))
 
 
 @torch.no_grad()
 def _weighted_logprob_sum(
-    tokens: TiledSum, targets: Tensor, token_weights: Tensor, softcap: float | None, shard: VocabShard
+    tokens: TiledSum,
+    targets: Tensor,
+    token_weights: Tensor,
+    softcap: float | None,
+    shard: VocabShard,
+    by_probability: bool,
 ) -> Tensor:
     total = torch.zeros((), dtype=tokens.dtype, device=targets.device)
     for tile, rows in tokens.tiles():
@@ -157,7 +165,10 @@ def _weighted_logprob_sum(
         part = exponentials.sum(-1)
         stats = Stats(largest, part.log())
         whole, log_share, at_target, _ = merge_over(stats, logits.shape[1], shard.group, target_logit.t())
-        total += (scale.squeeze(1) * (at_target.squeeze(0) - whole.m - whole.l)).sum()
+        logprobs = at_target.squeeze(0) - whole.m - whole.l
+        if by_probability:
+            scale = scale * logprobs.exp()[:, None]
+        total += (scale.squeeze(1) * logprobs).sum()
         if not tokens.wants_gradient:
             continue
         # d(Σ w·logp)/dlogits = w·(onehot − softmax)

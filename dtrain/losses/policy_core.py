@@ -108,6 +108,7 @@ MEANS: Mapping[str, str] = MappingProxyType(
         "mismatch_kl": "sampled_tokens",
         "mismatch_abs": "sampled_tokens",
         "correction": "corrected_tokens",
+        "oob_frac": "corrected_tokens",
         "off_policy_frac": "tokens",
     }
 )
@@ -119,7 +120,7 @@ ratio          r at the level of importance sampling
 entropy        of the distribution drawn from
 clip_low, ..   tokens that got no gradient because π had fallen, risen too far (TRL counts sequences at sequence level)
 mismatch_kl    k3 of KL(π_sampler ‖ π_old); mismatch_abs: |log π_sampler/π_old|
-correction     the weights for that mismatch
+correction     the weights for that mismatch; oob_frac: tokens whose weight the bounds cut or made 0
 off_policy_frac  tokens of sequences left out by off_policy_mask_threshold
 """
 
@@ -233,7 +234,7 @@ def policy_terms(
             gap, drift = (sampler - old_logps).abs(), k3_of(sampler, old_logps)
             sums |= _sums(is_sampled, "sampled_tokens", mismatch_kl=drift, mismatch_abs=gap)
         if weights is not None:
-            sums |= _sums(mask, "corrected_tokens", correction=weights.weights)
+            sums |= _sums(mask, "corrected_tokens", correction=weights.weights, oob_frac=weights.outside.to(dtype))
         if is_near is not None:
             sums |= _sums(mask, "tokens", off_policy_frac=(~is_near).to(dtype))
     return total, sums

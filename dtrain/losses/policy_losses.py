@@ -101,10 +101,12 @@ class Tokens:
 
 
 class Correction(NamedTuple):
-    """weights: π_old/π_sampler, bounded, [n, S]; by_sequence: one value for all tokens of a sequence."""
+    """weights: π_old/π_sampler, bounded, [n, S]; by_sequence: one value for all tokens of a sequence; outside [n, S]:
+    where the bounds cut it or made it 0."""
 
     weights: Tensor
     by_sequence: bool
+    outside: Tensor
 
 
 class Surrogate(NamedTuple):
@@ -132,14 +134,17 @@ def clipped(tokens: Tokens, *, delta: float | None, dual_clip: float | None) -> 
     return Surrogate(loss, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
 
 
-def cispo(tokens: Tokens) -> Surrogate:
+def cispo(tokens: Tokens, *, cispo_lower_clip: bool) -> Surrogate:
     """−sg[min(r, ε_high)]·A·log π: the weight is clipped, every token keeps a gradient (CISPO: MiniMax-M1,
     arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
 
-    As in TRL, ε_high is the cap of r itself, not of r − 1; ScaleRL takes 5. Below there is no bound.
+    As in TRL, ε_high is the cap of r itself, not of r − 1; ScaleRL takes 5. With cispo_lower_clip the weight is at
+    least 1 − ε_low, as equation 4 of MiniMax-M1 has it; TRL 1.16 has no bound below.
     """
-    weights = tokens.ratio.detach().clamp(max=tokens.clip[1])
-    return Surrogate(-weights * tokens.advantages * tokens.logps, None, tokens.ratio > tokens.clip[1])
+    low = 1 - tokens.clip[0] if cispo_lower_clip else None
+    weights = tokens.ratio.detach().clamp(low, tokens.clip[1])
+    too_low = None if low is None else tokens.ratio < low
+    return Surrogate(-weights * tokens.advantages * tokens.logps, too_low, tokens.ratio > tokens.clip[1])
 
 
 def sapo(tokens: Tokens, *, sapo_temperature_pos: float, sapo_temperature_neg: float) -> Surrogate:
@@ -309,7 +314,8 @@ def correction(
     """Weights w = π_old/π_sampler by token, or their product over a sequence, as TRL 1.16 has them.
 
     truncate: w is cut to [smallest, largest] (Yao et al., "Your efficient RL framework secretly brings you off-policy
-    RL training", 2025); mask: w is 0 outside (Liu et al., "When speed kills stability", 2025). None is no bound. known
+    RL training", 2025); mask: w is 0 outside (Liu et al., "When speed kills stability", 2025). seq_mask_tis: w by
+    token, 0 where its geometric mean over the sequence is outside (NeMo-RL's seq-mask-tis). None is no bound. known
     [n, S]: the tokens with both log-probabilities; the others' weight is 1. No gradient.
     """
     if mode == "none":
@@ -319,16 +325,17 @@ def correction(
     if by_sequence:
         log_weights = sequences.spread(sequences.sum(log_weights))
     weights = bounded_exp(log_weights)
+    compared = bounded_exp(mean_by_sequence(log_weights, sequences)) if mode == "seq_mask_tis" else weights
+    outside = torch.zeros_like(weights, dtype=torch.bool)
+    if smallest is not None:
+        outside |= compared < smallest
+    if largest is not None:
+        outside |= compared > largest
     if mode.endswith("truncate"):
         weights = weights.clamp(smallest or 0.0, math.inf if largest is None else largest)
     else:
-        outside = torch.zeros_like(weights, dtype=torch.bool)
-        if smallest is not None:
-            outside |= weights < smallest
-        if largest is not None:
-            outside |= weights > largest
         weights = weights.masked_fill(outside, 0.0)
-    return Correction(weights, by_sequence)
+    return Correction(weights, by_sequence, outside)
 
 
 def off_policy_mask(

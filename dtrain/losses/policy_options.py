@@ -14,7 +14,7 @@ from dtrain.ranges import NOT_NEGATIVE, POSITIVE, Range, is_number, one_of
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_GRADIENTS = ("importance", "direct", "reward", "k2")
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none")
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "seq_mask_tis", "none")
 
 Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
 
@@ -56,7 +56,7 @@ LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "gspo": PolicyLoss("clipped", _CLIP, "sequences", "sequence"),  # Zheng et al., arXiv:2507.18071, equation 5
         "gspo_token": PolicyLoss("clipped", _CLIP, "sequences", "sequence_token"),  # the same, equation 13
         "luspo": PolicyLoss("clipped", _CLIP, "sequence_sums", "sequence"),  # arXiv:2602.05261
-        "cispo": PolicyLoss("cispo"),
+        "cispo": PolicyLoss("cispo", {"cispo_lower_clip": False}),
         "sapo": PolicyLoss("sapo", _SAPO, "sequences"),
         "vespo": PolicyLoss("vespo", _VESPO, corrects_itself=True),
         "dppo_tv": PolicyLoss("dppo_tv", _DPPO),
@@ -110,6 +110,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "sampling_clip_max": _BOUND,
         "delta": _CAP,
         "dual_clip": _CAP,
+        "cispo_lower_clip": (lambda v: isinstance(v, bool), "true or false"),
         "dppo_ratio_cap": POSITIVE,
         "sapo_temperature_pos": POSITIVE,
         "sapo_temperature_neg": POSITIVE,

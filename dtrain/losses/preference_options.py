@@ -4,7 +4,7 @@ table of them, for the functions and for a recipe's check. No torch.
 The functions are in `pair_losses`; `preference` computes with them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +63,13 @@ LOSSES: Mapping[str, PreferenceLoss] = MappingProxyType(
 
 OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence": "reverse_kl"})
 """Values that switch an option off: good for every loss, whether it reads the option or not."""
+
+
+def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str]:
+    """Those of `names` by which, with these options, a pair's loss depends on the other pairs of the global batch."""
+    alone = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
+    return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in alone]
+
 
 KWARGS = frozenset[str]().union(*(loss.options for loss in LOSSES.values())) - OFF.keys()
 """Options without a key of their own in the schema: they stand in `dpo.kwargs`."""

@@ -21,7 +21,7 @@ from dtrain.losses.preference import (
     preference_rewards,
     preference_weights,
 )
-from dtrain.losses.preference_options import LOSSES, SFT
+from dtrain.losses.preference_options import SFT, over_the_batch
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
@@ -34,7 +34,10 @@ class PairSums(NamedTuple):
     """Sums over the labelled tokens of pairs, [pairs] each.
 
     chosen, rejected, ref_chosen, ref_rejected: Σ weight · log p under the policy and the reference (0 without one);
-    chosen_lengths, rejected_lengths: tokens; plain_chosen: Σ log p without weights.
+    chosen_lengths, rejected_lengths: tokens; plain_chosen: Σ log p without weights. pair_weights: WPO's, constants:
+    min(1, w(chosen)·w(rejected)), w = exp(mean over the tokens of log p − log Σ p²) under the policy (Zhou et al.,
+    arXiv:2406.11827, equation 2 and section 3.2); None without. TRL 1.16 leaves the product unbounded; earlier ones had
+    this bound.
     """
 
     chosen: Tensor
@@ -44,26 +47,32 @@ class PairSums(NamedTuple):
     chosen_lengths: Tensor
     rejected_lengths: Tensor
     plain_chosen: Tensor
+    pair_weights: Tensor | None = None
 
     @staticmethod
-    def streams(batch: Batch, logprobs: Tensor) -> Tensor:
-        """logprobs [B, S] of a batch's labels -> the streams [4, B, S] whose sums by document `of` takes."""
+    def streams(batch: Batch, logprobs: Tensor, log_p2: Tensor | None = None) -> Tensor:
+        """logprobs [B, S] of a batch's labels, and for WPO's weights log Σ p² -> the streams [4 or 5, B, S] whose sums
+        by document `of` takes."""
         weights = batch["token_weights"].to(logprobs) if "token_weights" in batch else torch.ones_like(logprobs)
         reference = batch["reference_logprobs"].to(logprobs) if "reference_logprobs" in batch else None
+        aligned = [] if log_p2 is None else [(logprobs - log_p2).detach()]
         return torch.stack(
             [
                 logprobs * weights,
                 torch.zeros_like(logprobs) if reference is None else reference * weights,
                 (batch["labels"] != IGNORE).to(logprobs),
                 logprobs,
+                *aligned,
             ]
         )
 
     @classmethod
     def of(cls, sums: Tensor) -> "PairSums":
-        """sums [4, documents], a pair's two next to each other."""
-        (chosen, rejected), (ref_chosen, ref_rejected), lengths, plain = sums.unflatten(1, (-1, 2)).transpose(1, 2)
-        return cls(chosen, rejected, ref_chosen, ref_rejected, lengths[0], lengths[1], plain[0])
+        """sums [4 or 5, documents], a pair's two next to each other."""
+        by_pair = sums.unflatten(1, (-1, 2)).transpose(1, 2)
+        (chosen, rejected), (ref_chosen, ref_rejected), lengths, plain, *aligned = by_pair
+        weights = (aligned[0] / lengths.clamp(min=1)).sum(0).clamp(max=0).exp().detach() if aligned else None
+        return cls(chosen, rejected, ref_chosen, ref_rejected, lengths[0], lengths[1], plain[0], weights)
 
 
 class Objective:
@@ -83,16 +92,14 @@ class Objective:
             "f_divergence": section.f_divergence,
             **section.kwargs,
         }
-        per_batch = {name for name in self._names if LOSSES[name].whole_batch}
-        if section.kwargs.get("bco_shift") != "batch":
-            per_batch.discard("bco_pair")
-        self.whole_batch = bool(per_batch)
+        self.whole_batch = bool(over_the_batch(self._names, section.kwargs))
 
     def losses(self, sums: PairSums) -> Tensor:
-        """[pairs], the weighted sum of the named losses, without the SFT term."""
+        """[pairs], the weighted sum of the named losses times the pair's weight, without the SFT term."""
         if not self._names:
             return torch.zeros_like(sums.chosen)
-        return combined_preference_loss(self._names, *sums[:4], **self._named(sums))
+        losses = combined_preference_loss(self._names, *sums[:4], **self._named(sums))
+        return losses if sums.pair_weights is None else losses * sums.pair_weights
 
     def slopes(self, sums: PairSums) -> tuple[Tensor, Tensor]:
         """The losses [pairs], and their mean's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
@@ -186,8 +193,8 @@ class DpoMethod(MethodWithReference):
         chosen_tokens: Tensor | int = 1,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `Objective.measure`."""
-        logprobs = source.logprobs().logprobs  # [B, S/cp]
-        sums = PairSums.of(source.by_document(PairSums.streams(batch, logprobs)))
+        found = source.logprobs(log_p2=self.recipe.dpo.use_weighting)  # [B, S/cp]
+        sums = PairSums.of(source.by_document(PairSums.streams(batch, found.logprobs, found.log_p2)))
         losses = self.objective.losses(sums)  # [pairs]
         total = losses.sum() * 2 / global_seqs
         if self.objective.sft_weight:

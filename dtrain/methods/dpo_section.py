@@ -6,7 +6,7 @@ from typing import Any
 
 from dtrain.config import words
 from dtrain.config.schema import Recipe
-from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT
+from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
 from dtrain.ranges import NUMBER, is_number, nearest, shown, sizes_for
 
 # As `dtrain.check.RANGES`.
@@ -31,6 +31,12 @@ def problems(recipe: Recipe) -> list[str]:
         f_divergence=section.f_divergence,
         options=section.kwargs,
     )
+    names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+    if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
+        found.append(
+            f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: set "
+            "dpo.use_weighting=false, or another loss"
+        )
     if section.sync_every is not None and section.precompute:
         found.append(
             "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "

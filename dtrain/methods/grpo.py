@@ -35,7 +35,7 @@ from dtrain.rollout.rewards.find import lacking_columns
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
-    *("clip_frac", "clip_low", "clip_high", "correction", "off_policy_frac"),
+    *("clip_frac", "clip_low", "clip_high", "correction", "oob_frac", "off_policy_frac"),
 )
 
 

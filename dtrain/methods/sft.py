@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean negative log-probability of the trained tokens of the global batch."""
+"""Supervised fine-tuning: the mean negative log-probability of the trained tokens of the global batch, or DFT's."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,17 @@ from dtrain.policy.score import LogprobSource
 
 
 class SftMethod(Method):
-    """loss = −Σ log p(label) ÷ trained tokens, both over the whole global batch."""
+    """loss = −Σ w · log p(label) ÷ trained tokens, both over the whole global batch; w is 1, or under `sft.loss=dft`
+    the label's p as a constant (Wu et al., arXiv:2508.05629)."""
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and the sums of negative log-probabilities and of trained tokens."""
-        total = -source.weighted_sum()
+        """Scalars: the share of the loss, and the sums of what the tokens lose and of trained tokens."""
+        total = -source.weighted_sum(by_probability=self.recipe.sft.loss == "dft")
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
-        return total / global_tokens, {"nll": total.detach(), "trained": trained}
+        return total / global_tokens, {"lost": total.detach(), "trained": trained}
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The mean over every trained token of the set: summed over all batches and ranks, and divided once."""
-        return {"val_loss": sums["nll"] / max(sums["trained"], 1)}
+        return {"val_loss": sums["lost"] / max(sums["trained"], 1)}

@@ -73,10 +73,11 @@ class LogprobSource:
         """Which part of the vocabulary the head's weight is; None for all of it."""
         return self._shard
 
-    def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
+    def weighted_sum(self, token_weights: Tensor | None = None, *, by_probability: bool = False) -> Tensor:
         """Σ token_weights · log p(label) over this rank's labelled positions, a scalar, the same on every tp rank.
 
-        token_weights: [B, S/cp], constants, not read where there is no label; None for ones.
+        token_weights: [B, S/cp], constants, not read where there is no label; None for ones. by_probability: times each
+        label's own p, a constant too.
         """
         index = self._batch["label_index"]
         weights = (
@@ -92,6 +93,7 @@ class LogprobSource:
             index,
             softcap=self._softcap,
             shard=self._shard,
+            by_probability=by_probability,
         )
 
     def logprobs(

@@ -11,13 +11,14 @@ from dtrain.losses.vocabulary import VocabShard
 from tests.world import run_world
 
 
-def dense(hidden, weight, targets, token_weights, index, softcap):
+def dense(hidden, weight, targets, token_weights, index, softcap, by_probability=False):
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     logits = hidden[index] @ weight.T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    total = (logprobs * token_weights.double()).sum()
+    p = logprobs.exp().detach() if by_probability else 1
+    total = (p * logprobs * token_weights.double()).sum()
     total.backward()
     return total.detach(), hidden.grad, weight.grad
 
@@ -43,13 +44,13 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows_per_tile", [1, 5, 17, 100, None])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_value_and_gradients_equal_dense_float64(dtype, rows_per_tile, softcap):
-    hidden, weight, targets, token_weights, index = inputs(dtype)
-    total = weighted_logprob_sum(
-        hidden, weight, targets, token_weights, index, softcap=softcap, rows_per_tile=rows_per_tile
-    )
+@pytest.mark.parametrize("by_probability", [False, True])
+def test_value_and_gradients_equal_dense_float64(dtype, rows_per_tile, softcap, by_probability):
+    given, options = inputs(dtype), {"softcap": softcap, "by_probability": by_probability}
+    hidden, weight = given[:2]
+    total = weighted_logprob_sum(*given, rows_per_tile=rows_per_tile, **options)
     (3.0 * total).backward()
-    expected, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, softcap)
+    expected, hidden_grad, weight_grad = dense(*given, **options)
     assert total.dtype == torch.promote_types(dtype, torch.float32)
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     assert relative_error(total.detach(), expected) < TOLERANCES[dtype]
@@ -128,7 +129,7 @@ def test_used_twice_in_one_graph_sums_gradients():
     assert relative_error(weight.grad, weight_grad) < 1e-12
 
 
-def by_tiles_of_its_own_choice(rank, bounds, tokens, told):
+def by_tiles_of_its_own_choice(rank, bounds, tokens, told, by_probability):
     """Relative errors of value, hidden's and weight's gradients of a vocabulary cut at `bounds`."""
     hidden, weight, targets, token_weights, _ = inputs(torch.float64, tokens, 2, bounds[-1], tokens)
     index = torch.arange(tokens)
@@ -136,10 +137,12 @@ def by_tiles_of_its_own_choice(rank, bounds, tokens, told):
     mine = weight[part].detach().clone().requires_grad_()
     largest = max(end - start for start, end in pairwise(bounds))
     shard = VocabShard(bounds[rank], dist.group.WORLD, largest if told else None)
-    total = weighted_logprob_sum(hidden, mine, targets, token_weights, index, shard=shard)
+    total = weighted_logprob_sum(
+        hidden, mine, targets, token_weights, index, shard=shard, by_probability=by_probability
+    )
     total.backward()
     dist.all_reduce(hidden.grad)
-    value, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, None)
+    value, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, None, by_probability)
     pairs = [(total.detach(), value), (hidden.grad, hidden_grad), (mine.grad, weight_grad[part])]
     return [relative_error(found, right) for found, right in pairs if right.numel()]
 
@@ -149,5 +152,5 @@ def by_tiles_of_its_own_choice(rank, bounds, tokens, told):
 def test_uneven_shards_take_the_same_tiles(bounds, told):
     """By its own rows, 44 or 43, a rank would send tiles of 47662 or 48770 tokens; of none, it would have no size."""
     tokens = 50_000 if bounds[1] == 44 else 8_000
-    for errors in run_world(by_tiles_of_its_own_choice, 3, bounds, tokens, told):
+    for errors in run_world(by_tiles_of_its_own_choice, 3, bounds, tokens, told, not told):
         assert max(errors) <= 1e-11

@@ -32,6 +32,11 @@ EVERYTHING = {  # options that meet in one loss
     "sampling_correction": "token_truncate",
     "sampling_clip_max": 1.2,
 }
+OWN = {  # of a loss, beside these
+    "gspo": {"sampling_correction": "sequence_mask"},
+    "sapo": {"sampling_correction": "seq_mask_tis", "sampling_clip_max": 1.05},
+    "cispo": {"cispo_lower_clip": True},
+}
 
 
 def completions(lengths=(6, 3, 5, 1), width=6, seed=0, dtype=torch.float64):
@@ -192,6 +197,35 @@ def test_dual_clip_and_delta_bound_what_a_negative_advantage_costs():
         torch.testing.assert_close(slope, row(0, 0, ratios[2] * 2 / 4, 0), **EXACT)
 
 
+def test_cispo_bounds_the_weight_below_where_it_is_asked_to():
+    streams = trained(completions(seed=5))
+    at = {key: streams[key] for key in ("logps", "old_logps", "advantages", "mask")}
+    loss, metrics = policy_loss("cispo", **at, clip=(0.2, 1.3), cispo_lower_clip=True)
+    ratio = (streams["logps"] - streams["old_logps"]).detach().exp()
+    slope = torch.where(streams["mask"], -ratio.clamp(0.8, 1.3) * streams["advantages"] / 15, 0.0)
+    low = ((ratio < 0.8) & streams["mask"]).sum().item()
+    assert low > 0 and metrics["clip_low"].item() == pytest.approx(low / 15, rel=1e-12)
+    torch.testing.assert_close(loss, (slope * streams["logps"]).sum(), **EXACT)
+    torch.testing.assert_close(gradients(loss, streams)[0], slope, **EXACT)
+
+
+def test_seq_mask_tis_keeps_a_tokens_weight_where_its_sequences_geometric_mean_is_within_the_bounds():
+    streams = completions()
+    at = {key: streams[key] for key in ("old_logps", "sampling_logps", "advantages", "mask")}
+    bounds = {"sampling_clip_min": 0.985, "sampling_clip_max": 1.012}
+    loss, metrics = policy_loss(
+        "reinforce", streams["logps"], **at, sampling_correction="seq_mask_tis", **bounds, clip=(0, 0)
+    )
+    total, left_out = 0.0, 0
+    for x, o, s, A, m in zip(streams["logps"], *(at[key] for key in at), strict=True):
+        log_weights = (o - s)[m]
+        kept = 0.985 <= log_weights.mean().exp() <= 1.012
+        left_out += 0 if kept else len(log_weights)
+        total -= kept * (log_weights.exp() * A[m] * x[m]).sum() / 15
+    assert 0 < left_out < 15 and metrics["oob_frac"].item() == pytest.approx(left_out / 15, rel=1e-12)
+    torch.testing.assert_close(loss, total, **EXACT)
+
+
 def test_dppo_caps_the_ratio_and_keeps_the_gradient():
     logps = torch.tensor([[-4.0]], dtype=torch.float64).requires_grad_()
     loss, _ = policy_loss("dppo_tv", logps, logps.detach() - 3, -torch.ones(1), torch.ones(1, 1), dppo_ratio_cap=5.0)
@@ -303,7 +337,7 @@ def core(spec, streams, sequences, counts, **options):
 @pytest.mark.parametrize("name", LOSSES)
 def test_packed_rows_and_any_split_give_the_padded_batchs_numbers(name):
     lengths = (6, 3, 5, 1, 4, 2)
-    options = EVERYTHING if name != "gspo" else EVERYTHING | {"sampling_correction": "sequence_mask"}
+    options = EVERYTHING | OWN.get(name, {})
     options = dict(options) if name == "gmpo" else options | {"top_entropy_quantile": 0.6}
     streams = completions(lengths, seed=9)
     whole = trained(streams)
@@ -342,7 +376,7 @@ def _on_two_cp_ranks(rank, names):
     row, ids = packed(streams, lengths, order, 20)
     counts, found = Counts(14, 3, 7), {}
     for name in names:
-        spec = PolicySpec(name, CLIP.get(name, (0.2, 0.28)), 0.05, EVERYTHING)
+        spec = PolicySpec(name, CLIP.get(name, (0.2, 0.28)), 0.05, EVERYTHING | OWN.get(name, {}))
         whole = trained(row)
         loss, metrics = core(spec, whole, Documents(ids, 3, whole["mask"]), counts)
         expected = gradients(loss, whole)
@@ -460,6 +494,7 @@ def test_metrics_are_means_over_the_tokens():
         "mismatch_kl": (gap.exp() - 1 - gap).mean(),
         "mismatch_abs": gap.abs().mean(),
         "correction": gap.exp().clamp(max=1.1).mean(),
+        "oob_frac": (gap.exp() > 1.1).double().mean(),
     }
     assert metrics.keys() == expected.keys()
     for key, value in expected.items():

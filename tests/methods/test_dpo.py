@@ -1,12 +1,15 @@
 """DPO's step: transformers' loss and gradient norm, and the same numbers at every split and on every mesh."""
 
+import math
+
 import pytest
 import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.losses.preference_options import LOSSES
-from dtrain.methods.dpo import DpoMethod
+from dtrain.methods import dpo_section
+from dtrain.methods.dpo import DpoMethod, PairSums
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -86,6 +89,7 @@ OPTIONS = {
     "robust": ("dpo.label_smoothing=0.2",),
     "aot": ("dpo.label_smoothing=0.1",),
     "bco_pair": ("dpo.kwargs.bco_shift=batch",),
+    "sigmoid_norm": ("dpo.use_weighting=true",),
 }
 
 
@@ -122,33 +126,40 @@ def test_a_step_is_the_same_however_the_pairs_are_split(tmp_path, loss):
 def test_a_step_is_the_same_on_every_mesh(tmp_path, loss, dp, cp, tp, more, packing):
     family = "gemma3" if cp > 1 else "qwen3"
     fixed = (f"dpo.loss={loss}", "dpo.sft_weight=0.3", f"data.packing={str(packing).lower()}")
+    if packing and loss == "sigmoid":
+        fixed += ("dpo.use_weighting=true",)
     one = run_world(steps, 1, recipe_of(tmp_path, *fixed, family=family), 1)[0]
     shape = (f"parallel.cp={cp}", f"parallel.tp={tp}", "train.micro_batch=2", f"train.global_batch={2 * dp}", *more)
     mesh = run_world(steps, dp * cp * tp, recipe_of(tmp_path, *fixed, *shape, family=family), dp * cp * tp)[0]
     assert mesh == pytest.approx(one, rel=1e-9, abs=1e-12)
 
 
-def by_hand(directory, other):
-    """Two steps of SGD on transformers' model: loss and clipped norm, beside a reference of its own."""
+def by_hand(directory, other, weighting):
+    """Two steps of SGD on transformers' model: loss and clipped norm, beside a reference of its own. weighting: pairs
+    are weighted as TRL 1.16 does it, by at most 1."""
     policy, reference = (
         transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (directory, other)
     )
 
     def logps(model):
-        sums = []
+        sums, aligned = [], []
         for ids, prompt in pairs_of():
             logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-            sums.append(logp[prompt - 1 : -1].gather(1, ids[prompt:, None]).sum())
-        return torch.stack(sums).view(-1, 2)
+            logp = logp[prompt - 1 : -1]
+            of_labels = logp.gather(1, ids[prompt:, None]).squeeze(1)
+            sums.append(of_labels.sum())
+            aligned.append((of_labels - (2 * logp).logsumexp(-1)).mean().detach())
+        return torch.stack(sums).view(-1, 2), torch.stack(aligned).view(-1, 2).sum(1).exp()
 
     with torch.no_grad():
-        ref = logps(reference)
+        ref, _ = logps(reference)
     tokens = sum(chosen for _, chosen, _ in PAIRS)
     found = []
     for _ in range(2):
-        logp = logps(policy)
+        logp, weights = logps(policy)
         margins = (logp[:, 0] - ref[:, 0]) - (logp[:, 1] - ref[:, 1])
-        loss = -torch.nn.functional.logsigmoid(0.5 * margins).mean() - 0.3 * logp[:, 0].sum() / tokens
+        losses = -torch.nn.functional.logsigmoid(0.5 * margins)
+        loss = (losses * weights.clamp(max=1) if weighting else losses).mean() - 0.3 * logp[:, 0].sum() / tokens
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         rewards = 0.5 * (logp - ref).detach()
@@ -161,8 +172,8 @@ def by_hand(directory, other):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_two_steps_equal_transformers(tmp_path, family):
+@pytest.mark.parametrize(("family", "weighting"), [("llama", True), ("gemma3", False)])
+def test_two_steps_equal_transformers(tmp_path, family, weighting):
     torch.manual_seed(0)
     directory = write_model(tmp_path / f"{family}-tied", family)
     other = write_model(tmp_path / "other", family)
@@ -171,8 +182,9 @@ def test_two_steps_equal_transformers(tmp_path, family):
         source.save_pretrained(place)
     more = ("model.init=pretrained", "train.dtype=float32", "optimizer.weight_decay=0", "scheduler.name=constant")
     loss = ("dpo.beta=0.5", "dpo.sft_weight=0.3", f"dpo.reference={other}", "train.micro_batch=2")
+    loss += (f"dpo.use_weighting={str(weighting).lower()}",)
     found = run_world(steps, 1, recipe_of(tmp_path, *more, *loss, family=family), 1)[0]
-    assert found == pytest.approx(by_hand(directory, other), rel=1e-4, abs=1e-5)
+    assert found == pytest.approx(by_hand(directory, other, weighting), rel=1e-4, abs=1e-5)
 
 
 def test_the_reference_stays_and_moves_as_it_is_told(tmp_path):
@@ -182,3 +194,21 @@ def test_the_reference_stays_and_moves_as_it_is_told(tmp_path):
     log2 = torch.tensor(2.0, dtype=torch.float64).log().item()
     assert still[0] == pytest.approx(log2, rel=1e-12) and still[6] < log2 - 1e-6 and still[12] < still[6]
     assert follows[::6] == pytest.approx([log2] * 3, rel=1e-12)
+
+
+def test_a_pair_weighs_at_most_one_and_its_weight_has_no_gradient():
+    logps = torch.tensor([[-1.0, -2.0], [-0.5, -1.5]], dtype=torch.float64, requires_grad=True)
+    log_p2 = torch.tensor([[-0.5, -0.25], [-3.0, -0.25]], dtype=torch.float64)
+    batch = {"labels": torch.ones(2, 2, dtype=torch.long)}
+    for order, log_weight in (([1, 1], 2 * (2.5 - 1.25) / 2), ([0, 1], (-0.5 - 1.75 + 2.5 - 1.25) / 2)):
+        streams = PairSums.streams(batch, logps[order], log_p2[order])
+        weights = PairSums.of(streams.sum(-1)).pair_weights
+        expected = torch.tensor([min(1.0, math.exp(log_weight))], dtype=torch.float64)
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=0)
+        assert not weights.requires_grad
+
+
+def test_weights_of_pairs_are_refused_where_a_loss_compares_pairs(tmp_path):
+    for loss, fits in (("aot", False), ("bco_pair", True), ("[sigmoid,aot_unpaired]", False)):
+        found = dpo_section.problems(recipe_of(tmp_path, f"dpo.loss={loss}", "dpo.use_weighting=true"))
+        assert any("dpo.use_weighting" in line for line in found) is not fits, loss

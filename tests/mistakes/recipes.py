@@ -425,7 +425,7 @@ WORDS = (
     _word("sampling.max_tokens=256", "grpo.sampling.max_new_tokens"),
     _word("use_vllm=true", "grpo.engine=http"),
     _word("vllm_gpu_memory_utilization=0.3", "the server is yours to start"),
-    _word("loss_type=dapo", "dpo.loss or grpo.loss"),
+    _word("loss_type=dapo", "dpo.loss, grpo.loss or sft.loss"),
     _word("epsilon_high=0.28", "grpo.clip, [below, above]"),
     _word("reward_funcs=[a]", "grpo.rewards, [{fn, weight, kwargs}]"),
     _word("device_map=auto", "launch.device"),

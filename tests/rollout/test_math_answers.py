@@ -12,12 +12,14 @@ from dtrain.config.schema import Reward
 from dtrain.errors import UserError
 from dtrain.methods.grpo_section import reward_problems
 from dtrain.rollout.rewards import BUILT_IN
+from dtrain.rollout.rewards.cosine_length import cosine_length
 from dtrain.rollout.rewards.format_tags import format_tags
 from dtrain.rollout.rewards.json_valid import json_valid
 from dtrain.rollout.rewards.math_answers import answer_in, read
 from dtrain.rollout.rewards.math_exact import math_exact
 from dtrain.rollout.rewards.numeric import numeric
 from dtrain.rollout.rewards.regex import regex
+from dtrain.rollout.rewards.repetition_penalty import repetition_penalty
 from dtrain.rollout.rewards.text_exact import text_exact
 
 EQUAL = [  # what a completion says, what the data has
@@ -211,6 +213,23 @@ def test_the_docstrings_examples(name):
     assert not doctest.testmod(importlib.import_module("dtrain.rollout.rewards.math_answers")).failed
 
 
+def test_length_and_repetition_as_trl_has_them():
+    """TRL 1.16's get_cosine_scaled_reward(16, -2, -0.25, 0.75, 3) and get_repetition_penalty_reward(2, -0.5), run once
+    on these lengths and ids."""
+    lengths, options = (0, 3, 16, 40), {"min_value_wrong": -2, "max_value_wrong": -0.25}
+    options |= {"min_value_correct": 0.75, "max_value_correct": 3, "max_tokens": 16}
+    ids = [[1] * length for length in lengths]
+    trl = {7: [3.0, 2.8104033138403635, 0.75, 0.75], 8: [-2.0, -1.8525359107647272, -0.25, -0.25]}
+    for said, expected in trl.items():
+        found = cosine_length([f"#### {said}"] * 4, ids, gold=[7] * 4, column="gold", **options)
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert cosine_length(["#### 7"], [[1]], max_tokens=9, answer=[None]) == [None]
+    with pytest.raises(UserError, match="reward cosine_length: the data has no column 'answer'"):
+        cosine_length(["#### 7"], [[1]], max_tokens=9, gold=[7])
+    ids = [[1, 2, 1, 2, 1, 3], [4], [5, 5], [6, 6, 6]]
+    assert repetition_penalty(ids, ngram_size=2, max_penalty=-0.5) == [-0.2, 0.0, 0.0, -0.25]
+
+
 def test_what_a_recipe_may_say():
     good = [
         Reward("math_exact", 1.0, {"column": "gold"}),
@@ -232,6 +251,9 @@ def test_what_a_recipe_may_say():
         (Reward("numeric", 1, {"colum": "a"}), ".kwargs.colum is not read by numeric; did you mean grpo.rewards[1]"),
         (Reward("length_penalty", 1, {"target_tokens": 9, "max_tokens": 9}), ".kwargs.target_tokens=9 must be below"),
         (Reward("format_tags", 1, {"tags": []}), ".kwargs.tags=[] must be"),
+        (Reward("cosine_length"), ".kwargs.max_tokens is required by cosine_length"),
+        (Reward("repetition_penalty", 1, {"ngram_size": 0}), ".kwargs.ngram_size=0 must be a whole number, at least 1"),
+        (Reward("repetition_penalty", 1, {"max_penalty": 1}), ".kwargs.max_penalty=1 must be a finite number, at most"),
     ):
         (found,) = reward_problems([good[0], reward])
         assert found.startswith(f"grpo.rewards[1]{message}"), found

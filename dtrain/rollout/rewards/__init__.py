@@ -15,6 +15,8 @@ also name a class, which is made with the options and then called.
     text_exact, regex, json_valid   words, patterns, JSON
     numeric                         numbers that are close
     format_tags, length_penalty     layout, length
+    cosine_length                   right answers by their length
+    repetition_penalty              n-grams that come again
 
 `judge`, another model's points over HTTP, is in `dtrain.remote`.
 """

@@ -17,7 +17,10 @@ from dtrain.errors import UserError
 from dtrain.ranges import nearest
 from dtrain.rollout.worker import search_path
 
-_NAMES = ("math_exact", "text_exact", "numeric", "regex", "format_tags", "length_penalty", "json_valid")
+_NAMES = (
+    *("math_exact", "text_exact", "numeric", "regex", "format_tags", "json_valid"),
+    *("length_penalty", "cosine_length", "repetition_penalty"),
+)
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {**{name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES}, "judge": "dtrain.remote.judge:Judge"}
 )

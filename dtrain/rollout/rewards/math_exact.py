@@ -20,9 +20,16 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
     >>> math_exact(["#### 25%"], column="gold", gold=["some words #### 1/4"])
     [1.0]
     """
+    return are_right("math_exact", completions, column, columns)
+
+
+def are_right(
+    reward: str, completions: Sequence[str], column: str, columns: dict[str, Sequence[Any]]
+) -> list[float | None]:
+    """What `math_exact` gives, to a reward of that name. Raises UserError for a column that the data does not have."""
     return [
         None if right is None else float((said := answer_in(text)) is not None and equal(read(said), right))
-        for text, right in zip(completions, right_answers("math_exact", column, columns), strict=True)
+        for text, right in zip(completions, right_answers(reward, column, columns), strict=True)
     ]
 
 

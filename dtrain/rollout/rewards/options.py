@@ -11,7 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.ranges import Range, is_finite
+from dtrain.ranges import NUMBER, Range, is_finite
 from dtrain.rollout.rewards.find import BUILT_IN
 
 REQUIRED = inspect.Parameter.empty
@@ -48,6 +48,7 @@ _WORDS: Range = (lambda v: _is_list(v) and all(isinstance(one, str) for one in v
 _SWITCH: Range = (lambda v: isinstance(v, bool), "true or false")
 _NOT_NEGATIVE: Range = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
 _TOKENS: Range = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number, at least 0")
+_COUNT: Range = (lambda v: _TOKENS[0](v) and v >= 1, "a whole number, at least 1")
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
@@ -61,7 +62,10 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "strict": _SWITCH,
         "prefix": _TEXT,
         "target_tokens": _TOKENS,
-        "max_tokens": _TOKENS,
+        "max_tokens": _COUNT,
+        "ngram_size": _COUNT,
+        "max_penalty": (lambda v: is_finite(v) and v <= 0, "a finite number, at most 0"),
+        **dict.fromkeys(("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct"), NUMBER),
         "required_keys": _WORDS,
         "url": (
             lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
