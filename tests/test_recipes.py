@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from shutil import copytree
 
 import pytest
 

@@ -74,7 +74,10 @@ def dense_jsd(section, student, teacher):
         if not section.zero_outside_topk:
             q = torch.zeros_like(q).scatter(-1, ids, student.gather(-1, ids).softmax(-1))
     mixed = beta * p + (1 - beta) * q
-    both = [torch.xlogy(one, one / mixed.clamp(min=1e-300)).nan_to_num().sum(-1) for one in (p, q)]
+    both = [
+        torch.where(one > 0, one * (one.clamp(min=1e-300).log() - mixed.clamp(min=1e-300).log()), 0).sum(-1)
+        for one in (p, q)
+    ]
     return beta * both[0] + (1 - beta) * both[1]
 
 
