@@ -31,6 +31,7 @@ The rooms beside the core, which loads them by name where a command or a recipe 
     environments             completions in several turns
     serve, evaluation, chat  `dtrain serve`; `dtrain eval`; `dtrain chat`
     push                     `dtrain push`: an export to the hub, with a card
+    report                   `dtrain report`, `dtrain compare`: runs as a page, and in the terminal
     faces                    functions for callers from outside: of logits by layout, packed batches
     versions                 `dtrain env`: versions for a bug report
 """

@@ -23,6 +23,8 @@ ROOMS = {
     "plan": ("dtrain.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
     "eval": ("dtrain.evaluation.command", "answer the prompts of data files and judge the answers"),
     "chat": ("dtrain.chat.command", "talk with a model in the terminal"),
+    "report": ("dtrain.report.command", "show runs as one page: curves, answers, groups, what differs"),
+    "compare": ("dtrain.report.compare", "show runs side by side in the terminal"),
     "push": ("dtrain.push.command", "send a run's export to the Hugging Face hub, with a model card"),
     "serve": ("dtrain.serve.command", "answer completions over HTTP, as OpenAI's API has them"),
     "env": ("dtrain.versions", "print versions and devices, for bug reports"),

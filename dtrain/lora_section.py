@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,17 @@ from dtrain.config import words
 from dtrain.config.schema import Lora, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.models import nf4_config
-from dtrain.models.adapter_config import ALL_LINEAR, ENDS, AdapterConfig, by_end, linears, matches, modules
+from dtrain.models.adapter_config import (
+    ALL_LINEAR,
+    ENDS,
+    AdapterConfig,
+    adaptable,
+    by_end,
+    is_parameter,
+    matches,
+    modules,
+    parameter_name,
+)
 from dtrain.models.config import ModelConfig
 from dtrain.ranges import nearest, shown
 
@@ -63,11 +73,26 @@ def problems(recipe: Recipe) -> list[str]:
             f"{recipe.method}.sync_every={every} mixes the weights of reference and policy, and those of two adapters "
             f"have no mixture of the same rank: set {recipe.method}.sync_every=null, or lora=null"
         )
+    if section.path is None and AdapterConfig.of(asdict(section)).parameters:
+        found += _of_experts(f"lora.target={shown(section.target)}", section)
     if section.path is not None and recipe.checkpoint.init_from is not None:
         found.append(
             f"lora.path={section.path} and checkpoint.init_from={recipe.checkpoint.init_from} both say where the "
             "adapter begins: set one of them to null"
         )
+    return found
+
+
+def _of_experts(what: str, section: Lora) -> list[str]:
+    """What does not go with adapters of experts; `what` asks for these."""
+    found = []
+    if section.dropout:
+        found.append(
+            f"lora.dropout={section.dropout}: PEFT adds the adapters for {what} to the experts' matrices, and drops no "
+            "inputs there: set lora.dropout=0, or leave experts out"
+        )
+    if section.dora:
+        found.append(f"lora.dora=true: PEFT has none of experts ({what}): set lora.dora=false, or leave experts out")
     return found
 
 
@@ -97,13 +122,13 @@ def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
         if not wrong and recipe.model.init == "pretrained":
             wrong = base_problems(Path(section.path), recipe.model.directory)
         return found + wrong
-    config, layers = adapter_of(asdict(section)), linears(model)
+    config, layers = adapter_of(asdict(section)), adaptable(model)
     found += _targets(config, list(layers)) + _patterns(config, list(layers))
     found += _saved(config, modules(model))
     if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
         found.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
-            f"{experts[0]}, for which an adapter's files have no place: leave them out, or train them without lora"
+            f"{experts[0]}, for which an adapter's files have no place: leave them out, or name experts in lora.target"
         )
     if not found and not config.adapted(layers) and config.saved(layers):
         found.append(
@@ -167,14 +192,26 @@ def _matches(name: str, wanted: str | Sequence[str]) -> bool:
 def _targets(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     """Entries of target and exclude that match no layer."""
     found = []
+    single = [name for name in layers if is_parameter(name)]
+    linears = [name for name in layers if name not in single]
+    for entry in config.parameters:
+        if not replace(config, parameters=(entry,)).adapted(single):
+            ends = dict.fromkeys(".".join(parameter_name(name).split(".")[-2:]) for name in single)
+            hint = f"there are experts, {', '.join(ends)}" if single else "it has no experts, so leave this out"
+            found.append(f"lora.target: {entry} matches no matrices of experts; {hint}")
     for key, wanted in (("target", config.target), ("exclude", config.exclude)):
         entries: list[Any] = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
-        known = [*layers, *ENDS]  # target: `_ends` speaks of these
+        known = [*linears, *ENDS]  # target: `_ends` speaks of these
         for entry in entries:
             if entry in (ALL_LINEAR, "") or any(matches(name, entry) for name in known):
+                if key == "exclude" and (spared := [one for one in config.adapted(single) if matches(one, entry)]):
+                    found.append(
+                        f"lora.exclude: {shown(wanted)} matches {spared[0]} too, and experts are left out by "
+                        "lora.target alone: write names of linear layers"
+                    )
                 continue
             name = entry if isinstance(entry, str) else entry[0]
-            found.append(f"lora.{key}: {name} matches no linear layer of the model" + _hint(key, entry, layers))
+            found.append(f"lora.{key}: {name} matches no linear layer of the model" + _hint(key, entry, linears))
     return found
 
 
@@ -185,7 +222,7 @@ def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
         return f"; did you mean {near}?" if near else f"; there are {', '.join(short)}, as in {layers[0]}"
     if said := words.meant(f"lora.{key}", entry):
         return f"; did you mean lora.{key}={said}?"
-    if any(entry in (name, name.rpartition(".")[2]) for name in layers):
+    if any(entry in (name, name.rpartition(".")[2], "experts") for name in layers):
         return f": a text is a regular expression for whole names, such as {layers[0]}; set lora.{key}=[{entry}]"
     return (
         f": a text is a regular expression for whole names, such as {layers[0]}; names alone are written "
@@ -199,7 +236,7 @@ def _ends_of(names: Iterable[str]) -> list[str]:
 
 def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     """Patterns that no layer with an adapter follows."""
-    adapted = list(config.adapted(layers))
+    adapted = [parameter_name(name) for name in config.adapted(layers)]
     found = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
@@ -224,11 +261,11 @@ def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
     return found
 
 
-def _ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, int]]) -> list[str]:
+def _ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Ranks above the smaller side of a layer, once for layers of one name and size."""
     found: dict[str, None] = {}
     for name, low in config.adapted(layers).items():
-        short, (rows, columns) = name.rpartition(".")[2], layers[name]
+        short, (rows, columns) = name.rpartition(".")[2], layers[name][-2:]
         if low.rank > (most := min(rows, columns)):
             found[
                 f"lora.rank: an adapter of rank {low.rank} is larger than {short} itself, [{rows}, {columns}]: set "

@@ -50,15 +50,17 @@ _SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: tensors of two or more dimensions, embeddings included, decay; the others do not.
+    """Two groups: tensors of two or more dimensions, embeddings included, decay; the others, and biases of stacks of
+    experts, do not.
 
     Parameters that need no gradient are left out, and so is a group without parameters.
     """
-    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (decaying if parameter.ndim >= 2 and not name.endswith(".bias") else others).append(parameter)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

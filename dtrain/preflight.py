@@ -218,7 +218,8 @@ def _is_an_adapter(directory: Path) -> str:
 
 
 def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
-    return unmatched(recipe.train, [f"{module}.{kind}" for module in modules(model) for kind in ("weight", "bias")])
+    known = [part for module in modules(model) for part in model.parts(module)]
+    return unmatched(recipe.train, [f"{module}.{kind}" for module in known for kind in ("weight", "bias")])
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:

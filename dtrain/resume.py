@@ -30,7 +30,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.methods import Method
 from dtrain.methods.facts import facts_of
-from dtrain.models.adapter_config import linears
+from dtrain.models.adapter_config import adaptable
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
@@ -203,7 +203,7 @@ def refuse_other_adapter(recipe: Recipe, model: CausalLM, start: Start) -> None:
     folder = store.path(step) / ADAPTER
     if not (folder / ADAPTER_CONFIG).is_file():
         return
-    layers = linears(model.config)
+    layers = adaptable(model.config)
     differing = [key for key, _, _ in config.diff(store.read_state(step)["recipe"], recipe) if key == "lora.quantize"]
     if read_adapter_config(folder).adapted(layers) != model.adapters.config.adapted(layers):
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")

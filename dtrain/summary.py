@@ -1,20 +1,25 @@
 """What the terminal is told of a run before its first step, and when it is done."""
 
-import json
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain import sizing
+import torch
+
+from dtrain import __version__, sizing
 from dtrain.config.schema import DataSource, Recipe
 from dtrain.methods.facts import facts_of
+from dtrain.metrics import records
+from dtrain.metrics.terminal import one_line, plot
 from dtrain.models.layers import weights_in
 
 if TYPE_CHECKING:
     from dtrain.trainer import Trainer
 
 LABEL = 10  # characters of a label with the blanks behind it
-AVERAGED = 10  # steps at either end whose mean a curve is told by
+PLOTTED = 8  # values from which on a curve is drawn
+SHOWN = 60  # characters of an answer
 
 
 def labelled(label: str, text: str) -> str:
@@ -26,9 +31,7 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it. asked:
     the recipe before `train.global_batch=auto` had a number."""
     recipe, sizes, policy, rows = trainer.recipe, trainer.sizes, trainer.policy, trainer.rows
-    parameters = list(policy.model.parameters())
-    count = sum(map(weights_in, parameters))
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    count, trained = _parameters(trainer)
     size, part = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (count, trained))
     of_it = "" if trained == count else f" ({part} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {size} parameters{of_it}, init {recipe.model.init}")
@@ -58,6 +61,33 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     yield from trainer.metrics.choices
 
 
+def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
+    """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
+    device, (parameters, trained) = trainer.policy.device, _parameters(trainer)
+    is_cuda = device.type == "cuda"
+    return {
+        "dtrain": __version__,
+        "torch": torch.__version__,
+        "started": time.time(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+        "world_size": trainer.sizes.world_size,
+        "mesh": {**trainer.sizes.shape, "ep": trainer.sizes.ep},
+        "batch": {name: getattr(trainer.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
+        "compute": str(trainer.policy.precision.compute).removeprefix("torch."),
+        "parameters": parameters,
+        "trained": trained,
+        "steps": trainer.total_steps,
+        "planned": planned or None,
+        "memory_before_gib": 0.0 if is_cuda else trainer.before_gib,
+    }
+
+
+def _parameters(trainer: "Trainer") -> tuple[int, int]:
+    """How many the model has, and how many of them are trained."""
+    parameters = list(trainer.policy.model.parameters())
+    return sum(map(weights_in, parameters)), sum(one.numel() for one in parameters if one.requires_grad)
+
+
 def _steps(trainer: "Trainer") -> str:
     recipe, total = trainer.recipe, trainer.total_steps
     schedule, epochs = recipe.scheduler, recipe.train.epochs
@@ -83,18 +113,22 @@ def _notes(trainer: "Trainer") -> Iterator[str]:
 def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
     """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
     names = facts_of(recipe).curves
-    for name, values in _curves(directory / "metrics.jsonl", names).items():
-        whole = name.startswith("val_")  # of all validation rows, so that one value is no chance
-        count = 1 if whole else max(1, min(AVERAGED, len(values) // 2))
-        ends = values[:count], values[-count:]
-        first, last = (sum(part) / len(part) for part in ends)
+    curves = _curves(directory / "metrics.jsonl", names)
+    drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
+    for number, line in enumerate(plot(curves.get(drawn, []))):
+        yield labelled("" if number else names[drawn], line)
+    for name, curve in curves.items():
+        values = [value for _, value in curve]
+        first, last, count = records.ends(name, values)
         best = f"; the lowest {min(values):.4g}" if name == "val_loss" and min(values) < last else ""
-        steps = f"means of the first and last {len(ends[0])}" if len(ends[0]) > 1 else "the first and the last"
+        steps = f"means of the first and last {count}" if count > 1 else "the first and the last"
         if len(values) > 1:
             yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
+    yield from _answers(directory)
+    yield labelled("next", f"dtrain report {directory}")
     if not has_export:
         return
-    yield labelled("next", f'dtrain generate {directory} --prompt "..."')
+    yield labelled("", f'dtrain generate {directory} --prompt "..."')
     yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")
     yield labelled("", f"dtrain serve {directory}")
     if recipe.lora is not None:
@@ -108,13 +142,23 @@ def _questions(recipe: Recipe) -> str:
     return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
 
 
-def _curves(path: Path, names: Iterable[str]) -> dict[str, list[float]]:
+def _curves(path: Path, names: Iterable[str]) -> dict[str, list[records.Point]]:
     """Each of the fields that the run measured, over its steps."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            row: dict[str, Any] = json.loads(line)
-            for name, values in found.items():
-                if isinstance(row.get(name), int | float):
-                    values.append(row[name])
-    return {name: values for name, values in found.items() if values}
+    rows = list(records.rows(path))
+    return {name: curve for name in names if (curve := records.points(rows, name))}
+
+
+def _answers(directory: Path) -> Iterator[str]:
+    """The first and the last answer to an evaluation's first prompt; of a run without, those of its rollouts."""
+    for index in map(records.Answers, (directory / "evals.jsonl", directory / "samples.jsonl")):
+        index.look()
+        first = next(index.of_step(min(index.steps)), None) if len(index.steps) > 1 else None
+        if first is None:
+            continue
+        same = (one for one in index.of_step(max(index.steps)) if one.key == first.key)
+        last = next(same, None) or next(index.of_step(max(index.steps)), first)
+        for label, one in (("answers", first), ("", last)):
+            reward = "" if one.reward is None else f" (reward {one.reward:.3g})"
+            asked = one_line(one.prompt, SHOWN)
+            yield labelled(label, f"step {one.step}{reward}: {asked} → {one_line(one.text, SHOWN)}")
+        return

@@ -42,7 +42,7 @@ from dtrain.policy import Policy
 from dtrain.policy.build import build_model
 from dtrain.resume import Start
 from dtrain.sizing import refuse_idle, settled
-from dtrain.summary import closing, opening
+from dtrain.summary import about, closing, opening
 
 NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
 PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
@@ -67,6 +67,9 @@ def train(recipe: Recipe, runtime: Runtime) -> None:
                 trainer.export()
             return
         trainer.loop(start)
+        if runtime.is_main:
+            for line in closing(recipe, trainer.run.path, recipe.checkpoint.export != "none"):
+                trainer.metrics.say(line)
 
 
 class Trainer:
@@ -103,7 +106,7 @@ class Trainer:
         self.method.examine({name: rows.samples.column_names() for name, rows in self.splits.items()})
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
-        self._before = metrics.memory_gib(runtime.device)
+        self.before_gib = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.facts.longest_row(recipe))
         self.policy = Policy(recipe, model_config, mesh, runtime, build)
         # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
@@ -178,6 +181,7 @@ class Trainer:
             replace_text(self.run.began, json.dumps(start.began))
             self.run.write_config(self._recipe_text)
             self.run.write_data({split: rows.samples.summary for split, rows in self.splits.items()})
+            self.run.write_about(about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.chat_template)
         self.metrics.resume_at(start.step)
         return start
@@ -221,9 +225,6 @@ class Trainer:
         if recipe.checkpoint.export == "final":
             self._held["step"] = step  # which may not be saved
             self.export()
-        if self.runtime.is_main:
-            for line in closing(recipe, self.run.path, recipe.checkpoint.export != "none"):
-                self.metrics.say(line)
 
     def _before_step(self, step: int, saved: int | None) -> None:
         """Whatever the method needs for the next step. Where that fails, or is given up for a signal, the steps so far
@@ -347,12 +348,14 @@ class Trainer:
         if planned is None:
             return
         self._planned = None
+        if self.runtime.is_main:
+            self.run.write_about(about(self, planned.size))
         measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
-            self.metrics.say(f"memory of a rank: {planned}, measured {measured}")
+            self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")
         else:
-            of_it = f"{self._before:.3f} GiB of it before the model was built"
-            self.metrics.say(f"memory of a rank: {planned}; the process holds {measured}, {of_it}")
+            of_it = f"{self.before_gib:.3f} GiB of it before the model was built"
+            self.metrics.say(f"memory of a rank: {planned.words}; the process holds {measured}, {of_it}")
 
     def _agreed_signal(self) -> int:
         """The signal that any rank was sent, on every rank: they must stop after the same step. One all-reduce.

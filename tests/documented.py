@@ -49,7 +49,7 @@ ADDED = {
     "eval": ["--max-new-tokens", "4", "--limit", "2", "--device", "cpu"],
     "export": [],
     "plan": ["train.global_batch=16", "data.max_length=64"],
-    **dict.fromkeys(("validate", "ls", "cat", "cp", "env"), []),
+    **dict.fromkeys(("validate", "ls", "cat", "cp", "env", "report", "compare"), []),
 }
 """The commands that run as they stand, and what is added to them."""
 OTHERS = {"vllm": "vllm", "python -m sglang.launch_server": "sglang"}
@@ -95,6 +95,10 @@ class Directory:
             self._shell_tool(words)
         elif words[0] in ("sbatch", "kubectl"):
             self._cluster(words)
+        elif words[0] == "lm_eval":  # tests/serve/test_lm_eval.py runs it
+            given = dict(one.split("=", 1) for one in words[words.index("--model_args") + 1].split(","))
+            assert words[words.index("--model") + 1] == "local-completions"
+            assert given["base_url"] == f"http://{_SERVED}/v1/completions" and {"model", "tokenizer"} <= given.keys()
         else:
             other = next((kind for start, kind in OTHERS.items() if " ".join(words).startswith(f"{start} ")), None)
             assert other, f"no rule of tests/documented.py covers: {' '.join(words)}"

@@ -136,7 +136,7 @@ def test_every_mesh_trains_as_one_process(mesh, packing, one_process):
 
 
 @pytest.mark.turns(20)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3.5-moe", "gemma4-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3.5-moe", "gemma4-moe", "gpt-oss"])
 def test_other_families_read_their_files_and_train_as_one_process(family, tmp_path):
     save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
     one = run(recipe_of(tmp_path, "one", 1, ["model.init=pretrained"], "true", family))

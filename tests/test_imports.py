@@ -21,7 +21,7 @@ FLOORS = (
     ("cli",),
     ("typed",),
     ("chat",),
-    ("serve", "evaluation", "versions", "push"),
+    ("serve", "evaluation", "versions", "push", "report"),
     ("hosts",),
     ("launch",),
     ("plan", "faces"),
@@ -40,7 +40,19 @@ FLOORS = (
     ("batch", "orphans", "randomness", "nucleus", "addresses", "arguments"),
 )
 # Beside the core: who needs one loads it by name (`import_module`), where a command or a recipe asks for it.
-ROOMS = {"faces", "hosts", "plan", "remote", "environments", "serve", "evaluation", "versions", "push", "chat"}
+ROOMS = {
+    "faces",
+    "hosts",
+    "plan",
+    "remote",
+    "environments",
+    "serve",
+    "evaluation",
+    "versions",
+    "push",
+    "chat",
+    "report",
+}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Along a floor: a model reads its weights through checkpoint, an export and a generation build the model they are of,
 # a cache of data knows its files by checkpoint's digests.
@@ -69,7 +81,7 @@ KNOW_THE_RECIPE = {
     "policy",
 } | ROOMS
 FOREIGN = {"numpy", "transformers", "ray"}
-EXTRAS = {"pyarrow", "datasets", "tensorboard", "wandb"}
+EXTRAS = {"plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
     dtrain dtrain.errors dtrain.config dtrain.check dtrain.methods.facts dtrain.cli dtrain.launch dtrain.preflight
     dtrain.models.config dtrain.losses.policy_options dtrain.losses.preference_options
@@ -77,7 +89,8 @@ TORCH_FREE = """
     dtrain.data.preferences dtrain.data.pairs dtrain.data.prompts
     dtrain.checkpoint dtrain.checkpoint.files dtrain.checkpoint.rundir dtrain.rollout dtrain.rollout.rewards
     dtrain.rollout.rewards.calls dtrain.remote.http dtrain.remote.ahead dtrain.remote.shared_directory
-    dtrain.serve.answers dtrain.environments.calls
+    dtrain.serve.answers dtrain.environments.calls dtrain.metrics dtrain.push.command dtrain.report.compare
+    dtrain.report.live
 """.split()
 
 

@@ -74,6 +74,7 @@ RELATIVES = {
     "gemma4-e4b-sft": (published.GEMMA4_E4B, 7463.0),
     "gemma4-31b-sft": (published.GEMMA4_31B, 30697.3),
     "qwen3-30b-a3b-sft": (published.QWEN3_30B_A3B, 30532.1),
+    "gpt-oss-20b-sft": (published.GPT_OSS_20B, 20914.8),
 }
 # Qwen3.5 and 3.6, each for what suits its size.
 QWEN3_5 = {

@@ -76,7 +76,7 @@ def test_only_a_run_imports_what_a_recipe_names(tmp_path, harm, method, capfd):
     assert "parallel.custom_plan=evil.code.plan is not imported" in said
     assert main(["preview", file]) == 0
     with PlannedPeak(recipe, 1, "cpu") as planned:
-        told = planned.tell(60)
+        told = planned.peak(60).words
     assert "planned peak" in told and "evil.code.Optimizer is not imported" in told
     assert not harm.exists()
 

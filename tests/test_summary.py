@@ -2,6 +2,7 @@
 
 import json
 
+from dtrain.cli import main
 from dtrain.summary import closing
 from tests.test_trainer import run
 from tests.tiny import tiny_grpo, tiny_recipe
@@ -19,7 +20,16 @@ def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
     rows = [json.loads(line)["loss"] for line in (recipe.run.directory / "metrics.jsonl").open()]
     first, last = sum(rows[:5]) / 5, sum(rows[5:]) / 5
     assert table["result"] == f"loss {first:.4g} → {last:.4g} (means of the first and last 5 of 10)"
-    assert f'dtrain generate {recipe.run.directory} --prompt "..."' in table["next"]
+    assert table["next"] == f"dtrain report {recipe.run.directory}"
+    assert any(f'dtrain generate {recipe.run.directory} --prompt "..."' in line for line in lines)
+    drawn = next(number for number, line in enumerate(lines) if line.startswith("loss "))
+    assert "┤" in lines[drawn] and "⣀" in lines[drawn + 4] and lines[drawn + 5].split() == ["1", "10"]
+    about = json.loads((recipe.run.directory / "about.json").read_text())
+    assert about["steps"] == 10 and about["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+    assert about["device"] == "cpu" and about["parameters"] == about["trained"] > 1000
+    assert main(["compare", str(recipe.run.directory)]) == 0
+    told = capfd.readouterr().out
+    assert f"loss              {first:.4g} → {last:.4g}\n" in told and "10 of 10" in told and "one process, cpu" in told
 
 
 def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
@@ -28,10 +38,21 @@ def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
     )
     told = list(closing(tiny_grpo(tmp_path), tmp_path, True))
     assert told[0] == "result    reward 0 → 0.2 (the first and the last of 3)"
-    assert f"dtrain eval {tmp_path} {tmp_path / 'prompts.jsonl'}" in told[2]
+    assert f"dtrain eval {tmp_path} {tmp_path / 'prompts.jsonl'}" in told[3]
     assert list(closing(tiny_recipe(tmp_path), tmp_path, False)) == [
-        "result    loss 9 → 9 (the first and the last of 3)"
+        "result    loss 9 → 9 (the first and the last of 3)",
+        f"next      dtrain report {tmp_path}",
     ]
+
+
+def test_the_first_and_the_last_answer_to_one_prompt_are_shown(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    asked = [{"set": "s", "index": index, "sample": 0, "prompt": f"q{index}"} for index in (0, 1)]
+    rows = [{"step": step, **one, "text": f"a{step}\n\x1b", "reward": 0.5} for step in (0, 5, 9) for one in asked]
+    (tmp_path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = list(closing(tiny_recipe(tmp_path), tmp_path, False))
+    assert told[0] == "answers   step 0 (reward 0.5): q0 → a0 \\x1b"
+    assert told[1] == "          step 9 (reward 0.5): q0 → a9 \\x1b"
 
 
 def test_groups_that_are_all_alike_are_warned_of(tmp_path, capfd):

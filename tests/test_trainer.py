@@ -11,6 +11,7 @@ import torch
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.errors import Stopped, UserError
 from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.plan.beside import Peak
 from dtrain.trainer import train
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
@@ -281,7 +282,7 @@ def test_export_every_and_final_write_a_directory(tmp_path):
 
 
 def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_has_its_state(tmp_path, capsys):
-    answers = iter([None, "planned peak 1.25 GiB"])
+    answers = iter([None, Peak("planned peak 1.25 GiB", 5 << 28)])
     asked = []
 
     def planned(wait):
@@ -293,9 +294,12 @@ def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_ha
     assert len(shown) == 1
     assert re.search(r"planned peak 1.25 GiB; the process holds \d+\.\d+ GiB, \d+\.\d+ GiB of it before", shown[0])
     assert asked == [0.0, 0.0]
+    about = json.loads((tmp_path / "runs" / "run" / "about.json").read_text())
+    assert (about["planned"], about["steps"], about["world_size"]) == (5 << 28, 4, 1)
+    assert about["parameters"] == about["trained"] > 0 and about["mesh"]["dp_shard"] == 1
     train(
         tiny_recipe(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", name="short"),
-        Runtime(planned=lambda wait: f"waited {wait}"),
+        Runtime(planned=lambda wait: Peak(f"waited {wait}")),
     )
     assert "waited 5.0" in capsys.readouterr().err
 

@@ -154,6 +154,17 @@ FAMILIES = {
         "top_k_experts": 3,
         "moe_intermediate_size": 10,
     },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 10,
+        "sliding_window": 6,
+        "swiglu_limit": 0.5,
+        "pad_token_id": None,
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -186,7 +197,6 @@ def write_model(directory: Path, family: str = "qwen3", *, tied: bool = True, **
 
 def save_weights(directory: Path, seed: int = 0) -> Path:
     """Random weights for a `write_model` directory; those of every seed have the same size."""
-    import torch
     from safetensors.torch import save_file
 
     from dtrain import models
@@ -198,7 +208,7 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
     whole = {}
     for one in joints(model, tensors):
         parts = [tensors[part] for part in one.parts]
-        whole[one.name] = torch.cat(parts, one.dim) if one.expert is None else parts[0][one.expert].clone()
+        whole[one.name] = one.join(parts) if one.expert is None else parts[0][one.expert].clone()
     files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}
     save_file(files, directory / "model.safetensors")
     return directory

@@ -4,16 +4,16 @@
 .venv/bin/python tools/draw_curves.py runs/quickstart docs/quickstart.svg
 """
 
-import json
 import sys
 from pathlib import Path
 
+from dtrain.metrics import records
 from dtrain.push import curve
 
 
 def main(run: str, out: str) -> None:
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    picture = curve.svg(curve.points(rows, "loss"), curve.points(rows, "val_loss"))
+    rows = list(records.rows(Path(run) / "metrics.jsonl"))
+    picture = curve.svg(records.points(rows, "loss"), records.points(rows, "val_loss"))
     Path(out).write_text(picture, encoding="utf-8")
 
 

@@ -1,5 +1,9 @@
 """Attention of some queries over one block of keys, forward and backward, with what it takes to merge blocks.
 
+A head may have a sink, a learnt score that takes part in the softmax of every query (Xiao et al., arXiv:2309.17453;
+gpt-oss): one more block, of a single key whose value is zero. It is merged as any other, and every backward, which is
+told of the whole, is right without knowing of it.
+
 Two ways to compute it: torch's CPU kernel, and plain matrix products for every device. The products hold all scores of
 a call, so `ByMasks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are [B, kv, K, hd] with H a
 multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in max(float32, the dtype).
@@ -7,7 +11,7 @@ multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -90,10 +94,47 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * shares[0] + block_out * shares[1], total
 
 
+class Way(Protocol):
+    """How a block of keys is attended to. What q, kv and the rest are shaped like, each way says."""
+
+    def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
+        """`so_far` with the keys of one block merged in; its tensors may be written over."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: Any, q_grad: Tensor, kv_grad: Tensor
+    ) -> None:
+        """Adds one block's part to `q_grad` and `kv_grad`. whole: the output in q's dtype, and the log-sum-exp."""
+        ...
+
+    def by_head(self, out: Tensor) -> Tensor:
+        """A view of the output, or its gradient, as [.., H, Q, hd], where the log-sum-exp is [.., H, Q]."""
+        ...
+
+
+def with_sinks(way: Way, whole: Partial, sinks: Tensor | None) -> Partial:
+    """`whole` merged with the sinks [H] of its heads; they may be None."""
+    if sinks is None:
+        return whole
+    out, lse = whole
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return way.by_head(way.by_head(out) * (lse - total).exp()[..., None]), total
+
+
+def sinks_grad(way: Way, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
+    """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
+    if sinks is None:
+        return None
+    out, lse = whole
+    along = (way.by_head(grad).to(lse.dtype) * way.by_head(out).to(lse.dtype)).sum(-1)  # [.., H, Q]
+    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(shares * along).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
+
+
 @dataclass(frozen=True)
 class ByMasks:
     """Blocks of keys, kv [2, B, kv, K, hd], under what is hidden of them: a bias, or, where that would be large, what
-    it is made of, a run of queries at a time, whose scores take `most` bytes. The log-sum-exp is [B, H, Q]."""
+    it is made of; a run of queries at a time, whose scores take `most` bytes. The log-sum-exp is [B, H, Q]."""
 
     blocks: Blocks
     scale: float
@@ -128,33 +169,41 @@ class ByMasks:
 
     def _parts(self, q: Tensor, kv: Tensor, hidden: "Tensor | Visibility") -> Iterator[tuple[slice, slice, Tensor]]:
         """Runs of queries, the keys that they may see, and the bias of the two."""
-        if isinstance(hidden, Tensor):
-            yield slice(0, q.shape[2]), slice(0, kv.shape[3]), hidden
-            return
         wide = torch.promote_types(q.dtype, torch.float32)
-        for run in hidden.runs(q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize, self.most):
+        row_bytes = q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize
+        if isinstance(hidden, Tensor):
+            size = max(1, self.most // row_bytes)
+            for run in (slice(start, start + size) for start in range(0, q.shape[2], size)):
+                yield run, slice(0, kv.shape[3]), hidden[:, :, run]
+            return
+        for run in hidden.runs(row_bytes, self.most):
             keys = hidden.reach(run)
             yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
 
+    def by_head(self, out: Tensor) -> Tensor:
+        """As `Way.by_head`: [B, H, Q, hd] as it is."""
+        return out
 
-class Masked(torch.autograd.Function):
-    """Attention over one block, the only one: `apply(q [B, H, Q, hd], kv [2, B, kv, K, hd], hidden, way)` in q's
-    dtype. Nothing is held of size queries × keys."""
+
+class OneBlock(torch.autograd.Function):
+    """Attention over one block, the only one, and sinks [H] or None: `apply(q, kv, step, way, sinks)`, q, kv and step
+    as `way` has them, in q's dtype. Nothing is held of size queries × keys."""
 
     @staticmethod
-    def forward(ctx, q, kv, hidden, way):
-        out, lse = way.forward(q, kv, hidden, None)
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
-        ctx.hidden, ctx.way = hidden, way
+    def forward(ctx, q, kv, step, way, sinks):
+        out, lse = with_sinks(way, way.forward(q, kv, step, None), sinks)
+        ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
+        ctx.step, ctx.way = step, way
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
+        grad = grad.contiguous()
         q_grad, kv_grad = (torch.zeros_like(one, dtype=lse.dtype) for one in (q, kv))
-        ctx.way.backward(grad, q, kv, (out, lse), ctx.hidden, q_grad, kv_grad)
-        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None
+        ctx.way.backward(grad, q, kv, (out, lse), ctx.step, q_grad, kv_grad)
+        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None, sinks_grad(ctx.way, grad, (out, lse), sinks)
 
 
 def _unseen(bias: Tensor) -> Tensor:

@@ -47,17 +47,19 @@ class GatherKernel(ContextKernel):
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
-        return self.over(q, *self.gathered(k, v, prepared), prepared, scale)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self.over(q, *self.gathered(k, v, prepared), prepared, scale, sinks)
 
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """[B, S/cp, kv, hd] each -> [B, S, kv, hd]"""
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).unbind(0)
         return k, v
 
-    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         """As `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
-        return self.inner(q, k, v, prepared, scale)
+        return self.inner(q, k, v, prepared, scale, sinks)
 
 
 class PackedContextKernel(PackedKernel, ContextKernel):
@@ -81,25 +83,32 @@ class VarlenGatherKernel(PackedContextKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return [packing.over_gathered(window, self.rank, self.ranks)]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         k, v = self.gather(k, v)
-        return self.attend_over(q, k, v, steps, scale)
+        return self.attend_over(q, k, v, steps, scale, sinks)
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S/cp, kv, hd] each -> [B · S, kv, hd]"""
         k, v = gather_sequence(torch.stack([k, v]), self.group, dim=2).flatten(1, 2).unbind(0)
         return k, v
 
-    def attend_over(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+    def attend_over(
+        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """As `attend`, from what `gather` gave."""
-        return over_keys(self.flash, q, k, v, steps[0], scale)
+        return over_keys(self.flash, q, k, v, steps[0], scale, sinks)
 
 
-def over_keys(flash: Flash, q: Tensor, k: Tensor, v: Tensor, calls: list[Segments], scale: float) -> Tensor:
+def over_keys(
+    flash: Flash, q: Tensor, k: Tensor, v: Tensor, calls: list[Segments], scale: float, sinks: Tensor | None
+) -> Tensor:
     """A rank's q [B, 2c, H, hd] over the keys and values of whole rows, [B · S, kv, hd] each -> [B, 2c, H, hd]: a call
     for each of its two chunks."""
     outputs = []
     for chunk, segments in zip(q.chunk(2, 1), calls, strict=True):
-        out = flash(chunk.flatten(0, 1), pick(k, segments.keys), pick(v, segments.keys), segments, scale)
+        keys = pick(k, segments.keys), pick(v, segments.keys)
+        out = flash(chunk.flatten(0, 1), *keys, segments, scale, sinks)
         outputs.append(out.unflatten(0, chunk.shape[:2]))
     return torch.cat(outputs, 1)

@@ -227,9 +227,18 @@ class Cached(Protocol):
     turns: dict[Any, Tensor]
     bare: bool
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. held: whether `layer` has kept k and v already in
-        this forward, and another layer reads them."""
+        this forward, and another layer reads them. sinks [H]: as kernels take them."""
         ...
 
     def linear_mask(self, width: int) -> LinearMask | None:
@@ -266,7 +275,16 @@ class Prefill:
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
         self.last: Tensor | None = self._lengths - 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
         if not held:
             self._write(layer, k, v)
@@ -274,7 +292,7 @@ class Prefill:
         if window not in self._masks:
             visibility = Visibility(self._length, self._length, window)
             self._masks[window] = self._kernel.prepare(visibility, q.dtype, q.device)
-        return self._kernel(q, k, v, self._masks[window], scale)
+        return self._kernel(q, k, v, self._masks[window], scale, sinks)
 
     def _write(self, layer: int, *fresh_ones: Tensor) -> None:
         """k and v [B, S, kv, hd], or the last of them that the layer keeps."""
@@ -471,7 +489,16 @@ class Decode:
         for place in self._places:
             place.length += 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: bool = False,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
@@ -486,6 +513,8 @@ class Decode:
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
             parts.append(_partial(grouped[own.rows], keys[seen], values[seen], bias))
         added, parts = _cat(parts), []
+        if sinks is not None:
+            added = _with_sinks(added, sinks.view(key_heads, -1, 1))
         if key_heads not in self._heads:
             self._heads[key_heads] = torch.arange(key_heads, device=q.device)[:, None]
         for shared in self._shared:
@@ -581,6 +610,14 @@ def _join(one: Part, other: Part) -> Tensor:
     shares = (one.most - most).exp_(), (other.most - most).exp_()
     weight = one.weight * shares[0] + other.weight * shares[1]
     return (one.total * shares[0]).addcmul_(other.total, shares[1]).div_(weight)
+
+
+def _with_sinks(part: Part, sinks: Tensor) -> Part:
+    """part [R, kv, rep, ..] and one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
+    sinks = sinks.to(part.most.dtype)
+    most = torch.maximum(part.most, sinks)
+    share = (part.most - most).exp_()
+    return Part(part.total * share, part.weight * share + (sinks - most).exp_(), most)
 
 
 def _cat(parts: Sequence[Part]) -> Part:

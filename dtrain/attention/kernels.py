@@ -8,8 +8,8 @@ Positions restart with each document and padding is a document of its own (-1). 
 without a key and padding never gives NaN. Letters: B rows, Q queries, K keys.
 
 A kernel turns a `Visibility` into its own form once per forward (`prepare`), and is then called by every layer of that
-kind with q [B, Q, H, hd], k and v [B, K, kv, hd]; H is a multiple of kv, both are this rank's heads. It gives
-[B, Q, H, hd] in q's dtype; the softmax is computed in max(float32, the dtype).
+kind with q [B, Q, H, hd], k and v [B, K, kv, hd], and sinks [H] where the heads have some (`blocks`); H is a multiple
+of kv, both are this rank's heads. It gives [B, Q, H, hd] in q's dtype; the softmax is computed in max(float32, it).
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.blocks import ByMasks, Masked, Products
+from dtrain.attention.blocks import ByMasks, OneBlock, blocks_for
 from dtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ class Kernel:
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         raise NotImplementedError
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         raise NotImplementedError
 
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
@@ -140,9 +142,9 @@ class Kernel:
         is gathered."""
         return k, v
 
-    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         """The kernel's result from what `gathered` gave of k and v."""
-        return self(q, k, v, prepared, scale)
+        return self(q, k, v, prepared, scale, sinks)
 
 
 class Span(NamedTuple):
@@ -160,6 +162,16 @@ class Span(NamedTuple):
     hidden: Visibility | None = None
     groups: bool = True
 
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The span's part of each, [B, heads, length, hd]"""
+        return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
+
+    @property
+    def bias_or_causal(self) -> Tensor | Visibility:
+        """What is hidden, of a span without `hidden`."""
+        length = self.queries.stop  # of one that is causal by index, which has all queries
+        return Visibility(length, length) if self.bias is None else self.bias
+
 
 class SdpaKernel(Kernel):
     """torch's scaled_dot_product_attention, on every device.
@@ -170,7 +182,8 @@ class SdpaKernel(Kernel):
     kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's composition, which
     holds all scores. On a CPU one call per run of queries, over no more keys than those can see: torch's CPU kernel
     multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512 tokens, and most of
-    it where rows are packed with short documents).
+    it where rows are packed with short documents). Sinks need the log-sum-exp, which torch's function keeps to itself:
+    what computes blocks gives it.
     """
 
     name = "sdpa"
@@ -216,25 +229,36 @@ class SdpaKernel(Kernel):
         seen = visible.any(0).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, length, hd]
-        if (hidden := prepared[0].hidden) is not None and q.dtype == torch.float64:
-            return Masked.apply(q, torch.stack([k, v]), hidden, ByMasks(Products(), scale)).transpose(1, 2)
+        if (hidden := prepared[0].hidden) is not None and (q.dtype == torch.float64 or sinks is not None):
+            return self._block(q, k, v, hidden, scale, sinks)
+        if sinks is not None:
+            parts = [self._block(*one.of(q, k, v), one.bias_or_causal, scale, sinks) for one in prepared]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if q.shape[1] != k.shape[1] and not prepared[0].groups:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         outputs = [output.transpose(1, 2) for output in self._outputs(q, k, v, prepared, scale)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
+    def _block(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | Visibility, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """[B, heads, length, hd] -> [B, Q, H, hd]"""
+        way = ByMasks(blocks_for(q.device), scale)
+        return OneBlock.apply(q, torch.stack([k, v]), hidden, way, sinks).transpose(1, 2)
+
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
         gqa = q.shape[1] != k.shape[1]
         for block in prepared:
-            run, keys, values = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
             attend = partial(_attend, block, scale=scale, gqa=gqa)
             if block.hidden is None:
-                yield attend(run, keys, values)
+                yield attend(*block.of(q, k, v))
             else:
                 yield checkpoint(
-                    attend, run, keys, values, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+                    attend, *block.of(q, k, v), use_reentrant=False, preserve_rng_state=False, determinism_check="none"
                 )
 
 

@@ -5,17 +5,16 @@ The ranks of an exchange are played one after the other in this process.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dtrain.attention.blocks import Partial
+from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
-from dtrain.attention.ring import BySegments
-from dtrain.attention.varlen import Flash, VarlenKernel, put
+from dtrain.attention.varlen import BySegments, Flash, VarlenKernel, put
 from dtrain.parallel.layout import join_sequence, shard_sequence
 
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
@@ -24,7 +23,7 @@ _TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be:
 
 
 class Case(NamedTuple):
-    """Fixed numbers: q and grad [B, S, H, hd], k and v [B, S, kv, hd]."""
+    """Fixed numbers: q and grad [B, S, H, hd], k and v [B, S, kv, hd], sinks [H]."""
 
     q: Tensor
     k: Tensor
@@ -33,6 +32,7 @@ class Case(NamedTuple):
     seen: Visibility
     packing: Packing
     scale: float
+    sinks: Tensor | None = None
 
 
 def prove(
@@ -45,13 +45,14 @@ def prove(
     dtype: torch.dtype,
     device: torch.device,
     exchange: str | None = None,
+    sinks: bool = False,
 ) -> str | None:
     """Why `flash` is not to be used for such heads here; None where it computes what SDPA does: whole rows, and where
-    there is an exchange (allgather or ring) what is asked of it there. No collective, and no random number of the run's
-    is drawn."""
+    there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some. No
+    collective, and no random number of the run's is drawn."""
     try:
         wide, case = (
-            _case(heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), one, device)
+            _case(heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), sinks, one, device)
             for one in (torch.float32, dtype)
         )
         found = [_whole(VarlenKernel(flash), case)]
@@ -71,7 +72,7 @@ def prove(
 
 
 def _case(
-    heads: int, key_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, device: torch.device
+    heads: int, key_heads: int, head_dim: int, window: int | None, sinks: bool, dtype: torch.dtype, device: torch.device
 ) -> Case:
     documents = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in _LENGTHS])
     documents[-1, -_LENGTHS[-1][-1] :] = -1  # padding
@@ -86,24 +87,25 @@ def _case(
         torch.randn(rows, count, of, head_dim, generator=draw).to(torch.bfloat16).float().to(device, dtype)
         for of in (heads, key_heads, key_heads, heads)
     )
-    return Case(q, k, v, grad, seen, packing, head_dim**-0.5)
+    scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
+    return Case(q, k, v, grad, seen, packing, head_dim**-0.5, scores)
 
 
 def _whole(kernel: Kernel, case: Case) -> list[Tensor]:
-    """The output and the gradients of q, k and v."""
+    """The output and the gradients of q, k, v and sinks."""
     prepared = kernel.prepare(case.seen, case.q.dtype, case.q.device)
-    return _differentiated(case, lambda q, k, v: kernel(q, k, v, prepared, case.scale))
+    return _differentiated(case, lambda q, k, v, sinks: kernel(q, k, v, prepared, case.scale, sinks))
 
 
 def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     """As `_whole`, the queries of each of `size` ranks over gathered keys."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         outputs = []
         for rank in range(size):
             calls = put(case.packing.over_gathered(case.seen.window, rank, size), q.device)
             mine = shard_sequence(q, rank, size)
-            outputs.append(over_keys(flash, mine, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale))
+            outputs.append(over_keys(flash, mine, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
         return join_sequence(outputs, 1)
 
     return _differentiated(case, attend)
@@ -118,23 +120,26 @@ def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     q_grads, kv_grads = (
         [torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in some] for some in (q, kv)
     )
-    outputs = []
+    outputs, of_sinks = [], []
     for rank in range(size):
         steps = [put(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
         whole: Partial | None = None
         for distance, step in enumerate(steps):
             whole = way.forward(q[rank], kv[rank - distance], step, whole)
         assert whole is not None
+        whole = with_sinks(way, whole, case.sinks)
         outputs.append(whole[0])
         whole = whole[0].to(q[rank].dtype), whole[1]
         for distance, step in enumerate(steps):
             source = rank - distance
             way.backward(grad[rank], q[rank], kv[source], whole, step, q_grads[rank], kv_grads[source])
+        of_sinks.append(sinks_grad(way, grad[rank], whole, case.sinks))
     parts = (outputs, q_grads, *([one[i] for one in kv_grads] for i in range(2)))
-    return [join_sequence([one.unflatten(0, (rows, -1)) for one in part], 1) for part in parts]
+    joined = [join_sequence([one.unflatten(0, (rows, -1)) for one in part], 1) for part in parts]
+    return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
 
 
-def _differentiated(case: Case, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-    q, k, v = (part.clone().requires_grad_() for part in case[:3])
-    out = attend(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), case.grad)]
+def _differentiated(case: Case, attend: Callable[..., Tensor]) -> list[Tensor]:
+    asked = [part.clone().requires_grad_() for part in (*case[:3], case.sinks) if part is not None]
+    out = attend(*asked, *([] if case.sinks is not None else [None]))
+    return [out.detach(), *torch.autograd.grad(out, asked, case.grad)]

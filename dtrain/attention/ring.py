@@ -6,8 +6,8 @@ Backward the keys travel again, their gradients with them, and every part uses t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,26 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import Blocks, ByMasks, Partial, blocks_for
+from dtrain.attention.blocks import Blocks, ByMasks, blocks_for, sinks_grad, with_sinks
 from dtrain.attention.context import ContextKernel, PackedContextKernel
 from dtrain.attention.kernels import Kernel, Visibility, additive
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Flash, Segments, VarlenKernel, pick
+from dtrain.attention.varlen import BySegments, Segments, VarlenKernel
 from dtrain.parallel.layout import shard_sequence
-
-
-class Way(Protocol):
-    """How one rank's keys are attended to. What q, kv and the rest are shaped like, each way says."""
-
-    def forward(self, q: Tensor, kv: Tensor, step: Any, so_far: Partial | None) -> Partial:
-        """`so_far` with the keys of one step merged in; its tensors may be written over."""
-        ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: Any, q_grad: Tensor, kv_grad: Tensor
-    ) -> None:
-        """Adds one step's part to `q_grad` and `kv_grad`. whole: the output in q's dtype, and the log-sum-exp."""
-        ...
 
 
 class RingKernel(ContextKernel):
@@ -66,10 +52,18 @@ class RingKernel(ContextKernel):
             steps.append(_hidden(part, dtype, device))
         return steps
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: "list[Hidden | None]", scale: float) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: "list[Hidden | None]",
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         way = ByMasks(self.blocks or blocks_for(q.device), scale)
         kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)])  # [2, B, kv, S/cp, hd]
-        return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, way).transpose(1, 2)
+        return _Ring.apply(q.transpose(1, 2).contiguous(), kv, prepared, self.group, way, sinks).transpose(1, 2)
 
 
 class VarlenRingKernel(PackedContextKernel):
@@ -84,10 +78,13 @@ class VarlenRingKernel(PackedContextKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return packing.in_ring(window, self.rank, self.ranks)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
-        out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, BySegments(self.flash, scale))
+        way = BySegments(self.flash, scale)
+        out = _Ring.apply(q.contiguous(), torch.stack([k, v]), steps, self.group, way, sinks)
         return out.unflatten(0, shape)
 
 
@@ -102,66 +99,25 @@ def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidde
     return additive(visible, dtype)[:, None] if bool(visible.any()) else None
 
 
-@dataclass(frozen=True)
-class BySegments:
-    """q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is calls, the first one of all has every query
-    in order."""
-
-    flash: Flash
-    scale: float
-
-    def forward(self, q: Tensor, kv: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
-        for call in step:
-            k, v = (pick(part, call.keys) for part in kv.unbind(0))
-            part, part_lse = self.flash.forward(pick(q, call.queries), k, v, call, self.scale)
-            if so_far is None:  # copies: a checkpoint may keep what the kernel gave
-                so_far = part.to(torch.promote_types(q.dtype, torch.float32), copy=True), part_lse.clone()
-                continue
-            out, lse = so_far
-            sizes = [one.stop - one.start for one in call.queries]
-            for at, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
-                total = torch.logaddexp(lse[:, at], more_lse)
-                shares = ((one - total).exp().t()[..., None] for one in (lse[:, at], more_lse))  # [t, H, 1]
-                out[at].mul_(next(shares)).add_(more * next(shares))
-                lse[:, at] = total
-        assert so_far is not None  # the first step is never empty
-        return so_far
-
-    def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: list[Segments], q_grad: Tensor, kv_grad: Tensor
-    ) -> None:
-        out, lse = whole
-        for call in step:
-            some_grad, some_q, some_out = (pick(part, call.queries) for part in (grad, q, out))
-            k, v = (pick(part, call.keys) for part in kv.unbind(0))
-            some_lse = pick(lse, call.queries, 1)
-            parts = self.flash.backward(some_grad, some_q, k, v, some_out, some_lse, call, self.scale)
-            for into, slices, values in zip(
-                (q_grad, *kv_grad.unbind(0)), (call.queries, call.keys, call.keys), parts, strict=True
-            ):
-                for at, value in zip(slices, values.split([one.stop - one.start for one in slices]), strict=True):
-                    into[at] += value
-
-
 class _Ring(torch.autograd.Function):
     """q and kv as `way` has them, contiguous; steps: of the keys of each rank, this one's first; None or empty: nothing
-    is seen. Gives the output in q's dtype."""
+    is seen. sinks [H] or None. Gives the output in q's dtype."""
 
     @staticmethod
-    def forward(ctx, q, kv, steps, group, way):
+    def forward(ctx, q, kv, steps, group, way, sinks):
         whole: Any = None
         for held, step in zip(_around(kv, group), steps, strict=True):
             if step is not None:
                 whole = way.forward(q, held, step, whole)
-        out, lse = whole
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
+        out, lse = with_sinks(way, whole, sinks)
+        ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
         ctx.steps, ctx.group, ctx.way = steps, group, way
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
         grad = grad.contiguous()
         q_grad, held_grad = (torch.zeros_like(one, dtype=lse.dtype) for one in (q, kv))
         for held, step in zip(_around(kv, ctx.group), ctx.steps, strict=True):
@@ -169,7 +125,8 @@ class _Ring(torch.autograd.Function):
                 ctx.way.backward(grad, q, held, (out, lse), step, q_grad, held_grad)
             # The gradient follows its keys, and the last exchange brings it home.
             held_grad = _pass_on(held_grad, ctx.group).wait()
-        return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None
+        of_sinks = sinks_grad(ctx.way, grad, (out, lse), sinks)
+        return q_grad.to(q.dtype), held_grad.to(kv.dtype), None, None, None, of_sinks
 
 
 def _around(tensor: Tensor, group: Any) -> Iterator[Tensor]:

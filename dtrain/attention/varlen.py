@@ -6,6 +6,7 @@ read from there.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from dtrain.attention.blocks import OneBlock, Partial
 from dtrain.attention.kernels import Abilities, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
 
@@ -43,9 +45,14 @@ class Flash:
     """The operations. q [T, H, hd], k and v [K, kv, hd], H a multiple of kv: the tokens of the segments' slices, behind
     one another. The log-sum-exp is [H, T], float32."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        """[T, H, hd], differentiable."""
-        return self._forward(q, k, v, segments, scale, None)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """[T, H, hd], differentiable; sinks [H]: as `blocks` has them."""
+        if sinks is None:
+            return self._forward(q, k, v, segments, scale, None)
+        whole = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
+        return OneBlock.apply(q, torch.stack([k, v]), [whole], BySegments(self, scale), sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """[T, H, hd], and the log-sum-exp; not differentiable."""
@@ -89,6 +96,51 @@ class Flash:
         )
 
 
+@dataclass(frozen=True)
+class BySegments:
+    """q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is calls, the first one of all has every query
+    in order."""
+
+    flash: Flash
+    scale: float
+
+    def forward(self, q: Tensor, kv: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
+        for call in step:
+            k, v = (pick(part, call.keys) for part in kv.unbind(0))
+            part, part_lse = self.flash.forward(pick(q, call.queries), k, v, call, self.scale)
+            if so_far is None:  # copies: a checkpoint may keep what the kernel gave
+                so_far = part.to(torch.promote_types(q.dtype, torch.float32), copy=True), part_lse.clone()
+                continue
+            out, lse = so_far
+            sizes = [one.stop - one.start for one in call.queries]
+            for at, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
+                total = torch.logaddexp(lse[:, at], more_lse)
+                shares = ((one - total).exp().t()[..., None] for one in (lse[:, at], more_lse))  # [t, H, 1]
+                out[at].mul_(next(shares)).add_(more * next(shares))
+                lse[:, at] = total
+        assert so_far is not None  # the first step is never empty
+        return so_far
+
+    def backward(
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: list[Segments], q_grad: Tensor, kv_grad: Tensor
+    ) -> None:
+        out, lse = whole
+        for call in step:
+            some_grad, some_q, some_out = (pick(part, call.queries) for part in (grad, q, out))
+            k, v = (pick(part, call.keys) for part in kv.unbind(0))
+            some_lse = pick(lse, call.queries, 1)
+            parts = self.flash.backward(some_grad, some_q, k, v, some_out, some_lse, call, self.scale)
+            for into, slices, values in zip(
+                (q_grad, *kv_grad.unbind(0)), (call.queries, call.keys, call.keys), parts, strict=True
+            ):
+                for at, value in zip(slices, values.split([one.stop - one.start for one in slices]), strict=True):
+                    into[at] += value
+
+    def by_head(self, out: Tensor) -> Tensor:
+        """As `Way.by_head`: [T, H, hd] -> [H, T, hd], and back."""
+        return out.transpose(0, 1)
+
+
 class PackedKernel(Kernel):
     """By `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are under a
     window. By `masked` plain causal rows, and what is no packing: positions that do not count a document's tokens,
@@ -108,7 +160,9 @@ class PackedKernel(Kernel):
         """What is to be computed, of the keys of each exchange."""
         raise NotImplementedError
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """As a kernel; q, k and v are of the tokens that the packing has."""
         raise NotImplementedError
 
@@ -116,9 +170,11 @@ class PackedKernel(Kernel):
         """As `gathered`, of the tokens that the packing has."""
         return k, v
 
-    def attend_over(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+    def attend_over(
+        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """`attend` from what `gather` gave of k and v."""
-        return self.attend(q, k, v, steps, scale)
+        return self.attend(q, k, v, steps, scale, sinks)
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
@@ -134,11 +190,13 @@ class PackedKernel(Kernel):
         placed = iter(put((call for step in steps for call in step), device))
         return Segmented(packing.length // self.ranks, [[next(placed) for _ in step] for step in steps])
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(prepared, Segmented):
-            return self.masked(q, k, v, prepared, scale)
+            return self.masked(q, k, v, prepared, scale, sinks)
         tokens = prepared.tokens
-        out = self.attend(q[:, :tokens], k[:, :tokens], v[:, :tokens], prepared.steps, scale)
+        out = self.attend(q[:, :tokens], k[:, :tokens], v[:, :tokens], prepared.steps, scale, sinks)
         return _padded(out, q.shape[1])
 
     def gathered(self, k: Tensor, v: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
@@ -147,11 +205,11 @@ class PackedKernel(Kernel):
             return self.masked.gathered(k, v, prepared)
         return self.gather(k[:, : prepared.tokens], v[:, : prepared.tokens])
 
-    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float) -> Tensor:
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         """As `Kernel.over`; q [B, S, H, hd]"""
         if not isinstance(prepared, Segmented):
-            return self.masked.over(q, k, v, prepared, scale)
-        return _padded(self.attend_over(q[:, : prepared.tokens], k, v, prepared.steps, scale), q.shape[1])
+            return self.masked.over(q, k, v, prepared, scale, sinks)
+        return _padded(self.attend_over(q[:, : prepared.tokens], k, v, prepared.steps, scale, sinks), q.shape[1])
 
 
 def _padded(out: Tensor, length: int) -> Tensor:
@@ -172,11 +230,13 @@ class VarlenKernel(PackedKernel):
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
         return [packing.of_rows(window)]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, steps: list[list[Segments]], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         ((segments,),) = steps
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
-        return self.flash(q, k, v, segments, scale).unflatten(0, shape)
+        return self.flash(q, k, v, segments, scale, sinks).unflatten(0, shape)
 
 
 def find_packing(visibility: Visibility) -> Packing | None:

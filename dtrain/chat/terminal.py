@@ -10,7 +10,7 @@ from dtrain.chat.conversation import Conversation
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
-from dtrain.metrics.progress import printable
+from dtrain.metrics.terminal import printable
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
 from dtrain.rollout.request import Request, SamplingParams, check_request

@@ -26,7 +26,7 @@ from dtrain.checkpoint.peft_config import (
 from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
-from dtrain.models.adapter_config import AdapterConfig, Low, linears
+from dtrain.models.adapter_config import AdapterConfig, Low, adaptable, linears
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
 
@@ -54,7 +54,7 @@ class StoredAdapter:
 
     @cached_property
     def adapted(self) -> dict[str, Low]:
-        return self.config.adapted(linears(self.model.config))
+        return self.config.adapted(adaptable(self.model.config))
 
     @cached_property
     def whole(self) -> tuple[str, ...]:
@@ -66,16 +66,22 @@ class StoredAdapter:
         """The shapes of the model's own, by name."""
         return {name: tuple(one.shape) for name, one in self.model.named_parameters()}
 
-    def read(self, name: str) -> Tensor:
-        """The parameter that the model calls `name`, or what the files join it in, [its shape], as it is stored."""
-        return self.files.read(self._outer(name)[0])
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the model's own parameters and of its adapters', by name."""
+        found = dict(self.parameters)
+        for name, low in self.adapted.items():
+            for part in self.model.config.parts(name):
+                *experts, rows, columns = self.parameters[f"{part}.weight"]
+                found |= {f"{part}.lora_A": (*experts, low.rank, columns), f"{part}.lora_B": (*experts, rows, low.rank)}
+                found[f"{part}.lora_magnitude"] = (rows,)
+        return found
 
-    def rows(self, name: str, part: str) -> Tensor:
-        """Of what the files join the module `part` in, the parameter `name`: the rows that are that module's."""
-        weights = f"{part}.weight"
-        (joint,) = joints(self.model, [weights])
-        rows = places(joint, self._outer(f"{part}.{name}")[0], self.parameters)[1][weights]
-        return rows.read(self.files)
+    def read(self, name: str) -> Tensor:
+        """The parameter that the model calls `name`, [its shape], as it is stored; an A that several share too."""
+        (joint,) = joints(self.model, [name])
+        rows = places(joint, self._outer(name)[0], self.shapes)[1]
+        return rows.get(name, rows[joint.parts[0]]).read(self.files)
 
     def saves(self, name: str) -> bool:
         """Whether the model's parameter of this name is trained whole."""
@@ -85,14 +91,14 @@ class StoredAdapter:
         """What reads the model's parameter `name`, [its shape], in `dtype`, from what reads the base's."""
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
-            return lambda: self.rows(parameter, module).to(dtype)
+            return lambda: self.read(name).to(dtype)
         low = self.adapted.get(self.model.config.whole(module))
         if parameter != "weight" or low is None:
             return lambda: base().to(dtype)
 
         def read() -> Tensor:
-            a, b = self.read(f"{module}.lora_A"), self.rows("lora_B", module)
-            magnitude = self.rows("lora_magnitude", module) if self.config.dora else None
+            a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
+            magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
             return merge(base(), a, b, low.scale, magnitude, dtype)
 
         return read
@@ -116,6 +122,8 @@ class StoredAdapter:
             raise UserError(
                 f"--folded: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
             )
+        if self.config.adapted_parameters(self.adapted):
+            raise UserError("--folded: a reader of plain LoRA has no place for adapters of experts: export it --merged")
         if not self.adapted:
             raise UserError(f"--folded: {self.directory} has no adapter of a layer: there is nothing to fold")
         rank = max(low.rank for low in self.adapted.values())
@@ -131,7 +139,7 @@ class StoredAdapter:
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale
-            return folded(name, self.read(name).to(sizes[name][1]), rank, scale)
+            return folded(name, self.files.read(self._outer(name)[0]).to(sizes[name][1]), rank, scale)
 
         _write(out, form.entries(sizes, read, dtype), form.finish, companions)
 

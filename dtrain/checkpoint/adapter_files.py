@@ -6,7 +6,6 @@ Names of tensors come from the model's own names, which no wrapper changes, so t
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtrain.checkpoint.file_rows import FileRows, joints, places
+from dtrain.checkpoint.file_rows import FileRows, as_in_files, joints, places, shape_in_files
 from dtrain.checkpoint.files import Record, checksum, real, replace_text, write_new
 from dtrain.checkpoint.huggingface_write import Entry, SafetensorsFile, joined, write_files
 from dtrain.checkpoint.merged import gathered
@@ -69,7 +68,7 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
     for name, source in sources.items():
         local = local_tensor(tensors[name]).detach()
         if local.numel():
-            files.copy_into(local, source.name, source.slices(local_slices(tensors[name])))
+            source.fill(files, local, local_slices(tensors[name]))
 
 
 def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
@@ -119,10 +118,10 @@ class AdapterFiles:
 
         def entry(name: str) -> Entry:
             shape, kept = sizes[name]
-            return Entry(name, shape, dtype or kept, partial(read, name))
+            return Entry(name, shape_in_files(name, shape), dtype or kept, lambda: as_in_files(name, read(name)))
 
         return [
-            joined(outer, [entry(part) for part in joint.parts])
+            joined(outer, joint, [entry(part) for part in joint.parts])
             for joint in joints(self.model, own)
             for outer in peft_names(joint.name, self.config, self.model)
         ]

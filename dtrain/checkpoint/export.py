@@ -176,7 +176,7 @@ def _entries(
         parts = [entry(part) for part in joint.parts]
         name = layout.name(model, known.get(joint.name, [joint.name]))
         if joint.expert is None:
-            yield joined(name, parts, joint.dim)
+            yield joined(name, joint, parts)
         else:
             stack = stacks.setdefault(joint.parts[0], Stack(parts[0].shape[0]))
             yield matrix_of(parts[0], name, joint.expert, stack)

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint.file_rows import Stack
+from dtrain.checkpoint.file_rows import Joint, Stack
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, carried
 from dtrain.checkpoint.merged import WholeWeight, whole_weights
@@ -156,15 +156,14 @@ def _model_entry(name: str, weight: WholeWeight, dtype: torch.dtype | None) -> E
     return Entry(name, tuple(weight.shape), written, lambda: weight.read(written), collective=weight.collective)
 
 
-def joined(name: str, parts: Sequence[Entry], dim: int = 0) -> Entry:
-    """The tensor `name` that joins `parts` along `dim`, in a dtype that holds all: of a frozen part it may be less than
+def joined(name: str, joint: Joint, parts: Sequence[Entry]) -> Entry:
+    """The tensor `name` that is the joint of `parts`, in a dtype that holds all: of a frozen part it may be less than
     of a trained one."""
-    first = parts[0]
-    if len(parts) == 1:
-        return dataclasses.replace(first, name=name)
-    shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+    if len(parts) == 1 and not joint.transposed:
+        return dataclasses.replace(parts[0], name=name)
+    shape = joint.shape([part.shape for part in parts])
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return Entry(name, shape, dtype, lambda: torch.cat([part.read().to(dtype) for part in parts], dim))
+    return Entry(name, shape, dtype, lambda: joint.join([part.read().to(dtype) for part in parts]))
 
 
 def matrix_of(whole: Entry, name: str, number: int, stack: Stack) -> Entry:

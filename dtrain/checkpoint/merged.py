@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtrain.checkpoint.file_rows import Stack, joints
+from dtrain.checkpoint.file_rows import Joint, Stack, joints
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.models.adapter_config import is_adapter
-from dtrain.models.adapters import adapted_layers, remove_adapters
+from dtrain.models.adapters import Adapted, adapted_layers, remove_adapters
 from dtrain.models.layers import CausalLM, Linear
 from dtrain.parallel.placement import exact_modules, on_its_device
 
@@ -44,7 +44,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     """By the name of files, in the model's order, each [any shape], tied ones once. No collective; FSDP modules that
     still hold gathered weights go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
     merged into it, and the adapter: an all-gather for each that is sharded."""
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, Adapted)}
     tensors, exact, found = model_tensors(model), exact_names(model), {}
     for name, names in aliases(model).items():
         module, _, parameter = name.rpartition(".")
@@ -60,7 +60,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
     whole: dict[str, WholeWeight] = {}
     for joint in joints(model, found):
         if joint.expert is None:
-            whole[joint.name] = _joined(joint.name, [found[part] for part in joint.parts], joint.dim)
+            whole[joint.name] = _joined(joint, [found[part] for part in joint.parts])
         else:
             one = found[joint.parts[0]]
             stack = stacks.setdefault(joint.parts[0], Stack(one.shape[0]))
@@ -80,8 +80,8 @@ def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:
 
 @torch.no_grad()
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """W + s·B·A of W [out, in], A [r, in] and B [out, r], of DoRA each row m / ‖row‖ times that, m [out]: [out, in],
-    computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
+    """W + s·B·A of W [.., out, in], A [.., r, in] and B [.., out, r], of DoRA each row m / ‖row‖ times that, m [out]:
+    [.., out, in], computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
     if magnitude is not None:
@@ -100,13 +100,13 @@ def folded(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
 
 @torch.no_grad()
 def merge_in_place(model: CausalLM) -> bool:
-    """Merge the adapters of `model`, whole on one device, into its weights [out, in], and take them out; a merged
+    """Merge the adapters of `model`, whole on one device, into its weights [.., out, in], and take them out; a merged
     weight that was in 4 bits is a whole one from here on. Whether it had any. No collective."""
     layers = adapted_layers(model)
     for name, layer in layers.items():
         weight = _of_layer(layer, name)
         whole = weight.read(weight.dtype)
-        if layer.weight is not None:
+        if not isinstance(layer, Linear) or layer.weight is not None:
             layer.weight.copy_(whole)
             continue
         for one in (_CODES, _SCALES):
@@ -130,17 +130,16 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _joined(name: str, parts: list[WholeWeight], dim: int) -> WholeWeight:
-    """Along `dim`. Every rank joins them, those too that do not keep the whole."""
-    if len(parts) == 1:
+def _joined(joint: Joint, parts: list[WholeWeight]) -> WholeWeight:
+    """Every rank joins them, those too that do not keep the whole."""
+    name = joint.name
+    if len(parts) == 1 and not joint.transposed:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
 
     def read(dtype: torch.dtype) -> Tensor:
-        return torch.cat([part.read(dtype) for part in parts], dim)
+        return joint.join([part.read(dtype) for part in parts])
 
-    sizes = list(parts[0].shape)
-    sizes[dim] = sum(part.shape[dim] for part in parts)
-    shape = torch.Size(sizes)
+    shape = torch.Size(joint.shape([part.shape for part in parts]))
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
@@ -164,29 +163,34 @@ def _as_it_is(tensor: Tensor, names: list[str]) -> WholeWeight:
     return WholeWeight(names, tensor.shape, tensor.dtype, read, isinstance(tensor, DTensor))
 
 
-def _of_layer(layer: Linear, name: str) -> WholeWeight:
+def _of_layer(layer: Adapted, name: str) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
         weight, adapter = _whole_matrix(layer), layer.adapter
         if adapter is None:
             return weight.to(dtype)
-        magnitude = gathered(layer.lora_magnitude) if adapter.dora else None
+        magnitude = None
+        if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
+            magnitude = gathered(layer.lora_magnitude)
         return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), adapter.scale, magnitude, dtype)
 
     held = _held(layer)
-    own = layer.weight_dtype if layer.weight is None else held.dtype
-    shape = torch.Size((layer.out_features, layer.in_features))
+    own, shape = held.dtype, held.shape
+    if isinstance(layer, Linear) and layer.weight is None:
+        own, shape = layer.weight_dtype, torch.Size((layer.out_features, layer.in_features))
     return WholeWeight([name], shape, own, read, isinstance(held, DTensor))
 
 
-def _held(layer: Linear) -> Tensor:
-    return layer.weight_codes if layer.weight is None else layer.weight
+def _held(layer: Adapted) -> Tensor:
+    return layer.weight_codes if isinstance(layer, Linear) and layer.weight is None else layer.weight
 
 
-def _whole_matrix(layer: Linear) -> Tensor:
-    """W [out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
+def _whole_matrix(layer: Adapted) -> Tensor:
+    """W [.., out, in], of a quantized layer what it computes with. One all-gather where it is sharded."""
     held = _held(layer)
-    if layer.weight is not None or not isinstance(held, DTensor):
-        return gathered(held) if layer.weight is not None else layer.stored_matrix()
+    if not isinstance(layer, Linear) or layer.weight is not None:
+        return gathered(held)
+    if not isinstance(held, DTensor):
+        return layer.stored_matrix()
     # What this rank dequantizes lies in the whole as its codes do.
     local, shape = layer.stored_matrix(), (layer.out_features, layer.in_features)
     where = held.device_mesh, held.placements

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import hub
-from dtrain.checkpoint.file_rows import joints, places
+from dtrain.checkpoint.file_rows import joints, places, shape_in_files
 from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
 from dtrain.errors import UserError
 from dtrain.json_files import SMALL, loads, read_json
@@ -19,15 +19,19 @@ from dtrain.models.adapter_config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
+    adaptable,
     by_end,
     by_pattern,
     in_tower,
     is_adapter,
+    is_stack,
     linears,
     modules,
     out_of_tower,
+    parameter_name,
+    parameters,
 )
-from dtrain.models.config import ModelConfig
+from dtrain.models.config import STACKS, ModelConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -35,6 +39,7 @@ BASE = "base_model_name_or_path"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _LISTED = 10
+_FIRST, _SECOND = STACKS
 
 # Fields that change no number of an adapter that is there: how it began, or where it came from.
 _FREE = frozenset(
@@ -63,6 +68,9 @@ def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
         return AdapterConfig.of(section)
     config, problems = _read(Path(section["path"]))
     problems += [] if config is None else _contradictions(section, config)
+    if config is not None and config.parameters and (config.dora or section.get("dropout") or config.dropout):
+        file = Path(section["path"]) / ADAPTER_CONFIG
+        problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
     if problems or config is None:
         raise UserError("\n".join(problems))
     return AdapterConfig.of(vars(config) | {"dropout": section.get("dropout") or config.dropout})
@@ -115,6 +123,10 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
     module, _, parameter = name.rpartition(".")
     module = model.whole(module)
     if is_adapter(name):
+        if is_stack(module):
+            # PEFT wraps a module once for each of its parameters that it adapts, the first one innermost.
+            parent, _, stack = module.rpartition(".")
+            module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [_outer(f"{module}.{kind}", model)]
     both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
@@ -128,16 +140,20 @@ def _outer(name: str, model: ModelConfig) -> str:
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """adapter_config.json of an adapter of a model of this kind, which lies at `base`.
 
-    The targets are the last parts of the adapted layers' names where these mean no others, else the names. The patterns
+    The targets are the last parts of the adapted layers' names where these mean no others, else the names; of single
+    parameters the last two. The patterns
     are the adapter's own where they say the same in any order, for PEFT sorts them in files; else the layers' names.
     """
-    names = list(linears(model))
-    adapted = config.adapted(names)
+    known, names = list(parameters(model)), list(linears(model))
+    single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    outer = {name: in_tower(name) if model.is_text_tower else name for name in adapted}
+    outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
     # A vision tower has layers of the same names: a text tower's are named whole.
     are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
-    by_ours = {config.called(name): theirs for name, theirs in outer.items()}
+    targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
+    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
+        targets = sorted(parameter_name(outer[name]) for name in single)
+    by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
     saved = list(config.modules_to_save)
     if model.is_text_tower:
         saved = sorted(in_tower(name) for name in config.saved(modules(model)))
@@ -149,7 +165,8 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "r": config.rank,
         "lora_alpha": _whole(config.alpha),
         "lora_dropout": config.dropout,
-        "target_modules": ends if are_ends else sorted(outer.values()),
+        "target_modules": ends if are_ends else sorted(outer[name] for name in adapted),
+        "target_parameters": targets or None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
@@ -248,6 +265,8 @@ def _hint(name: str) -> str:
         return " (of a compiled model: leave `_orig_mod.` out of its names)"
     if ".default" in name:
         return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
+    if re.search(r"\.experts\.\d+\.", name):
+        return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
     if not name.startswith(_PREFIX):
         return f" (PEFT's names begin with {_PREFIX})"
     return ""
@@ -258,11 +277,12 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """PEFT's names and the shapes of an adapter's tensors, for a model of this kind with these parameters of its own:
     those of adapted layers, and what is trained whole."""
-    shapes = linears(model)
+    shapes = adaptable(model)
     wanted = {one.name: places(one, one.name, parameters)[0] for one in joints(model, parameters)}
     for name, low in config.adapted(shapes).items():
-        rows, columns = shapes[name]
-        wanted |= {f"{name}.lora_A": (low.rank, columns), f"{name}.lora_B": (rows, low.rank)}
+        *experts, rows, columns = shapes[name]
+        a, b = (*experts, low.rank, columns), (*experts, rows, low.rank)
+        wanted |= {one: shape_in_files(one, shape) for one, shape in ((f"{name}.lora_A", a), (f"{name}.lora_B", b))}
         wanted |= {f"{name}.lora_magnitude": (rows,)} if config.dora else {}
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 
@@ -295,6 +315,8 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     for key, value in found.items():  # also what a later PEFT adds: set away from "off", it may change numbers
         if key not in _FREE and value not in (None, False, [], {}, ""):
             problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
+    if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
+        problems.append(f"{file}: target_modules must be a list of names of layers, or a regular expression for them")
     if not (directory / ADAPTER_WEIGHTS).is_file():
         problems.append(_no_weights(directory))
     if problems:
@@ -328,7 +350,8 @@ def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
         rank=fields["r"],
         alpha=fields["lora_alpha"],
         dropout=fields["lora_dropout"] or 0.0,
-        target=_names(fields["target_modules"]),
+        target=_names(fields["target_modules"] or ()),
+        parameters=tuple(fields["target_parameters"] or ()),
         exclude=_names(fields["exclude_modules"] or ()),
         rslora=bool(fields["use_rslora"]),
         dora=bool(fields["use_dora"]),
@@ -350,6 +373,7 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
         "rank": "r",
         "alpha": "lora_alpha",
         "target": "target_modules",
+        "parameters": "target_parameters",
         "exclude": "exclude_modules",
         "rslora": "use_rslora",
         "dora": "use_dora",
@@ -358,12 +382,16 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
         "modules_to_save": "modules_to_save",
     }
     given, plain = AdapterConfig.of(section), AdapterConfig()
-    return [
-        f"lora.{key} is {_shown(getattr(given, key))}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
-        f"{_shown(getattr(config, key))}: leave lora.{key} out, for the adapter has its own"
-        for key, key_there in keys.items()
-        if key in section and _set(getattr(given, key)) not in (_set(getattr(plain, key)), _set(getattr(config, key)))
-    ]
+    found = []
+    for field, key_there in keys.items():
+        key = "target" if field == "parameters" else field
+        said, there = getattr(given, field), getattr(config, field)
+        if key in section and _set(said) not in (_set(getattr(plain, field)), _set(there)):
+            found.append(
+                f"lora.{key} is {_shown(said)}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
+                f"{_shown(there)}: leave lora.{key} out, for the adapter has its own"
+            )
+    return found
 
 
 def _set(value: Any) -> Any:
@@ -427,9 +455,10 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lora_dropout": (0.0, lambda v: v is None or (_is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
     "target_modules": (
         None,
-        lambda v: _is_pattern(v) or (_is_names(v) and len(v) > 0),
+        lambda v: v is None or _is_pattern(v) or _is_names(v),
         "a list of names of layers, or a regular expression for them",
     ),
+    "target_parameters": (None, lambda v: v is None or _is_names(v), "a list of names of parameters, or null"),
     "exclude_modules": (
         None,
         lambda v: not v or _is_pattern(v) or _is_names(v),

@@ -4,6 +4,7 @@
       lock             locked while a run writes here; the file stays, its lock ends with the process
       config.yaml      the resolved recipe, without its secrets
       data.json        of each split, how many rows, samples and tokens it has, and its identity
+      about.json       versions, mesh, device, sizes, the planned memory: what a reader of the run wants to know
       began.json       the checkpoints that the run began from, if it did (see `origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
       metrics.jsonl    one JSON object a line
@@ -29,6 +30,7 @@ from dtrain.checkpoint.model_files import CHAT_TEMPLATE, copy_companions
 from dtrain.errors import UserError
 
 DATA = "data.json"
+ABOUT = "about.json"
 WAIT_SECONDS = 30.0
 # Where a host has died, a file server keeps its locks until their lease ends (90 s is usual with NFSv4).
 AWAY_SECONDS = 120.0
@@ -126,6 +128,10 @@ class RunDirectory:
         """Put what is known of the data in data.json, in one step."""
         replace_text(self.path / DATA, json.dumps(splits, indent=1))
 
+    def write_about(self, facts: Mapping[str, Any]) -> None:
+        """Put what is known of the run in about.json, in one step."""
+        replace_text(self.path / ABOUT, json.dumps(facts, indent=1))
+
     def read_config(self) -> str | None:
         """config.yaml as the run last wrote it, or None."""
         return self.config.read_text() if self.config.is_file() else None
@@ -222,6 +228,20 @@ def _within(key: str, names: Sequence[str]) -> bool:
 def _short(value: Any) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_held(directory: Path) -> bool | None:
+    """Whether a run writes in `directory` now; None where that cannot be told. Not for a process that holds it."""
+    try:
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        return not _try(lock)
+    finally:
+        os.close(lock)
 
 
 def _holder(lock: int) -> tuple[str, str | None]:

@@ -125,7 +125,6 @@ NOT_YET = by_word(
             "init_lora_weights pissa_init pissa_iter pissa_convert loftq_config peft_init_lora_weights"
         ),
         "LoRA+; optimizer.lr is one rate for A and B": "loraplus_lr_ratio loraplus_lr_embedding",
-        "adapters of single parameters; lora.target names linear layers": "lora_target_parameters target_parameters",
         "adapters of other kinds than LoRA and DoRA": (
             "oft_rank oft_block_size oft_target relora relora_steps use_llama_pro alora_invocation_tokens "
             "arrow_config trainable_token_indices peft_trainable_token_indices layer_replication "

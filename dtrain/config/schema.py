@@ -238,7 +238,9 @@ class Lora:
     """The share of a layer's inputs that the adapter does not see."""
     target: str | list[str] = "all-linear"
     """The layers with an adapter. all-linear: every linear layer but the head; a list of names (`[q_proj, v_proj]`); or
-    a regular expression for whole names (`.*self_attn.*`)."""
+    a regular expression for whole names (`.*self_attn.*`). In a list `experts` means the matrices of a mixture's
+    experts, which are no linear layers, and `gate.weight` its routers: `[all-linear, experts]`,
+    `[q_proj, experts.down_proj, gate.weight]`."""
     exclude: str | list[str] = field(default_factory=list)
     """Layers that get no adapter although `target` names them: names, or a regular expression."""
     rslora: bool = False

@@ -163,6 +163,9 @@ OURS = by_word(
         "lora.target, all-linear | a list of names | a regular expression": (
             "lora_target lora_target_modules target_modules lora_attn_modules lora.targets lora.modules"
         ),
+        "lora.target, a list in which experts, experts.gate_up_proj and experts.down_proj are a mixture's": (
+            "lora_target_parameters target_parameters"
+        ),
         "lora.target=all-linear": "lora_target_linear match_all_linear",
         "lora.target: a list in which gate_proj, up_proj and down_proj are the MLP's": (
             "apply_lora_to_mlp finetune_mlp_modules"

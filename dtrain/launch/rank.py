@@ -98,8 +98,8 @@ def run_rank(
             init_process_group(device.type, store, place.rank, size, wait)
         if hosts is not None:
             hosts.same_on_all(recipe)
-        tell = planned.tell if planned else None
-        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, tell, wait)
+        peak = planned.peak if planned else None
+        runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
         (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()

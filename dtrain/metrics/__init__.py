@@ -1,8 +1,10 @@
-"""What a run writes down. Rank 0 alone writes.
+"""What a run writes down. Rank 0 alone writes. No torch before it is asked of a device.
 
 metrics   the rows of a run, their fields and order
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
 progress  the terminal
+terminal  a stranger's words made harmless, small plots of curves
+records   what was written, read again
 hardware  peak FLOP/s, model FLOPs utilisation, peak memory
 """
 

@@ -2,8 +2,10 @@
 
 import resource
 import sys
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets. The first name found in the device's wins.
 _PEAK_TFLOPS = (
@@ -43,22 +45,26 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def model_flops_utilisation(
-    flops_per_token: float, tokens_per_sec: float, world_size: int, device: torch.device, compute_dtype: torch.dtype
+    flops_per_token: float, tokens_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
 ) -> float | None:
     """The share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
 
     flops_per_token: training FLOPs, recomputation not counted; tokens_per_sec: over all ranks. None where no peak is
     known: off CUDA, for a device that is not in the table, for dtypes other than bfloat16 and float16.
     """
+    import torch
+
     if device.type != "cuda" or compute_dtype not in (torch.bfloat16, torch.float16):
         return None
     peak = peak_flops(torch.cuda.get_device_name(device))
     return None if peak is None else flops_per_token * tokens_per_sec / (peak * world_size)
 
 
-def memory_gib(device: torch.device) -> float:
+def memory_gib(device: "torch.device") -> float:
     """Peak memory of this rank so far, in GiB: allocated on the device for CUDA, else the process's resident set."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -12,6 +12,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from dtrain.metrics.terminal import printable
+
 SECONDS_BETWEEN_LINES = 5.0  # where output is piped
 LINES_OF_A_RUN = 20  # that stay on a terminal, or one each `LONGEST_SILENCE` seconds
 LONGEST_SILENCE = 60.0
@@ -20,12 +22,6 @@ SECONDS_TO_GUESS_BY = 1.0
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 
 _BOLD, _DIM, _YELLOW, _RED, _END = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """`text` whose control characters are written out, `\\x1b` say: a model's words must not steer a terminal."""
-    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class Progress:

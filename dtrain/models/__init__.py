@@ -3,11 +3,11 @@
 `config` is torch-free; what needs torch is imported when it is first asked for.
 
     config, fields, rope_config  config.json to a `ModelConfig`; its fields, its rotary scaling
-    config_families, config_gemma, config_parts
-                                 the families' fields; Gemma's; what all have alike
+    config_families, config_gemma, config_gpt_oss, config_parts
+                                 the families' fields; Gemma's; gpt-oss's; what all have alike
     quantization_config          its section about a checkpoint in 4 bits
     registry                     from a `ModelConfig` to a model
-    llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl
+    llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
                                  the families
     tower                        what is one part of a multimodal checkpoint
     layers, functions            what they are made of; norms, activations, rotary embedding

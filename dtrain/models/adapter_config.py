@@ -2,6 +2,8 @@
 
 Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
 name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer but the head.
+Experts are stacks of matrices, two a layer, and most routers are single ones: no linear layers in transformers. Only
+lists name them, as PEFT's target_parameters do.
 """
 
 import math
@@ -15,6 +17,7 @@ from dtrain.models.config import FULL, LINEAR, SLIDING, ModelConfig
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
 _TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
+_ROUTER = ".mlp.gate"
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
 Names = str | tuple[str, ...]
 
@@ -30,13 +33,15 @@ class Low:
 @dataclass(frozen=True)
 class AdapterConfig:
     """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
-    module's name. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
+    module's name. parameters: the stacks of experts and the routers that get one, whatever `exclude` and `layers` say,
+    as in PEFT. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
     those of a multimodal model's text tower; those that the methods take and give are a text model's all the same."""
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
     target: Names = ALL_LINEAR
+    parameters: tuple[str, ...] = ()
     exclude: Names = ()
     rslora: bool = False
     dora: bool = False
@@ -48,14 +53,23 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
-        """From the fields' values by name, lists for tuples; other names are passed over."""
+        """From the fields' values by name, lists for tuples; other names are passed over. A target's entries for
+        experts become `parameters`, and with all-linear among the others these are that."""
         known: dict[str, Any] = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        if isinstance(target := known.get("target"), tuple):
+            known["parameters"] = (*known.get("parameters", ()), *filter(_is_of_experts, target))
+            others = tuple(name for name in target if not _is_of_experts(name))
+            known["target"] = ALL_LINEAR if ALL_LINEAR in others else others
         return cls(**known)
 
-    def adapted(self, linears: Iterable[str]) -> dict[str, Low]:
-        """Of the names of a model's linear layers those that get an adapter, with its rank and scale, in order."""
-        return {name: self._low(name) for name in linears if self._is_target(name)}
+    def adapted(self, names: Iterable[str]) -> dict[str, Low]:
+        """Of a model's `adaptable` names those that get an adapter, with its rank and scale, in order."""
+        return {name: self._low(name) for name in names if self._is_target(name)}
+
+    def adapted_parameters(self, names: Iterable[str]) -> list[str]:
+        """Of `names` the stacks of experts and the routers that get an adapter."""
+        return [name for name in names if is_parameter(name) and self._is_target(name)]
 
     def saved(self, modules: Iterable[str]) -> list[str]:
         """Of the names of modules with parameters those that are trained whole."""
@@ -72,6 +86,10 @@ class AdapterConfig:
         return in_tower(name) if self.in_tower else name
 
     def _is_target(self, name: str) -> bool:
+        if is_parameter(name):
+            called = parameter_name(self.called(name))
+            means = [called, called.rpartition(".")[0]] if is_stack(name) else [called]
+            return any(matches(one, self.parameters) for one in means) and not self.saved([name])
         if name in ENDS or not self.targets(name):
             return False
         # Whole names count in any layer, as in PEFT.
@@ -82,9 +100,31 @@ class AdapterConfig:
         return not self.saved([name])
 
     def _low(self, name: str) -> Low:
-        rank = by_pattern(self.rank_pattern, self.called(name), self.rank)
-        alpha = by_pattern(self.alpha_pattern, self.called(name), self.alpha)
+        called = parameter_name(self.called(name))
+        rank = by_pattern(self.rank_pattern, called, self.rank)
+        alpha = by_pattern(self.alpha_pattern, called, self.alpha)
         return Low(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
+
+
+def is_stack(name: str) -> bool:
+    """Whether a module of the files of this name is a stack of experts."""
+    return name.rpartition(".")[0].endswith(".experts")
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a module of the files of this name is no linear layer in transformers: a stack of experts or a router."""
+    return is_stack(name) or name.endswith(_ROUTER)
+
+
+def parameter_name(name: str) -> str:
+    """What PEFT's target_parameters call the module `name`, or its name."""
+    return f"{name}.weight" if name.endswith(_ROUTER) else name
+
+
+def _is_of_experts(entry: str) -> bool:
+    """Whether an entry of a recipe's target means stacks of experts, `experts` or one of theirs, or routers."""
+    last = entry.split(".")[-2:]
+    return "experts" in last or last == ["gate", "weight"]
 
 
 def in_tower(name: str) -> str:
@@ -117,6 +157,26 @@ def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
 def is_adapter(name: str) -> bool:
     """Whether the parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in PARAMETERS
+
+
+def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[out, in] of every linear layer of the decoder of `config`, then of its `parameters`, by the module's name in
+    files, as transformers has it."""
+    return {**linears(config), **parameters(config)}
+
+
+def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers. Stacks
+    that the files have turned (gpt-oss) get no adapter."""
+    if (experts := config.experts) is None or experts.turned:
+        return {}
+    count, inner, hidden = experts.count, experts.inner, config.hidden_size
+    parent = "experts" if experts.beside else "mlp.experts"
+    sizes: dict[str, tuple[int, ...]] = {} if experts.beside else {"mlp.gate": (count, hidden)}
+    sizes[f"{parent}.gate_up_proj"] = (count, 2 * inner, hidden)
+    sizes[f"{parent}.down_proj"] = (count, hidden, inner)
+    numbers = [number for number in experts.layers if number < config.num_hidden_layers]
+    return {f"model.layers.{number}.{name}": size for number in numbers for name, size in sizes.items()}
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -152,6 +212,8 @@ def _of_layer(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]:
     }
     if not config.has_mlp(number):
         mlp = _of_shared_expert(config)  # the others are stacks, and the router is no linear layer, as in PEFT
+    if config.experts is not None and config.experts.beside and config.is_sparse(number):
+        mlp["router.proj"] = (config.experts.count, hidden)
     if (own := config.per_layer) is not None:
         mlp |= {"per_layer_input_gate": (own.size, hidden), "per_layer_projection": (hidden, own.size)}
     joined: dict[str, tuple[int, int]] = {}
@@ -186,13 +248,12 @@ def modules(config: ModelConfig) -> list[str]:
         for name in [*norms, *more.get(kind, [])]
         if config.key_sources[number] == number or not name.endswith("k_norm")
     ]
-    stacks = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
-    sparse = [f"mlp.{name}" for name in ("gate", *stacks)]
+    sparse: list[str] = []
     if config.experts is not None and config.experts.beside:
-        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2", *stacks)]
+        sparse = [f"sparse.{name}" for name in ("router", "pre_feedforward_layernorm_2")]
         sparse += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
     numbers = () if config.experts is None else config.experts.layers
     of_layers += [f"model.layers.{number}.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
-    return [*ENDS, "model.norm", *linears(config), *of_layers]
+    return [*ENDS, "model.norm", *adaptable(config), *of_layers]

@@ -2,7 +2,7 @@
 
 Letters: r rank, s scale. LoRA (arXiv:2106.09685): y = W x + s B A drop(x) + b, A [r, in], B [out, r]. DoRA
 (arXiv:2402.09353): y = m / ‖W + s B A‖ (W x + s B A x) + b, where the norm is that of each row, a constant in the
-backward, and m [out] is trained.
+backward, and m [out] is trained. A stack of experts has an A and a B for each.
 """
 
 import math
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.batch import Batch, document_ids, documents, sum_by_document
-from dtrain.models.adapter_config import PARAMETERS, AdapterConfig, linears
+from dtrain.models.adapter_config import PARAMETERS, AdapterConfig, adaptable
 from dtrain.models.layers import CausalLM, Linear
+from dtrain.models.moe import ExpertLinear, Router, grouped
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
 from dtrain.randomness import key, mix, uniform
@@ -58,7 +59,7 @@ class Adapter:
     shared: AdapterState = field(repr=False)
 
     def __call__(self, layer: Linear, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
+        """x [.., in] -> [.., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
         inputs, DoRA sums its norms [out] in one all-reduce."""
         bias = None if layer.bias is None else layer.local("bias")
         if not self.shared.on:
@@ -79,19 +80,20 @@ class Adapter:
         return out if bias is None else out + bias
 
     def _dropped(self, layer: Linear, x: Tensor) -> Tensor:
-        """x [B, S, in] with a share of its elements zero and the others scaled up: a function of the token, the layer
-        and the element's number in the whole layer's input."""
+        """x [B, S, in] or [B · S, in] with a share of its elements zero and the others scaled up: a function of the
+        token, the layer and the element's number in the whole layer's input."""
         tokens, share = self.shared.tokens, self.shared.dropout
         if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
         tp = layer.cut if layer.cut is not None and layer.cut.sequence else None
         # Sequence parallel has padded the sequence, and cut it outside of blocks.
-        tokens = F.pad(tokens, (0, x.shape[1] * (1 if tp is None else tp.size) - tokens.shape[1]))
+        length = x.shape[:-1].numel() // len(tokens) * (1 if tp is None else tp.size)
+        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
         tokens = tokens if tp is None else tokens.chunk(tp.size, 1)[tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)
         kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
-        return x * (kept / (1 - share)).to(x.dtype)
+        return x * (kept / (1 - share)).to(x.dtype).view_as(x)
 
     @torch.no_grad()
     def _norms(self, layer: Linear, a: Tensor, b: Tensor) -> Tensor:
@@ -108,31 +110,57 @@ class Adapter:
         return _summed(torch.cat(squares), layer.tp).sqrt_()
 
 
+@dataclass
+class ParameterAdapter:
+    """What the adapters of one matrix of every expert add, or that of a router: LoRA's, without dropout."""
+
+    scale: float
+    shared: AdapterState = field(repr=False)
+
+    def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
+        """x [m, in], and out [m, out] of the layer alone -> [m, out]; counts [E/ep]: how many rows each expert has, by
+        whom they are sorted. Under tp a share of the same sum."""
+        if not self.shared.on:
+            return out
+        a, b = layer.local("lora_A"), layer.local("lora_B")
+        if counts is None:
+            return out + F.linear(F.linear(x, a) * self.scale, b)
+        return out + grouped(grouped(x, a, counts) * self.scale, b, counts)
+
+
+Adapted = Linear | ExpertLinear | Router
+
+
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
     """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]. Layers that the files join
-    share A, as the adapter of the joint layer has it. seed: of dropout."""
+    each adapted layer lora_A [r, in], lora_B [out, r] and with DoRA lora_magnitude [out]; beside experts' [E, out, in]
+    lora_A [E, r, in] and lora_B [E, out, r]. Layers that the files join share A, as the adapter of the joint layer has
+    it. seed: of dropout."""
     state = AdapterState(config, dropout=config.dropout, seed=seed)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    numbers = {name: number for number, name in enumerate(layers)}
-    for name, low in config.adapted(linears(model.config)).items():
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    numbers = {name: number for number, name in enumerate(one for one in layers if isinstance(layers[one], Linear))}
+    for name, low in config.adapted(adaptable(model.config)).items():
         first, *others = model.config.parts(name)
         for part in (first, *others):
             layer = layers[part]
-            rows, columns = layer.out_features, layer.in_features
-            shapes: dict[str, tuple[int, ...]] = {"lora_A": (low.rank, columns), "lora_B": (rows, low.rank)}
+            *experts, rows, columns = layer.weight.shape
+            shapes: dict[str, tuple[int, ...]]
+            shapes = {"lora_A": (*experts, low.rank, columns), "lora_B": (*experts, rows, low.rank)}
             shapes |= {"lora_magnitude": (rows,)} if config.dora else {}
             dtype = layer.weight.dtype
             for parameter, shape in shapes.items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             layer.lora_A = layers[first].lora_A
-            layer.adapter = Adapter(low.scale, config.dora, numbers[first], state)
+            if isinstance(layer, Linear):
+                layer.adapter = Adapter(low.scale, config.dora, numbers[first], state)
+            else:
+                layer.adapter = ParameterAdapter(low.scale, state)
     return state
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Linear]:
+def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of `model` with an adapter, by name."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, Linear) and one.adapter is not None}
+    return {name: one for name, one in model.named_modules() if isinstance(one, Adapted) and one.adapter is not None}
 
 
 def remove_adapters(model: nn.Module) -> None:
@@ -164,13 +192,14 @@ def init_adapters(model: CausalLM, seed: int) -> None:
     of a layer that is cut by its inputs."""
     for name, layer in adapted_layers(model).items():
         a = layer.lora_A
-        held, local = local_slices(a), local_tensor(a)
-        rows, columns = (torch.arange(part.start, part.stop, device=local.device) for part in held)
-        flat = rows[:, None] * a.shape[1] + columns
+        local = local_tensor(a)
+        flat = torch.zeros((), dtype=torch.int64, device=local.device)
+        for size, part in zip(a.shape, local_slices(a), strict=True):
+            flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
         drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
-        local.copy_(drawn.mul_(1 / math.sqrt(layer.in_features)))
+        local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
         local_tensor(layer.lora_B).zero_()
-        if layer.adapter is not None and layer.adapter.dora:
+        if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
             magnitude = local_tensor(layer.lora_magnitude)
             weight = layer.stored_matrix()  # of this rank's shards
             magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())

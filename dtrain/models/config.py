@@ -22,6 +22,7 @@ __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelCon
 __all__ += ["parse_config", "read_config"]
 
 MOST_PARAMETERS = 10**14
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -58,7 +59,9 @@ class Experts:
     """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; normed: whether a
     token's weights add up to one; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0
     for none; stacked: whether files have a layer's experts as two tensors, one of which joins gate and up; beside:
-    whether sparse layers have an MLP of their own too."""
+    whether sparse layers have an MLP of their own too; biased: whether router and experts have biases; turned: whether
+    files have a stack's matrices transposed, gate and up joined row by row in turn; clamp: a clamped gate's gain and
+    limit."""
 
     count: int
     top: int
@@ -68,6 +71,9 @@ class Experts:
     shared: int = 0
     stacked: bool = False
     beside: bool = False
+    biased: bool = False
+    turned: bool = False
+    clamp: tuple[float, float] | None = None
 
     @property
     def share(self) -> float:
@@ -123,6 +129,7 @@ class ModelConfig:
     experts: Experts | None = None  # of layers whose MLP is a mixture
     qkv_bias: bool = False
     o_bias: bool = False
+    has_sinks: bool = False  # whether each query head has a score that takes part in its softmax (`attention.blocks`)
     mlp_bias: bool = False
     final_logit_softcapping: float | None = None
     unturned: tuple[int, ...] = ()  # the layers without rotary positions
@@ -140,13 +147,22 @@ class ModelConfig:
     unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
 
     def parts(self, name: str) -> list[str]:
-        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins."""
+        """The model's modules that the module `name` of the files is: itself, or those whose rows it joins; of experts
+        those of one of their stacks."""
         parent, _, module = name.rpartition(".")
+        if self.experts is not None and parent.endswith((".experts", ".router")):
+            if self.experts.beside and ".sparse." not in parent:
+                parent = ".sparse.".join(parent.rsplit(".", 1))
+            return [f"{parent}.{part}" for part in STACKS.get(module, (module,))]
         return [f"{parent}.{part}" for part in self.fused[module]] if module in self.fused else [name]
 
     def whole(self, name: str) -> str:
-        """The module of the files that the model's module `name` is, or is a part of."""
+        """The module of the files that the model's module `name` is, or is a part of; of experts the stack, as
+        transformers names it."""
         parent, _, module = name.rpartition(".")
+        if self.experts is not None and (parent.endswith(".experts") or name.endswith(".router.proj")):
+            parent = parent.replace(".sparse.", ".")
+            return f"{parent}.{next((one for one, parts in STACKS.items() if module in parts), module)}"
         return next((f"{parent}.{one}" for one, parts in self.fused.items() if module in parts), name)
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrain.models.config import FULL, LINEAR, SLIDING, Experts, LinearAttention, ModelConfig
 from dtrain.models.config_gemma import read_gemma3, read_gemma3_multimodal, read_gemma4, read_gemma4_multimodal
+from dtrain.models.config_gpt_oss import read_gpt_oss
 from dtrain.models.config_parts import (
     common_fields,
     read_experts,
@@ -404,6 +405,7 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "Gemma3ForConditionalGeneration": read_gemma3_multimodal,
     "Gemma4ForCausalLM": read_gemma4,
     "Gemma4ForConditionalGeneration": read_gemma4_multimodal,
+    "GptOssForCausalLM": read_gpt_oss,
 }
 
 # For files without `architectures`, such as those that models from scratch are described by.
@@ -432,4 +434,5 @@ MODEL_TYPES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gpt_oss": "GptOssForCausalLM",
 }

@@ -93,6 +93,32 @@ class _Gated(torch.autograd.Function):
         return ctx.activation.backward(grad * up, gate), up_grad, None
 
 
+def clamped(gate: Tensor, up: Tensor, gain: float, limit: float) -> Tensor:
+    """g · sigmoid(gain · g) · (u + 1), g = min(gate, limit), u = up held between -limit and limit: the gate of gpt-oss.
+    gate, up: [..., F]."""
+    return _Clamped.apply(gate, up, gain, limit)
+
+
+class _Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, gain, limit):
+        ctx.save_for_backward(gate, up)
+        ctx.gain, ctx.limit = gain, limit
+        held = gate.clamp(max=limit)
+        return torch.sigmoid(held * gain).mul_(held).mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        held = gate.clamp(max=ctx.limit)
+        share = torch.sigmoid(held * ctx.gain)
+        up_grad = (share * held).mul_(grad).masked_fill_(up.abs() > ctx.limit, 0)
+        slope = (1 - share).mul_(held * ctx.gain).add_(1).mul_(share)
+        slope.mul_(up.clamp(-ctx.limit, ctx.limit).add_(1)).mul_(grad)
+        return slope.masked_fill_(gate > ctx.limit, 0), up_grad, None, None
+
+
 def frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
     """[head_dim / 2] radians per position in `dtype` (float32 or float64), on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / head_dim

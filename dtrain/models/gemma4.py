@@ -90,13 +90,19 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Router(Router):
-    """A router over normed states, and a factor of each expert's weight. Files have its matrix as `proj`."""
+    """A router over normed states, and a factor of each expert's weight."""
 
     def __init__(self, config: ModelConfig, sizes: Experts):
         super().__init__(config, sizes)
+        del self.weight
+        self.proj = Linear(config.hidden_size, sizes.count, bias=False)
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(sizes.count))
         self.eps = config.rms_norm_eps
+
+    def logits(self, x: Tensor) -> Tensor:
+        """As `Router.logits`: x [T, D] -> [T, E]"""
+        return cast(Tensor, self.proj(x))
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
@@ -249,6 +255,7 @@ class Gemma4ForCausalLM(TextTower):
             "model.layers.*.post_feedforward_layernorm_2": "sequence",
             "model.layers.*.sparse": "block",
             "model.layers.*.sparse.router": "router",
+            "model.layers.*.sparse.router.proj": "router",
             "model.layers.*.sparse.pre_feedforward_layernorm_2": "router",
             "model.layers.*.sparse.experts.gate_proj": "expert_colwise",
             "model.layers.*.sparse.experts.up_proj": "expert_colwise",
@@ -260,7 +267,7 @@ class Gemma4ForCausalLM(TextTower):
         self.plan = plan_of(self, plan)
 
     def text_name(self, name: str) -> str:
-        return name.replace(".sparse.router.weight", ".sparse.router.proj.weight").replace(".sparse.", ".")
+        return name.replace(".sparse.", ".")
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:

@@ -190,8 +190,12 @@ class Attention(Mixer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
         """What `project` gives -> [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
         if cache is not None:
-            return cache.attend(self.index, q, k, v, self.scale).flatten(2)
-        return self.kernel(q, k, v, mask, self.scale).flatten(2)
+            return cache.attend(self.index, q, k, v, self.scale, sinks=self.sinks()).flatten(2)
+        return self.kernel(q, k, v, mask, self.scale, self.sinks()).flatten(2)
+
+    def sinks(self) -> Tensor | None:
+        """[H], as kernels take them, of a family that has some."""
+        return None
 
     def output(self, mixed: Tensor) -> Tensor:
         """[B, S, H · hd] -> [B, S, D]"""
@@ -406,7 +410,7 @@ class CausalLM(ParallelModel):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if self.adapters is not None:
-            layers = {name: one for name, one in self.named_modules() if isinstance(one, Linear) and one.adapter}
+            layers: dict[str, Any] = {name: one for name, one in self.named_modules() if getattr(one, "adapter", None)}
             for name, layer in layers.items():
                 layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 

@@ -6,7 +6,8 @@ rank that has the token (`parallel.experts` has the way there and back). Letters
 E experts, k of them a token.
 """
 
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 from dtrain.attention.decode import Cached
 from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
-from dtrain.models.functions import ACTIVATIONS, gated
+from dtrain.models.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.layers import GatedMLP, Linear, PreNormLayer, Rotary
 from dtrain.models.routing import Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.placement import LocalParameters
 from dtrain.parallel.tensor import Block
+
+if TYPE_CHECKING:
+    from dtrain.models.adapters import ParameterAdapter
 
 # Of a sparse MLP, beside the plan of its model.
 SPARSE_PLAN = {
@@ -37,12 +41,23 @@ SPARSE_PLAN = {
 
 
 class Router(LocalParameters):
-    """Which experts a token goes to, and how much each counts: softmax over all, the k largest."""
+    """Which experts a token goes to, and how much each counts: softmax over all, the k largest. adapter: as of
+    `ExpertLinear`."""
+
+    adapter: "ParameterAdapter | None" = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
         self.top, self.normed = sizes.top, sizes.normed
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [T, E]"""
+        out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
+        return out if self.adapter is None else self.adapter(self, x, out)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
@@ -52,8 +67,7 @@ class Router(LocalParameters):
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `forward`, the weights [T, k] not yet rounded"""
-        logits = F.linear(x, self.local("weight"))  # [T, E]
-        shares = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
         weights = shares.gather(1, chosen)
         if self.normed:
@@ -62,15 +76,22 @@ class Router(LocalParameters):
 
 
 class ExpertLinear(LocalParameters):
-    """One matrix of every expert."""
+    """One matrix of every expert, and its bias, where it has one. adapter: what it adds (`models.adapters`)."""
 
-    def __init__(self, count: int, columns: int, rows: int):
+    adapter: "ParameterAdapter | None" = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, count: int, columns: int, rows: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, rows, columns))
+        self.register_parameter("bias", nn.Parameter(torch.empty(count, rows)) if bias else None)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
-        return cast(Tensor, _Grouped.apply(x, self.local("weight"), counts))
+        out = grouped(x, self.local("weight"), counts)
+        out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
+        return out if self.adapter is None else self.adapter(self, x, out, counts)
 
     def extra_repr(self) -> str:
         count, rows, columns = self.weight.shape
@@ -83,10 +104,12 @@ class GatedExperts(Experts):
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
         self.count = sizes.count
-        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner)
-        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner)
-        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size)
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size, sizes.biased)
+        self.gated = partial(gated, activation=ACTIVATIONS[config.hidden_act])
+        if sizes.clamp is not None:
+            self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D], as `on_their_ranks`"""
@@ -94,7 +117,7 @@ class GatedExperts(Experts):
 
     def compute(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [m, D] of this rank's experts, counts [E/ep] of each -> [m, D]"""
-        return self.down_proj(gated(self.gate_proj(x, counts), self.up_proj(x, counts), self.activation), counts)
+        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
 
 
 class SparseMLP(Block):
@@ -178,13 +201,18 @@ class SparseLayer(PreNormLayer):
         return self.after(hidden, self.mixer(*self.before(hidden, *rotary), mask, cache), real)
 
 
+def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says, weight [E/ep, out, in] -> [m, out]"""
+    return cast(Tensor, _Grouped.apply(x, weight, counts))
+
+
 class _Grouped(torch.autograd.Function):
     """x [m, in] · W[e]ᵀ of each row's expert. torch's grouped product takes no float64, and on a CPU it is a loop."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        if _is_fused(x):
+        if _is_fused(x, weight):
             return F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts))
         out = x.new_empty(len(x), weight.shape[1])
         for index, (rows, result) in _runs(counts, x, out):
@@ -196,7 +224,7 @@ class _Grouped(torch.autograd.Function):
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()
         of_x = of_weight = None
-        if _is_fused(x):
+        if _is_fused(x, weight):
             if ctx.needs_input_grad[0]:
                 of_x = F.grouped_mm(grad, weight, offs=_ends(counts))
             if ctx.needs_input_grad[1]:
@@ -213,8 +241,17 @@ class _Grouped(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+def _owners(counts: Tensor, x: Tensor) -> Tensor:
+    """[m, E] in the dtype of x [m, in]: 1 where the row is the expert's. Its products add up what is each expert's in
+    one order, on every device."""
+    experts = torch.arange(len(counts), device=x.device)
+    return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
+
+
+def _is_fused(x: Tensor, weight: Tensor) -> bool:
+    # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
+    is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
+    return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _ends(counts: Tensor) -> Tensor:

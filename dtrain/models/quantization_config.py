@@ -6,7 +6,8 @@ from typing import Any
 
 from dtrain.models.fields import shown
 
-_READ = "of quantized weights only bitsandbytes' nf4 is read; use the original checkpoint"
+_READ = "of quantized weights only bitsandbytes' nf4 is read"
+_ORIGINAL = "; use the original checkpoint"
 
 _SIBLING = (
     "take the model in bfloat16, by the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-8bit (Qwen, Meta), or with "
@@ -18,9 +19,12 @@ def _instead(values: dict[str, Any]) -> str:
     """What to say of weights in a format that is known."""
     method = values.get("quant_method")
     if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
-        return f"; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
-    known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
-    return f"; {method} weights are not trained: {_SIBLING}" if method in known else ""
+        return f"{_ORIGINAL}; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
+    if method == "mxfp4":
+        copies = "unsloth/gpt-oss-20b-BF16 or unsloth/gpt-oss-120b-BF16"
+        return f"; mxfp4 weights are not trained: take a copy of them in bfloat16, such as {copies}"
+    known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
+    return f"{_ORIGINAL}; {method} weights are not trained: {_SIBLING}" if method in known else _ORIGINAL
 
 
 def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
@@ -31,7 +35,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
     if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
         problems.append(f"quantization_config {shown(section)}: {_READ}{_instead(values)}")
     elif kind != "nf4":
-        problems.append(f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READ}")
+        problems.append(f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READ}{_ORIGINAL}")
     elif storage not in ("uint8", "torch.uint8"):
         problems.append(f"quantization_config has bnb_4bit_quant_storage {shown(storage)}: only uint8 is read")
     patterns = values.get("llm_int8_skip_modules") or []

@@ -11,6 +11,7 @@ from dtrain.models.adapters import add_adapters
 from dtrain.models.config import SLIDING, ModelConfig, read_config
 from dtrain.models.gemma3 import Gemma3ForCausalLM
 from dtrain.models.gemma4 import Gemma4ForCausalLM
+from dtrain.models.gpt_oss import GptOssForCausalLM
 from dtrain.models.granite import GraniteForCausalLM, GraniteMoeHybridForCausalLM
 from dtrain.models.layers import CausalLM
 from dtrain.models.llama import LlamaForCausalLM
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
 }
 
 

@@ -122,7 +122,7 @@ def _contradictions(
             )
     for name, module in modules.items():
         style, parent = styles.get(name), name.rpartition(".")[0]
-        in_block = styles.get(parent) in _BLOCKS
+        in_block = styles.get(parent) in (*_BLOCKS, "router")
         if name not in unnamed and style in _IN_BLOCK and not in_block and parent not in unnamed:
             problems.append(f"{name}: {style} needs the style block on {parent}")
         if name not in unnamed and style not in (None, *_IN_BLOCK) and in_block:

@@ -55,12 +55,15 @@ def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
     """Leave this rank E/ep of the experts of each layer of `model`, whose plan over the one-dimensional `tp` is
     applied. Their parameters become DTensors over (ep, tp), or over `ep` where tp has one rank. No collective."""
     both = DeviceMesh._concatenate([ep, tp]) if tp.size() > 1 else ep
+    cut: dict[nn.Parameter, nn.Parameter] = {}  # what is shared before is shared after
     for experts in (one for one in model.modules() if isinstance(one, Experts)):
         experts.ep = ep
         for module in (one for one in experts.modules() if isinstance(one, LocalParameters)):
             for name, held in module._parameters.items():
                 if held is not None:
-                    module._parameters[name] = _cut_by_expert(held, both, ep)
+                    if held not in cut:
+                        cut[held] = _cut_by_expert(held, both, ep)
+                    module._parameters[name] = cut[held]
                     view = module.local_views.get(name, LocalView(None))
                     module.local_views = {**module.local_views, name: replace(view, is_expert=True)}
 

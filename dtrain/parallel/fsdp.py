@@ -109,8 +109,9 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
     def shards(parameter: nn.Parameter) -> Any:
         if parameter not in experts:
             return None
-        count, _, columns = local_tensor(parameter).shape
-        return ShardPlacementResult(Shard(2 if count < ranks and columns % ranks == 0 else 0), info)
+        count, *_, columns = local_tensor(parameter).shape
+        last = parameter.dim() - 1
+        return ShardPlacementResult(Shard(last if count < ranks and columns % ranks == 0 else 0), info)
 
     return shards
 

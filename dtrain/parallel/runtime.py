@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ class StopFlag:
 class Runtime:
     """One rank of a run. Made by `launch`; packages below read it and never the environment.
 
-    planned: where a plan is worked out beside the run, what it says of the peak, waited for so many seconds.
+    planned: where a plan is worked out beside the run, what it says of the peak (`words`, `size` in bytes), waited for
+    so many seconds.
     collective_timeout: seconds, as of `launch.collective_timeout`; mesh.py knows what None means.
     """
 
@@ -47,7 +49,7 @@ class Runtime:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     stop: StopFlag = field(default_factory=StopFlag)
-    planned: Callable[[float], str | None] | None = None
+    planned: Callable[[float], Any] | None = None
     collective_timeout: float | None = None
 
     @property

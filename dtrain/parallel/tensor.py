@@ -220,9 +220,13 @@ def rowwise_within(module: LocalParameters, tp: TensorParallel) -> None:
         _place(module, tp, name, Shard(1))
     for name in ("lora_B", "lora_magnitude"):
         _place(module, tp, name, Replicate(), grad=Partial())
+    _add_once(module, tp)
+    module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
+
+
+def _add_once(module: LocalParameters, tp: TensorParallel) -> None:
     first = tp.rank == 0
     _place(module, tp, "bias", Replicate(), grad=Partial(), view=lambda whole: whole if first else whole * 0)
-    module.tp = tp  # type: ignore[assignment]  # nn.Module's stub has a Tensor or a Module for every attribute
 
 
 def block(module: Block, tp: TensorParallel) -> None:
@@ -261,13 +265,20 @@ def router(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def expert_colwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Matrices [E, out, in], of each of which a rank computes its share of the outputs."""
-    _place(module, tp, "weight", Shard(1))
+    """Matrices [E, out, in], and biases [E, out], of each of which a rank computes its share of the outputs; adapters
+    as of `colwise`."""
+    for name in ("weight", "bias", "lora_B"):
+        _place(module, tp, name, Shard(1))
+    _place(module, tp, "lora_A", Replicate(), grad=Partial())
 
 
 def expert_rowwise(module: LocalParameters, tp: TensorParallel) -> None:
-    """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up."""
-    _place(module, tp, "weight", Shard(2))
+    """Matrices [E, out, in], of each of which a rank computes its share of the inputs' sum; their block adds up, as of
+    `rowwise_within`. The biases [E, out] are added once."""
+    for name in ("weight", "lora_A"):
+        _place(module, tp, name, Shard(2))
+    _place(module, tp, "lora_B", Replicate(), grad=Partial())
+    _add_once(module, tp)
 
 
 def heads(module: LocalParameters, tp: TensorParallel) -> None:

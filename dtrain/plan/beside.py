@@ -48,21 +48,21 @@ class PlannedPeak(Child[Peak]):
         super().__init__(partial(_planned, recipe, world_size, self._memory), niceness=_BEHIND_THE_RUN)
         self._peak: Peak | None = None
 
-    def tell(self, wait: float = 0.0) -> str | None:
-        """The peak in words, or why there is none; None where that is not known within `wait` seconds."""
+    def peak(self, wait: float = 0.0) -> Peak | None:
+        """The peak, or why there is none; None where that is not known within `wait` seconds."""
         if self._peak is None and self.is_done(wait):
             outcome = self.outcome()
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
-        return None if self._peak is None else self._peak.words
+        return self._peak
 
     def too_much(self, memory: int, wait: float) -> TooMuch | None:
         """Why devices of `memory` bytes do not hold the peak, with what would help; None where they do, and where no
         plan is there within `wait` seconds. To be asked once."""
         self._memory.put(memory)
-        self.tell(wait)
-        if self._peak is None or self._peak.too_much is None:
+        peak = self.peak(wait)
+        if peak is None or peak.too_much is None:
             return None
-        return TooMuch(f"{self._peak.too_much}. (metrics.plan=false starts it anyway)", self._peak.size > memory)
+        return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > memory)
 
 
 def _planned(recipe: Recipe, world_size: int, asked: Any) -> Peak:

@@ -16,7 +16,7 @@ import torch
 from dtrain.checkpoint.peft_config import adapter_of
 from dtrain.config import Sizes
 from dtrain.config.schema import Recipe
-from dtrain.models.adapter_config import Low, linears, modules
+from dtrain.models.adapter_config import Low, adaptable, modules
 from dtrain.models.config import ModelConfig
 from dtrain.plan.children import side_by_side
 from dtrain.plan.collectives import Collective
@@ -84,7 +84,7 @@ def _alike(recipe: Recipe, config: ModelConfig) -> bool:
     adapter = adapter_of(asdict(recipe.lora))
     layers: list[dict[str, Low | None]] = [{} for _ in config.layer_types]
     whole = dict.fromkeys(adapter.saved(modules(config)))
-    for name, low in {**whole, **adapter.adapted(linears(config))}.items():
+    for name, low in {**whole, **adapter.adapted(adaptable(config))}.items():
         if found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
             layers[int(found[1])][found[2]] = low
     of_type = dict(zip(config.layer_types, layers, strict=True))

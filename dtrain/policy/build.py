@@ -160,6 +160,7 @@ def choose_attention(
                 dtype=precision.compute,
                 device=device,
                 exchange=recipe.parallel.cp_rotate if exchanges else None,
+                sinks=config.has_sinks,
             )
             for key_heads, head_dim in sizes
         )

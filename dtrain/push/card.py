@@ -11,7 +11,7 @@ from dtrain import __version__
 from dtrain.checkpoint.hub import id_of
 from dtrain.config import secrets
 from dtrain.data.hub import is_data_id
-from dtrain.push import curve
+from dtrain.metrics import records
 
 CURVE = "loss.svg"
 METHODS = {
@@ -104,7 +104,7 @@ def _results(run: Run) -> list[str]:
     last: dict[str, float] = {}
     for row in run.rows:
         last |= {name: row[name] for name in RESULTS if isinstance(row.get(name), int | float)}
-    train, val = curve.points(run.rows, "loss"), curve.points(run.rows, "val_loss")
+    train, val = records.points(run.rows, "loss"), records.points(run.rows, "val_loss")
     parts = ["## Results"] * bool(last)
     if last:
         lines = [f"| {name} | {value:.4g} |" for name, value in last.items()]

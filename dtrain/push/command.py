@@ -4,11 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, held_by
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
@@ -16,7 +14,8 @@ from dtrain.checkpoint.rundir import DATA
 from dtrain.data.hub import README
 from dtrain.data.hub_files import front_of
 from dtrain.errors import UserError
-from dtrain.json_files import LARGE, loads, read_json, read_text
+from dtrain.json_files import LARGE, read_json, read_text
+from dtrain.metrics import records
 from dtrain.push import curve
 from dtrain.push.card import CURVE, Run, base_of_recipe, card
 
@@ -78,29 +77,12 @@ def _files(export: Path) -> dict[str, Path]:
 
 def _read(directory: Path, name: str, base: str | None, is_adapter: bool) -> Run:
     """What the run's directory tells. Raises UserError for files that are damaged."""
-    recipe: Any = {}
-    if (directory / "config.yaml").is_file():
-        try:
-            recipe = yaml.safe_load(read_text(directory / "config.yaml"))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise UserError(f"{directory / 'config.yaml'} is damaged: {error}") from error
-    recipe = recipe if isinstance(recipe, dict) else {}
+    recipe = records.read_recipe(directory)
     data = read_json(directory / DATA) if (directory / DATA).is_file() else {}
     step = held_by(directory / "export").get("step")
-    rows = list(_rows(directory / "metrics.jsonl"))
+    rows = list(records.rows(directory / "metrics.jsonl"))
     base = base or base_of_recipe(recipe)
     return Run(name.split("/")[1], recipe, rows, data, step if isinstance(step, int) else None, is_adapter, base)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line that is torn is none."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            with suppress(ValueError):
-                if isinstance(row := loads(line), dict):
-                    yield row
 
 
 def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], told: Run) -> Any:
@@ -113,7 +95,7 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], t
         theirs = front_of(read_text(Path(api.hf_hub_download(name, README, revision=revision)), LARGE), name)
     contents: dict[str, Any] = {path: str(file) for path, file in files.items()}
     contents[README] = card(told, theirs).encode()
-    train, val = curve.points(told.rows, "loss"), curve.points(told.rows, "val_loss")
+    train, val = records.points(told.rows, "loss"), records.points(told.rows, "val_loss")
     if train or val:
         contents[CURVE] = curve.svg(train, val).encode()
     if told.is_adapter and told.base is not None:

@@ -1,19 +1,13 @@
 """The losses of a run as a small picture (SVG): the training loss as a line, the validation's as dots."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from dtrain.metrics.records import Point
 
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 320, 60, 40, 16
 MOST = 500  # points of a line; neighbours are averaged beyond that
 TRAIN, VAL, INK, GRID = "#2a6fbb", "#d1495b", "#555555", "#dddddd"
-Point = tuple[float, float]
-
-
-def points(rows: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
-    """(step, value) of the rows that have that field, as a finite number."""
-    found = [(row["step"], row[field]) for row in rows if _is_number(row.get("step")) and _is_number(row.get(field))]
-    return [(float(step), float(value)) for step, value in found]
 
 
 def svg(train: Sequence[Point], val: Sequence[Point]) -> str:
@@ -52,10 +46,6 @@ def svg(train: Sequence[Point], val: Sequence[Point]) -> str:
         below = ABOVE + 14 + 18 * number
         lines.append(f'<text x="{WIDTH - ABOVE - 8}" y="{below}" text-anchor="end" fill="{colour}">{name}</text>')
     return "\n".join([*lines, "</svg>", ""])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _axis(low: float, high: float) -> tuple[float, float, float]:

@@ -31,6 +31,8 @@ def refusal(engine: HttpEngine, config: AdapterConfig) -> str | None:
     """Why the servers cannot take an adapter of this kind; None where they can. Raises UserError."""
     if config.modules_to_save:
         return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
+    if config.parameters:
+        return f"no server is known to take adapters of experts, lora.target={[*config.parameters]}"
     strict = next((one for one in engine.servers if not one.dialect.dora), None)
     if config.dora and strict is not None:
         return f"{strict.wire.url}: {strict.dialect.name} takes no DoRA"

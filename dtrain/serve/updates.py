@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.file_rows import joints
+from dtrain.checkpoint.file_rows import Joint, joints
 from dtrain.checkpoint.huggingface import check_fit, read_weights
 from dtrain.checkpoint.merged import merge_in_place
 from dtrain.checkpoint.safetensor_files import WeightFiles
@@ -204,22 +204,18 @@ class Updates:
 
 @dataclass(frozen=True)
 class _Parts:
-    """One tensor of the model, or those that a name joins along `dim`."""
+    """One tensor of the model, or those that a name joins."""
 
     parts: list[Tensor]
-    dim: int
+    joint: Joint
 
     @property
     def shape(self) -> list[int]:
-        sizes = list(self.parts[0].shape)
-        if sizes:
-            sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        return sizes
+        return list(self.joint.shape([part.shape for part in self.parts]))
 
     def fill(self, tensor: Tensor) -> None:
         """From one of their shape."""
-        sizes = [part.shape[self.dim] for part in self.parts if part.dim()]
-        for part, rows in zip(self.parts, tensor.split(sizes, self.dim) if sizes else [tensor], strict=True):
+        for part, rows in zip(self.parts, self.joint.split(tensor, self.parts), strict=True):
             part.copy_(rows)
 
 
@@ -231,7 +227,7 @@ def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
         data = [tensors[part].detach() for part in joint.parts]
         data = data if joint.expert is None else [data[0][joint.expert]]
         for name in names.get(joint.name, [joint.name]):
-            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint.dim)))
+            found.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
     return found
 
 

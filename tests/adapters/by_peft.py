@@ -19,8 +19,17 @@ SHAPES = {
     "layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers"},
     "excluded": {"exclude_modules": r".*\.0\..*", "target_modules": ["v_proj", "down_proj"]},
     "saved": {"modules_to_save": ["lm_head", "input_layernorm", "2.mlp.up_proj"]},
+    "experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"down_proj": 3},
+        "alpha_pattern": {"experts.gate_up_proj": 20},
+    },
+    "one stack": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "use_rslora": True},
+    "all linear": {"alpha_pattern": {"gate.weight": 30}},  # of Mixtral and Qwen3-MoE experts and routers too
     "dora patterns": {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 3}},
 }
+STACKS = ("experts", "one stack", "all linear")
 TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 
 
@@ -31,7 +40,8 @@ def save_base(directory: Path, variant: str, dtype: torch.dtype = torch.float32)
 
 
 def load_base(directory: Path, dtype: torch.dtype = torch.float32):
-    return quietly(lambda: hf.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval())
+    options = {"dtype": dtype, "experts_implementation": "eager"}  # torch's grouped product takes neither float64
+    return quietly(lambda: hf.AutoModelForCausalLM.from_pretrained(directory, **options).eval())  # nor odd sizes
 
 
 def save_adapter(base: Path, directory: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **options):

@@ -32,13 +32,20 @@ from dtrain.models.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.preflight import preflight
-from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
+from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
-CASES = [("qwen3", shape) for shape in SHAPES] + [("qwen2", "dora"), ("gemma3", "lora"), ("llama-biases", "dora")]
+CASES = [("qwen3", shape) for shape in SHAPES if shape not in STACKS]
+CASES += [
+    ("qwen2", "dora"),
+    ("gemma3", "lora"),
+    ("llama-biases", "dora"),
+]
 CASES += [("phi3", "lora"), ("phi3", "dora"), ("qwen3.5", "lora"), ("qwen3.5", "dora")]
-CASES += [("qwen3.5-moe", "lora")]
+CASES += [("qwen3.5-moe", "lora"), ("qwen3.5-moe", "one stack"), ("qwen3-moe", "experts"), ("mixtral", "one stack")]
+CASES += [("mixtral", "all linear")]
+CASES += [("gemma4-moe", "experts"), ("gemma4-moe", "dora")]
 
 
 @pytest.fixture
@@ -322,7 +329,7 @@ REFUSED = {
     "target_modules": (None, ".*must be a list of names of layers"),
     "bias": ("all", ".*must be none: merge it in PEFT"),
     "lora_bias": (True, "lora_bias=True is not supported"),
-    "target_parameters": (["mlp.experts"], "target_parameters=.* is not supported"),
+    "target_parameters": ("experts", "target_parameters is 'experts', and must be a list of names of parameters"),
     "trainable_token_indices": ([1], "trainable_token_indices=.* is not supported"),
     "layer_replication": ([[0, 2]], "layer_replication=.* is not supported"),
     "use_qalora": (True, "use_qalora=True is not supported"),

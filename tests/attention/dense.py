@@ -10,12 +10,14 @@ def visible(positions, documents, window):
     return seen if documents is None else seen & (documents[:, :, None] == documents[:, None, :])
 
 
-def attention(q, k, v, seen, scale):
-    """q [B, S, H, hd], k and v [B, S, kv, hd], seen [B, S, S] → [B, S, H, hd]."""
+def attention(q, k, v, seen, scale, sinks=None):
+    """q [B, S, H, hd], k and v [B, S, kv, hd], seen [B, S, S], sinks [H] → [B, S, H, hd]."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).double() for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
-    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
 
 
 def tensors(rows, length, heads, kv_heads, size, dtype=torch.float64, seed=0):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
@@ -44,19 +45,21 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype
     assert documents is None or torch.equal(keys[1], documents)
     for window in windows:
         q, k, v, grad = tensors(2, length, heads, kv_heads, 8, dtype)
+        scores = torch.linspace(-2, 4, heads, dtype=dtype)
         wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
-        expected = attention(*wide, visible(positions, documents, window), 0.25)
+        sinks = [x.requires_grad_() for x in (scores.double(), scores.clone())] if window != 5 else [None, None]
+        expected = attention(*wide, visible(positions, documents, window), 0.25, sinks[0])
         expected.backward(grad.double())
         parts = [shard_sequence(x, rank, size).clone().requires_grad_() for x in (q, k, v)]
         seen = Visibility(parts[0].shape[1], length, window, mine[0], keys[0], mine[1], keys[1], rows=2)
-        out = kernel(*parts, kernel.prepare(seen, dtype, torch.device("cpu")), 0.25)
+        out = kernel(*parts, kernel.prepare(seen, dtype, torch.device("cpu")), 0.25, sinks[1])
         assert out.dtype == dtype
         if kernel.takes_packing:
             packing = Packing.of(positions.expand(2, -1), documents)
             assert kernel.keys(*mine, packing) is None
             known = kernel.prepare(Visibility(1, 1, window, packing=packing), dtype, torch.device("cpu"))
             padded = (torch.nn.functional.pad(part, (0, 0, 0, 0, 0, EXTRA), value=9.0) for part in parts)
-            more = kernel(*padded, known, 0.25)
+            more = kernel(*padded, known, 0.25, sinks[1])
             assert torch.equal(more[:, :-EXTRA], out) and bool((more[:, -EXTRA:] == 0).all())
             out = more[:, :-EXTRA]
         out.backward(shard_sequence(grad, rank, size))
@@ -64,6 +67,9 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype
         for found, whole in zip([out, *(part.grad for part in parts)], right, strict=True):
             share = shard_sequence(whole, rank, size)
             assert (found.double() - share).abs().max() <= rtol * whole.abs().max()
+        if sinks[1] is not None:
+            dist.all_reduce(sinks[1].grad)
+            assert (sinks[1].grad.double() - sinks[0].grad).abs().max() <= rtol * sinks[0].grad.abs().max()
 
 
 CASES = [

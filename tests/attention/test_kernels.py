@@ -11,12 +11,15 @@ from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visib
 from dtrain.errors import UserError
 
 
-def written_out(q, k, v, seen, scale):
-    """softmax(q·kᵀ · scale over the keys seen) · v, head by head. seen [B, Q, K] bool."""
+def written_out(q, k, v, seen, scale, sinks=None):
+    """softmax(q·kᵀ · scale over the keys seen, and the head's sink) · v, head by head. seen [B, Q, K] bool."""
     repeat = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
 
 
 def brute_force(visibility, rows):
@@ -78,13 +81,15 @@ def test_sdpa_is_attention_written_out(case, heads):
     q, k, v = random(visibility.queries, heads[0]), random(visibility.keys, heads[1]), random(visibility.keys, heads[1])
     kernel = SdpaKernel()
     assert torch.equal(visibility.visible(slice(0, visibility.queries), q.device).expand_as(seen), seen)
-    out = kernel(q, k, v, kernel.prepare(visibility, q.dtype, q.device), 0.3)
-    grad = torch.randn(out.shape, dtype=out.dtype, generator=generator)
-    ours = (out, *torch.autograd.grad(out, (q, k, v), grad))
-    expected = written_out(q, k, v, seen, 0.3)
-    expected = (expected, *torch.autograd.grad(expected, (q, k, v), grad))
-    for mine, theirs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+    grad = torch.randn(q.shape, dtype=q.dtype, generator=generator)
+    scores = torch.linspace(-2, 4, heads[0], dtype=q.dtype, requires_grad=True)
+    for sinks in ((), (scores,)):
+        out = kernel(q, k, v, kernel.prepare(visibility, q.dtype, q.device), 0.3, *sinks)
+        ours = (out, *torch.autograd.grad(out, (q, k, v, *sinks), grad))
+        expected = written_out(q, k, v, seen, 0.3, *sinks)
+        expected = (expected, *torch.autograd.grad(expected, (q, k, v, *sinks), grad))
+        for mine, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
 def test_blocks_skip_what_no_query_sees():
@@ -138,6 +143,8 @@ def test_parts_of_a_mask_are_the_whole(name):
     expected = written_out(q, k, v, brute_force(visibility, 3), 0.3)
     right = (expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad))
     spans = [Span(run, visibility.reach(run), None, False, visibility) for run in runs]
+    sunk = written_out(q, k, v, brute_force(visibility, 3), 0.3, sinks := torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close(SdpaKernel()(q, k, v, spans, 0.3, sinks), sunk, rtol=1e-11, atol=1e-12)
     narrow = [one.detach().float().requires_grad_() for one in (q, k, v)]  # float64 goes another way
     out = SdpaKernel()(*narrow, spans, 0.3)
     for mine, theirs in zip((out, *torch.autograd.grad(out, narrow, grad.float())), right, strict=True):

@@ -18,20 +18,21 @@ HEADS = {"heads": 4, "key_heads": 2, "head_dim": 16, "device": torch.device("cpu
 EXCHANGES = [None, "allgather", "ring"]
 
 
-def check(kernel, given, visibility, rows, extra=0):
+def check(kernel, given, visibility, rows, extra=0, sinks=False):
     """The kernel, prepared from `given`, computes what `visibility` says; `extra` tokens behind see nothing."""
     draw, length = torch.Generator().manual_seed(0), visibility.queries
     q, k, v = (
         torch.randn(rows, length + extra, n, 8, generator=draw, dtype=torch.float64).requires_grad_() for n in (6, 2, 2)
     )
-    out = kernel(q, k, v, kernel.prepare(given, q.dtype, q.device), 0.3)
+    asked = [q, k, v, *([torch.linspace(-2, 4, 6, dtype=q.dtype, requires_grad=True)] if sinks else [])]
+    out = kernel(q, k, v, kernel.prepare(given, q.dtype, q.device), 0.3, *asked[3:])
     assert bool((out[:, length:] == 0).all())
     seen = brute_force(visibility, rows)
-    expected = written_out(*(one[:, :length] for one in (q, k, v)), seen, 0.3)
+    expected = written_out(*(one[:, :length] for one in (q, k, v)), seen, 0.3, *asked[3:])
     torch.testing.assert_close(out[:, :length], expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
-    found = torch.autograd.grad(out[:, :length], (q, k, v), weight)
-    for one, other in zip(found, torch.autograd.grad(expected, (q, k, v), weight), strict=True):
+    found = torch.autograd.grad(out[:, :length], asked, weight)
+    for one, other in zip(found, torch.autograd.grad(expected, asked, weight), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -44,7 +45,8 @@ def test_packed_rows_are_what_the_mask_says(name):
     assert kernel.keys(positions, documents, packing) is None
     check(kernel, Visibility(153, 153, visibility.window, rows=3, packing=packing), visibility, 3, extra=3)
     check(kernel, visibility, visibility, 3)
-    assert flash.calls == 2
+    check(kernel, visibility, visibility, 3, sinks=True)
+    assert flash.calls == 3
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -83,7 +85,8 @@ def test_what_is_sdpas(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype, exchange):
     state = torch.get_rng_state()
-    assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, **HEADS) is None
+    for sinks in (False, True):
+        assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, sinks=sinks, **HEADS) is None
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -107,8 +110,8 @@ class FromTheStart(WrittenFlash):
 
 
 class WithoutGradientOfValues(WrittenFlash):
-    def __call__(self, q, k, v, segments, scale):
-        return super().__call__(q, k, v.detach(), segments, scale) + 0 * v.sum()
+    def __call__(self, q, k, v, segments, scale, sinks=None):
+        return super().__call__(q, k, v.detach(), segments, scale, sinks) + 0 * v.sum()
 
     def backward(self, *args):
         q_grad, k_grad, v_grad = super().backward(*args)
@@ -144,6 +147,8 @@ def test_a_kernel_that_computes_something_else_is_found_out(flash, exchange):
     if flash in (FromTheStart, OwnSumInBackward):  # right where it is asked for nothing more
         assert found.startswith(f"varlen for {exchange} gives")
         assert prove(flash(), window=5, dtype=torch.bfloat16, **HEADS) is None
+    if flash is OwnSumInBackward:
+        assert "gives other numbers" in prove(flash(), window=5, dtype=torch.bfloat16, sinks=True, **HEADS)
 
 
 def test_what_a_device_does_not_have_is_said():

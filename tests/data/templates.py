@@ -27,3 +27,5 @@ GENERATION = _read("generation")
 ANSWERS = _read("answers")
 # One form for turns of every role, in which calls of tools have no place; ends with EOS (Phi-4-mini).
 ONE_FORM = _read("one_form")
+# A reply names its channel, thinking has one of its own, and the last reply ends otherwise than those before (gpt-oss).
+CHANNELS = _read("channels")

@@ -54,6 +54,16 @@ EXPECTED = [
     # Earlier thinking is gone from the conversation; the last turn's is written by the model.
     ("QWEN3", {}, THINK, ["Me.<|im_end|>", "<think>\nnew\n</think>\n\nStill.<|im_end|>"]),
     ("QWEN3", {}, PLAIN, [" Me.\n<|im_end|>", EMPTY + "Still me, 東京 🙂!<|im_end|>"]),
+    # The channel is the model's own to name; the prompt ends before it.
+    (
+        "CHANNELS",
+        {},
+        [ASK, say("Me."), ASK, say("Still.", thinking="hm")],
+        [
+            "<|channel|>final<|message|>Me.<|end|>",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Still.<|return|>",
+        ],
+    ),
     # An empty thinking block in the prompt is not trained; thinking that stands there all the same is.
     ("QWEN3", {"enable_thinking": False}, PLAIN, [" Me.\n<|im_end|>", "Still me, 東京 🙂!<|im_end|>"]),
     ("QWEN3", {"enable_thinking": False}, THINK, ["Me.<|im_end|>", "<think>\nnew\n</think>\n\nStill.<|im_end|>"]),

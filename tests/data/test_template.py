@@ -26,7 +26,7 @@ CHATS = {
     "prompt": [ASK],
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü", "parameters": {"type": "object"}}}]
-FAMILIES = ("LLAMA3", "QWEN25", "QWEN3", "GEMMA3", "LLAMA2", "BY_INDEX", "GENERATION", "SLOPPY")
+FAMILIES = ("LLAMA3", "QWEN25", "QWEN3", "GEMMA3", "LLAMA2", "BY_INDEX", "GENERATION", "SLOPPY", "CHANNELS")
 
 
 def load(directory, template=None, **variables):

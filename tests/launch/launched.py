@@ -126,7 +126,7 @@ def reduces(recipe, runtime):
 
 
 def told_its_plan(recipe, runtime):
-    _mark(recipe, runtime, runtime.planned(60.0) if runtime.planned else "not asked")
+    _mark(recipe, runtime, runtime.planned(60.0).words if runtime.planned else "not asked")
 
 
 def starves(recipe, runtime):

@@ -198,7 +198,7 @@ def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
     with PlannedPeak(recipe, 1, "cuda") as roomy:
         assert roomy.too_much(2**40, 120) is None
         peak = roomy._peak.size
-        assert roomy.tell().startswith("planned peak")
+        assert roomy.peak().words.startswith("planned peak")
     with PlannedPeak(recipe, 1, "cuda") as tight:
         found = tight.too_much(int(peak * 1.02), 120)  # it fits, but for what CUDA itself takes
     assert not found.is_certain

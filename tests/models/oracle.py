@@ -31,6 +31,7 @@ _LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+_ALIKE = dict(rope_type="default", rope_theta=10000.0)
 _YARN = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=64)
 
 
@@ -67,6 +68,11 @@ def _qwen3_moe(**more):
 def _mixtral(**more):
     sizes = dict(intermediate_size=20, num_local_experts=6, num_experts_per_tok=2)
     return transformers.MixtralConfig(**{**_TINY, **sizes, **more})
+
+
+def _gpt_oss(**more):
+    sizes = dict(intermediate_size=20, num_local_experts=6, num_experts_per_tok=3, head_dim=16, sliding_window=9)
+    return transformers.GptOssConfig(**{**_TINY, **sizes, "swiglu_limit": 0.5, "rope_parameters": _ALIKE, **more})
 
 
 def _phi3(**more):
@@ -241,6 +247,15 @@ VARIANTS = {
         top_k_experts=3,
         moe_intermediate_size=12,
     ),
+    "gpt-oss": lambda: _gpt_oss(),
+    "gpt-oss-yarn": lambda: _gpt_oss(
+        num_key_value_heads=1,
+        swiglu_alpha=1.2,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        rope_parameters={**_YARN, "truncate": False},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "qwen3.5-pairs": lambda: _qwen3_5(linear_conv_kernel_dim=2),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
@@ -271,6 +286,7 @@ _CLASSES = {
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
     "gemma4_text": transformers.Gemma4ForCausalLM,
+    "gpt_oss": transformers.GptOssForCausalLM,
 }
 
 
@@ -346,12 +362,14 @@ def grads(model) -> dict[str, torch.Tensor]:
     """The gradients of a model, ours or transformers', by the names of files."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     if not isinstance(getattr(model, "config", None), ModelConfig):
+        if model.config.model_type == "gpt_oss":  # as in its files
+            return found
         names = _MIXTRAL if model.config.model_type == "mixtral" else {}
         return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole, names).items()}
     whole = {}
     for one in joints(model, found, stored=[".experts.0.down_proj.weight"]):  # one by one
         parts = [found[part] for part in one.parts]
-        whole[one.name] = torch.cat(parts, one.dim) if one.expert is None else parts[0][one.expert]
+        whole[one.name] = one.join(parts) if one.expert is None else parts[0][one.expert]
     names = getattr(model, "checkpoint_names", lambda name: [name])
     return {names(name)[0]: grad for name, grad in whole.items()}
 

@@ -38,6 +38,7 @@ def store_of(model):
         "gemma4-unshared",
         "gemma4-shared-pairs",
         "gemma4-moe",
+        "gpt-oss",
         "olmo3",
         "smollm3-window",
         "granite",

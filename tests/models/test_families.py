@@ -149,6 +149,8 @@ def in_float64(model, head_dim):
 
         return forward
 
+    is_halved = model.config.model_type == "gpt_oss"  # whose tables have each angle once
+
     def rotary(theta):
         turned = int(head_dim * model.config.rope_parameters.get("partial_rotary_factor", 1.0))
         turn = torch.tensor([theta ** (-2 * i / turned) for i in range(turned // 2)], dtype=torch.float64)
@@ -156,7 +158,7 @@ def in_float64(model, head_dim):
         def forward(x, position_ids, layer_type=None):
             base = turn if layer_type is None else rotary(model.config.rope_parameters[layer_type]["rope_theta"]).turn
             position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids  # one for each axis of an image
-            angles = (position_ids[..., None] * base).repeat(1, 1, 2)
+            angles = (position_ids[..., None] * base).repeat(1, 1, 1 if is_halved else 2)
             return angles.cos(), angles.sin()
 
         forward.turn = turn
@@ -169,6 +171,14 @@ def in_float64(model, head_dim):
             logits = F.linear(x, module.weight)
             weights, chosen = logits.softmax(-1).topk(module.top_k)
             return logits, weights / weights.sum(-1, keepdim=True) if normed else weights, chosen
+
+        return forward
+
+    def gpt_oss_router(module):
+        def forward(x):
+            logits = F.linear(x, module.weight, module.bias)
+            weights, chosen = logits.topk(module.top_k)
+            return logits, weights.softmax(-1), chosen
 
         return forward
 
@@ -207,7 +217,7 @@ def in_float64(model, head_dim):
         if kind == "Gemma4TextRouter":
             module.forward = gemma4_router(module)
         if kind.endswith("TopKRouter"):
-            module.forward = router(module)
+            module.forward = (gpt_oss_router if kind.startswith("GptOss") else router)(module)
         if kind.endswith("GatedDeltaNet"):
             module.forward = delta_net(module)
         if "ScaledWordEmbedding" in type(module).__name__:
@@ -225,7 +235,7 @@ def query_scale(positions, beta, length):
 
 FREED = ["llama2", "qwen2.5-tied", "qwen3", "mistral-window", "gemma3", "phi3-partial", "qwen3.5", "qwen3.5-tied"]
 FREED += ["qwen3-moe", "qwen3-moe-mixed", "mixtral", "mixtral-window", "qwen3.5-moe", "gemma4-moe"]
-FREED += ["gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
+FREED += ["gpt-oss", "gemma4", "gemma4-unshared", "gemma4-31b", "gemma4-shared-pairs"]
 FREED += ["olmo2", "olmo2-biases", "olmo3-tied", "smollm3-window", "granite-biases", "granite4", "ministral3-window"]
 
 

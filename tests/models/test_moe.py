@@ -147,6 +147,7 @@ def test_loads_say_how_uneven_the_experts_are():
         ("mixtral", "block_sparse_moe.experts.5.w3.weight"),
         ("qwen3.5-moe", "mlp.experts.gate_up_proj"),
         ("gemma4-moe", "experts.gate_up_proj"),
+        ("gpt-oss", "mlp.experts.gate_up_proj_bias"),
     ],
 )
 @torch.no_grad()
@@ -196,9 +197,9 @@ def test_fields_that_cannot_be_used_are_refused(variant, changes, message):
 
 
 def test_an_adapter_saves_no_experts(tmp_path):
-    recipe = tiny_recipe(tmp_path, "lora={modules_to_save: [experts.gate_proj]}", family="qwen3-moe")
+    recipe = tiny_recipe(tmp_path, "lora={modules_to_save: [experts.gate_up_proj]}", family="qwen3-moe")
     (problem,) = preflight(recipe, 1)
-    assert "means 2 stacks of experts, the first model.layers.0.mlp.experts.gate_proj" in problem
+    assert "means 2 stacks of experts, the first model.layers.0.mlp.experts.gate_up_proj" in problem
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_would():

@@ -19,18 +19,18 @@ from tests.tiny import tiny_recipe
 def test_a_run_is_told_its_planned_peak_and_waits_for_nothing(tmp_path):
     recipe = tiny_recipe(tmp_path)
     with PlannedPeak(recipe, 2, "cpu") as planned:
-        assert planned.tell() is None
+        assert planned.peak() is None
         expected = plan_step(recipe, read_config(recipe.model.path), config.sizes(recipe, 2), device="cpu").peak
-        assert planned.tell(wait=120) == planned.tell() == f"planned peak {gib(expected)}"
+        assert planned.peak(wait=120) is planned.peak() and planned.peak().words == f"planned peak {gib(expected)}"
 
 
 def test_what_cannot_be_planned_does_not_end_the_run(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path)
     with PlannedPeak(recipe, 3, "cpu") as refused:
-        assert "no plan (the recipe has a problem" in refused.tell(wait=120)
+        assert "no plan (the recipe has a problem" in refused.peak(wait=120).words
     monkeypatch.setattr("dtrain.plan.beside.make_plan", lambda *_: os._exit(3))
     with PlannedPeak(recipe, 2, "cpu") as died:
-        assert died.tell(wait=120) == "no plan (a process that worked on a plan died (3))"
+        assert died.peak(wait=120).words == "no plan (a process that worked on a plan died (3))"
 
 
 def test_children_end_with_their_parent_and_with_their_context(tmp_path):
@@ -77,7 +77,7 @@ def test_whatever_a_call_raises_is_told(tmp_path, monkeypatch):
     assert "in fails" in caught.value.__notes__[0]
     monkeypatch.setattr("dtrain.plan.beside.make_plan", fails)
     with PlannedPeak(tiny_recipe(tmp_path), 1, "cpu") as planned:
-        assert planned.tell(wait=120) == "no plan (Particular: this that)"
+        assert planned.peak(wait=120).words == "no plan (Particular: this that)"
 
 
 def test_of_a_run_in_processes_of_its_own_rank_0_is_told(tmp_path):

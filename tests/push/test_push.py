@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dtrain.cli import main
 from dtrain.launch import launch
+from dtrain.metrics import records
 from dtrain.push import curve
 from dtrain.push.card import shown
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
@@ -119,7 +120,7 @@ def test_every_curve_stays_in_its_picture(train, val):
 
 def test_values_that_are_no_numbers_are_left_out():
     rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.5}, {"loss": 2.0}]
-    assert curve.points(rows, "loss") == [(3.0, 1.5)]
+    assert records.points(rows, "loss") == [(3.0, 1.5)]
 
 
 def test_again_and_on_a_branch(hub, trained, logged_in):  # noqa: F811

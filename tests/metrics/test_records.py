@@ -1,0 +1,76 @@
+"""What a run wrote down, read again while others write; and small plots for a terminal."""
+
+import json
+import random
+
+from dtrain.metrics import records
+from dtrain.metrics.records import Answers, Lines, rows
+from dtrain.metrics.terminal import one_line, plot
+
+
+def test_lines_are_read_once_whole_and_anew_where_a_file_was_cut_or_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = Lines(path)
+    assert list(lines.look()) == []
+    path.write_bytes(b"one\ntwo\nthr")
+    assert list(lines.look()) == [(0, b"one\n"), (4, b"two\n")]
+    with path.open("ab") as file:
+        file.write(b"ee\n")
+    assert list(lines.look()) == [(8, b"three\n")] and lines.times == 0 and list(lines.look()) == []
+    path.write_bytes(b"one\n")  # cut, as a resume does
+    assert list(lines.look()) == [(0, b"one\n")] and lines.times == 1
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(b"eno\nmore\n")  # replaced by a longer one
+    fresh.replace(path)
+    assert list(lines.look()) == [(0, b"eno\n"), (4, b"more\n")] and lines.times == 2
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LONGEST", 100)
+    path = tmp_path / "a.jsonl"
+    for long in (99, 100, 101, 150, 200, 250):
+        path.write_bytes(b"one\n" + b"x" * long + b"\ntwo\n")
+        lines = Lines(path)
+        found = [line for _, line in lines.look()]
+        assert found[0] == b"one\n" and found[-1] == b"two\n" and len(found) + lines.skipped == 3
+        assert lines.skipped == (long >= 100) and list(lines.look()) == [] and lines.times == 0
+
+
+def test_rows_leave_out_what_is_damaged(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n[]\n{"a"\n\xff\n{"a": NaN}\n{"a": 3}')
+    assert [str(row["a"]) for row in rows(tmp_path / "a.jsonl")] == ["1", "nan"] and list(rows(tmp_path / "no")) == []
+
+
+def test_answers_are_found_by_their_steps_in_any_order_of_the_file(tmp_path):
+    path, draw = tmp_path / "samples.jsonl", random.Random(0)
+    written = [{"step": draw.randrange(5), "group": n, "prompt": "p", "completion": f"c{n}"} for n in range(200)]
+    written[7] = {"completion": "other order", "step": 2, "group": 7}
+    path.write_text("".join(json.dumps(row) + "\n" for row in written[:150]))
+    index = Answers(path)
+    assert index.look() and not index.look()
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in written[150:])
+    assert index.look()
+    for step in range(5):
+        assert [one.index for one in index.of_step(step)] == [row["group"] for row in written if row["step"] == step]
+    path.write_text("")
+    assert index.look() and not index.steps and list(index.of_step(2)) == []
+
+
+def test_a_plot_spans_the_values_and_keeps_a_single_spike():
+    spike = [(n, 0.0) for n in range(10_000)]
+    spike[5050] = (5050, 1.0)  # in the middle of a column
+    lines = plot(spike, width=40, height=4)
+    assert len(lines) == 5 and lines[0].startswith("1 ┤") and lines[3].startswith("0 ┤") and "9999" in lines[-1]
+    drawn = [line[3:] for line in lines[:4]]
+    assert len(drawn[0].replace("\u2800", "")) == 1 and len(drawn[3]) == 40
+    rising = plot([(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], width=10, height=5)
+    assert [len(line[3:].rstrip("\u2800")) for line in rising[:5]] == sorted(
+        (len(line[3:].rstrip("\u2800")) for line in rising[:5]), reverse=True
+    )
+    assert plot([(1.0, 1.0)]) == plot([]) == [] and len(plot([(1, 2.0), (2, 2.0)])) == 6
+
+
+def test_a_text_on_one_line_is_short_and_harmless():
+    assert one_line("a\n b\x1b[31m\tc\ud800", 40) == "a b\\x1b[31m c\\ud800"
+    assert one_line("x" * 100, 10) == "x" * 9 + "…"
