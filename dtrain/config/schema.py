@@ -404,7 +404,7 @@ class Dpo:
 
 @dataclass
 class Sampling:
-    """`grpo.sampling`: how completions are drawn. GRPO computes with the same distribution."""
+    """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
 
     temperature: float = 1.0
     """Divides the logits before anything else."""
