@@ -106,12 +106,12 @@ def _more_steps(recipe: Recipe, rows: Rows) -> str:
     """What would make more steps, the best first."""
     ways, per_pass, batch, facts = [], rows.rows_in_epoch(0), recipe.train.batch, facts_of(recipe)
     automatic = facts.automatic_batch(recipe, per_pass)
-    if facts.kind == "prompts":
-        ways.append("a smaller grpo.prompts_per_step")
+    if facts.more_steps is not None:
+        ways.append(facts.more_steps)
     elif automatic < batch:
         ways.append(f"train.global_batch=auto ({automatic} a step)")
     if rows.packing and rows.samples_in_epoch(0) > per_pass:
         ways.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
     enough = f"train.epochs={-(-FEWEST_STEPS * batch // per_pass)} or more"
-    epochs = "a larger train.epochs" if facts.kind == "prompts" else enough
+    epochs = "a larger train.epochs" if facts.more_steps is not None else enough
     return ", ".join([*ways, f"or {epochs}" if ways else epochs])

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from shutil import copytree
 
 import pytest
 
@@ -117,7 +118,7 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 
 
 def test_the_recipes_that_are_promised_ship():
-    quickstarts = {"quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo"}
+    quickstarts = {"quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo", "quickstart-distill"}
     assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", *quickstarts} <= set(NAMES)
 
 
@@ -176,7 +177,9 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     (tmp_path / "build" / "arithmetic" / "pairs.jsonl").write_text(PAIR)
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(parents=True)
     assert recipe.checkpoint.keep_every == 300  # which the second quickstart starts from
-    for name in ("quickstart-dpo", "quickstart-grpo"):
+    teacher = copytree(tmp_path / "build" / "arithmetic" / "model", tmp_path / "runs" / "quickstart" / "export")
+    (teacher / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    for name in ("quickstart-dpo", "quickstart-grpo", "quickstart-distill"):
         following = config.load(name)
         assert preflight(following, following.launch.nproc) == []
 

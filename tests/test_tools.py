@@ -144,7 +144,8 @@ def test_preferences_are_right_answers_and_the_models_own_wrong_ones(arithmetic,
 
 
 @pytest.mark.parametrize(
-    "name", ["setup", "test", "quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo"]
+    "name",
+    ["setup", "test", "quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo", "quickstart-distill"],
 )
 def test_shell_tools_parse(name):
     subprocess.run(["bash", "-n", ROOT / "tools" / name], check=True)

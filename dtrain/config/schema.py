@@ -418,7 +418,7 @@ class Dpo:
 
 @dataclass
 class Sampling:
-    """`grpo.sampling`: how completions are drawn. Training computes with the same distribution."""
+    """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
 
     temperature: float = 1.0
     """Divides the logits before anything else."""
@@ -626,15 +626,28 @@ class Distill:
     on the same mesh."""
     top_k: int | None = None
     """How many of the teacher's likeliest tokens count. null: all, exactly."""
-    kl: Literal["forward", "reverse", "mixed"] = "forward"
-    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both."""
+    kl: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
+    """forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both, jsd: the generalized
+    Jensen-Shannon divergence (arXiv:2306.13649)."""
     temperature: float = 1.0
     """Divides the logits of both; the loss is multiplied by its square."""
     mixed_kl_weight: float = 0.5
     """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
+    jsd_beta: float = 0.5
+    """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
     zero_outside_topk: bool = True
     """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
     against it. false: the student too is normalised over the teacher's top k, and free elsewhere."""
+    samples: Literal["data", "student"] = "data"
+    """Whose completions are trained on. student: the data's rows are prompts, as under method grpo, and the student's
+    own answers are what it learns from, drawn as training goes on."""
+    student_share: float = 1.0
+    """The share of a step's samples that the student draws. The rest are the data's."""
+    prompts_per_step: int | None = None
+    """Prompts of a rollout, a multiple of train.global_batch. null: as many, so that each step's samples are drawn by
+    the weights of that step."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How the student draws."""
 
 
 @dataclass

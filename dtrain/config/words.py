@@ -304,6 +304,7 @@ OURS = by_word(
         ),
         "distill.top_k": "topk_logits_k kd_top_k",
         "distill.temperature": "kd_temperature",
+        "distill.student_share, with distill.samples=student": "lmbda",
         "checkpoint.export, whose directory `dtrain push RUN OWNER/NAME` sends to the hub": "push_to_hub hub_model_id",
     }
 )
@@ -397,7 +398,7 @@ VALUES: dict[str, dict[str, str]] = {
     "run.name": {"write a name, such as run.name=first": "true", "leave it out, or write null": "false"},
     "checkpoint.init_from": {"write a run's directory, such as runs/first": "true", "write null": "false"},
     "data.chat_template": {"write a file's path; null takes the model's own": "true", "write null": "false"},
-    "distill.kl": {"mixed": "jsd both js", "forward": "fkl fwd", "reverse": "rkl rev"},
+    "distill.kl": {"mixed": "both", "jsd": "js gkd", "forward": "fkl fwd", "reverse": "rkl rev"},
     "dpo.reference": {"none": "false no"},
 }
 """Key → our value, and its remark after a comma, → their words for it. Looked up in lower case."""

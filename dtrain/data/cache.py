@@ -146,7 +146,8 @@ class Samples:
     def row(self, index: int) -> dict[str, Any]:
         """Of prompts: {"prompt": as the data has it, "columns": the row's others}."""
         content, offsets = self._columns
-        start, end = offsets[index : index + 2].tolist()
+        first = index * self.documents_per_sample
+        start, end = offsets[first : first + 2].tolist()
         return json.loads(bytes(content[start:end].tolist()))
 
     def column_names(self) -> list[str]:
@@ -369,13 +370,14 @@ def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: s
     if not rows:
         raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
     file, line, reason = writer.named[0]
+    is_pair = writer.documents > 1 and "columns.bin" not in writer.streams
     if writer.counts["too_long"] == rows:
         fix = "raise data.max_length, or set data.too_long=truncate"
     elif "max_length" in reason:
         fix = "raise data.max_length: what each row teaches lies beyond it"
-    elif writer.documents > 1:
+    elif is_pair:
         fix = "chosen and rejected must differ; `dtrain preview` shows them"
     else:
         fix = "data.loss_on and the roles of the messages say what is trained; `dtrain preview` shows it"
-    what = "teaches a preference" if writer.documents > 1 else "has a trained token"
+    what = "teaches a preference" if is_pair else "has a trained token"
     raise UserError(f"{label}: not one of {rows} rows {what} ({names}); {file}:{line}, for one: {reason}. Fix: {fix}")

@@ -19,6 +19,7 @@ from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
 from dtrain.data.formats import read_instruction, read_integers, read_messages, read_string, read_tools, require_keys
+from dtrain.data.sample import Encoder
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -42,15 +43,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """room: tokens of the longest prompt. system: the system message of conversations that have none."""
+    """room: tokens of the longest prompt. system: the system message of conversations that have none. loss_on: as
+    `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone."""
 
     room: int
     system: str | None = None
+    loss_on: str | None = None
 
     @classmethod
-    def within(cls, max_length: int, max_new_tokens: int, system: str | None) -> "PromptOptions":
+    def within(
+        cls, max_length: int, max_new_tokens: int, system: str | None, loss_on: str | None = None
+    ) -> "PromptOptions":
         """What a completion of `max_new_tokens` leaves of a sequence of `max_length`, one token at least."""
-        return cls(max(1, max_length - max_new_tokens), system)
+        return cls(max(1, max_length - max_new_tokens), system, loss_on)
 
 
 def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
@@ -111,7 +116,8 @@ def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> 
 
 
 class PromptEncoder(RowEncoder):
-    """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it."""
+    """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it; with
+    `options.loss_on` a second document, what `sample.Encoder` makes of the row."""
 
     keeps_columns = True
     marks = ("prompts, all columns",)
@@ -120,6 +126,11 @@ class PromptEncoder(RowEncoder):
         super().__init__(tokenizer, template, **limits)
         self.options = options
         self.decides = [[options.room, options.system]]
+        self._examples: Encoder | None = None
+        if options.loss_on is not None:
+            self._examples = Encoder(tokenizer, template, loss_on=options.loss_on, **limits)
+            self.decides[0].append(options.loss_on)
+            self.documents = 2
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         prompt = normalise_prompt(row, name)
@@ -130,7 +141,7 @@ class PromptEncoder(RowEncoder):
         ids = self.encode(prompt)
         if len(ids) > self.options.room and self.too_long == "error":
             raise UserError(
-                f"the prompt has {len(ids)} tokens, and beside grpo.sampling.max_new_tokens there is room for "
+                f"the prompt has {len(ids)} tokens, and beside sampling.max_new_tokens there is room for "
                 f"{self.options.room} within data.max_length={self.max_length}; raise it, or set data.too_long to "
                 "truncate or drop"
             )
@@ -141,7 +152,8 @@ class PromptEncoder(RowEncoder):
         except TypeError as problem:
             raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
         kept = ids[-self.options.room :]
-        return [Document(kept, bytearray(len(kept)), len(ids), columns)]
+        own = [] if self._examples is None else self._examples.documents_of(row, name)
+        return own if isinstance(own, str) else [Document(kept, bytearray(len(kept)), len(ids), columns), *own]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids, not yet cut, never none. Raises UserError."""

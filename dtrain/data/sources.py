@@ -221,7 +221,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
         lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
     if meta["untrained"]:
         named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason != LONG]
-        why = "without a trained token" if samples.documents_per_sample == 1 else "that teach no preference"
+        why = "without a trained token" if noun != "pairs" else "that teach no preference"
         lines.append(
             f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"
             + (", ..." if meta["untrained"] > len(named[:5]) else "")

@@ -4,6 +4,7 @@ to a loss. Knows no recipe. README.md has every loss with its formula.
     vocabulary                           a vocabulary over ranks and in tiles; parts of a softmax, merged
     hidden, head                         from hidden states, tile by tile: a sum with known weights; values by token
     head_filtered, head_kl, head_topk    the same under a filter, between two models, over a teacher's top-k
+    head_jsd                             between two models and their mixture
     preference_options, policy_options   the losses by name: options, defaults and ranges; no torch
     pair_losses, preference              of pairs: the formulas; losses by name, weights of tokens
     policy_losses, policy_core           sums over sequences, the formulas; a policy loss over a micro-batch
@@ -73,7 +74,16 @@ if TYPE_CHECKING:
         need_top_k_or_top_p_filtering,
     )
     from dtrain.losses.head_filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
-    from dtrain.losses.head_kl import HeadInput, KlSums, forward_kl, kl_sum_from_hidden_states, mixed_kl, reverse_kl
+    from dtrain.losses.head_jsd import jsd_sum_from_hidden_states
+    from dtrain.losses.head_kl import (
+        HeadInput,
+        KlSums,
+        forward_kl,
+        generalized_jsd,
+        kl_sum_from_hidden_states,
+        mixed_kl,
+        reverse_kl,
+    )
     from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
     from dtrain.losses.hidden import weighted_logprob_sum
     from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
@@ -92,7 +102,8 @@ _MODULES = {
     "losses.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
     "losses.head": "HeadLogprobs TrainingSamplingParams logprobs_from_hidden_states need_top_k_or_top_p_filtering",
     "losses.head_filtered": "apply_top_k_top_p filtered_logprobs_from_hidden_states",
-    "losses.head_kl": "HeadInput KlSums forward_kl kl_sum_from_hidden_states mixed_kl reverse_kl",
+    "losses.head_jsd": "jsd_sum_from_hidden_states",
+    "losses.head_kl": "HeadInput KlSums forward_kl generalized_jsd kl_sum_from_hidden_states mixed_kl reverse_kl",
     "losses.head_topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
     "losses.hidden": "weighted_logprob_sum",
     "losses.policy_core": "Counts PolicySpec means policy_terms top_entropy_threshold",

@@ -8,6 +8,7 @@ would take four and two. Three tiles of logits are held at once.
 `forward_kl`, `reverse_kl` and `mixed_kl` are the same of log-probabilities.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -72,16 +73,26 @@ def kl_sum_from_hidden_states(
     sizes.
     """
     check_share(forward_share)
+    tokens, others, group = tiles_of_both(student, teacher, index, shard, rows_per_tile)
+    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    forward, reverse = _kl_sums(tokens, others, scalings, forward_share, group).unbind()
+    return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
+
+
+def tiles_of_both(
+    student: HeadInput, teacher: HeadInput, index: Tensor, shard: VocabShard | None, rows: int | None
+) -> tuple[TiledSum, TiledSum, Group]:
+    """The tokens of either model in tiles of `rows` (None: as many as fit), and the group of the vocabulary's parts.
+    Raises ValueError for vocabularies of two sizes."""
     if len(student.weight) != len(teacher.weight):
         held = len(student.weight), len(teacher.weight)
         raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
     shard = shard or WHOLE
-    rows = rows_per_tile or tile_rows_of(student.weight, shard)
+    rows = rows or tile_rows_of(student.weight, shard)
     dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
     tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
-    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
-    forward, reverse = _kl_sums(tokens, teacher, scalings, forward_share, shard.group).unbind()
-    return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
+    with torch.no_grad():
+        return tokens, TiledSum(teacher.hidden, teacher.weight, index, rows, dtype), shard.group
 
 
 def check_share(forward_share: float) -> None:
@@ -91,11 +102,10 @@ def check_share(forward_share: float) -> None:
 
 @torch.no_grad()
 def _kl_sums(
-    tokens: TiledSum, teacher: HeadInput, scalings: tuple[Scaling, Scaling], forward_share: float, group: Group
+    tokens: TiledSum, others: TiledSum, scalings: tuple[Scaling, Scaling], forward_share: float, group: Group
 ) -> Tensor:
     """The two divergences [2]; leaves the gradient of their mix with `tokens`."""
     sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
-    others = TiledSum(teacher.hidden, teacher.weight, tokens.index, tokens.rows, tokens.dtype)
     memory = tokens.memory(3)
     for (tile, mine), (_, theirs) in zip(tokens.tiles(), others.tiles(), strict=True):
         scratch, gap, p = (tensor[: len(mine)] for tensor in memory)  # [t, V/tp]
@@ -193,6 +203,19 @@ def mixed_kl(
         raise ValueError(f"weight={weight}: the forward KL's share lies between 0 and 1")
     reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
     return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
+
+
+def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.5) -> Tensor:
+    """beta · KL(teacher || m) + (1 − beta) · KL(student || m), m = beta · teacher + (1 − beta) · student, over the last
+    dimension, [..., K] -> [...] (arXiv:2306.13649, equation 1); beta in (0, 1), else ValueError. What the student gives
+    to tokens beyond the K meets a teacher of probability 0 there."""
+    if not 0 < beta < 1:
+        raise ValueError(f"beta={beta}: the teacher's share of the mixture lies between 0 and 1")
+    own, other = math.log1p(-beta), math.log(beta)
+    mixed = torch.logaddexp(student_logprobs + own, teacher_logprobs + other)
+    outside = 1 - student_logprobs.exp().sum(-1)
+    inside = _expected(student_logprobs, student_logprobs, mixed) - own * outside
+    return beta * _expected(teacher_logprobs, teacher_logprobs, mixed) + (1 - beta) * inside
 
 
 def _expected(of: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.losses.head import Scaling
-from dtrain.losses.head_kl import HeadInput, check_share, forward_kl, reverse_kl
+from dtrain.losses.head_kl import HeadInput, check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.hidden import TiledSum, head_tile_rows, tile_rows_of
 from dtrain.losses.vocabulary import (
     WHOLE,
@@ -68,6 +68,7 @@ def topk_kl_sum_from_hidden_states(
     index: Tensor,
     *,
     forward_share: float = 1.0,
+    jsd_beta: float | None = None,
     temperature: float = 1.0,
     zero_outside: bool = True,
     shard: VocabShard | None = None,
@@ -75,7 +76,7 @@ def topk_kl_sum_from_hidden_states(
 ) -> TopkKlSums:
     """Σ over tokens index [T] (flat positions, each at most once) of forward_share · KL(p_teacher || p_student)
     + (1 − forward_share) · KL(p_student || p_teacher), p = softmax(logits / temperature), from the teacher's raw logits
-    [T, K] at its ids [T, K]; no factor temperature².
+    [T, K] at its ids [T, K]; no factor temperature². jsd_beta: `generalized_jsd` in its place.
 
     The teacher is normalised over its K tokens. zero_outside: elsewhere it is zero, and the student is normalised over
     the whole vocabulary; log 0 counts as −100 in KL(p_student || p_teacher). Otherwise the student is normalised over
@@ -87,7 +88,7 @@ def topk_kl_sum_from_hidden_states(
     shard = shard or WHOLE
     rows = rows_per_tile or tile_rows_of(student.weight, shard)
     tokens = TiledSum(student.hidden, student.weight, index, rows, compute_dtype(student.hidden.dtype))
-    loss = _Loss(forward_share, temperature, zero_outside)
+    loss = _Loss(forward_share, jsd_beta, temperature, zero_outside)
     scaling = Scaling(temperature, student.softcap)
     total, inside = _topk_kl_sums(tokens, teacher_logits, teacher_ids, scaling, loss, shard).unbind()
     return TopkKlSums(tokens.with_gradient(total), inside)
@@ -95,17 +96,20 @@ def topk_kl_sum_from_hidden_states(
 
 class _Loss(NamedTuple):
     forward_share: float
+    jsd_beta: float | None
     temperature: float
     zero_outside: bool
 
     @property
     def needs_entropy(self) -> bool:
-        return self.zero_outside and self.forward_share < 1
+        return self.zero_outside and self.forward_share < 1 and self.jsd_beta is None
 
     def __call__(self, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None, teacher_logits: Tensor) -> Tensor:
         """The student's logits at the ids [t, K], log Σ exp of all of them [t] and negative entropy [t] -> [t]."""
         teacher = (teacher_logits.to(at_ids.dtype) / self.temperature).log_softmax(-1)
         student = at_ids - lse[:, None] if self.zero_outside else at_ids.log_softmax(-1)
+        if self.jsd_beta is not None:
+            return generalized_jsd(student, teacher, self.jsd_beta)
         value = torch.zeros_like(lse)
         if self.forward_share > 0:
             value = value + self.forward_share * forward_kl(student, teacher)

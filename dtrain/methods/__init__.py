@@ -10,6 +10,7 @@ Names are imported when they are used: the facts are read where no torch is.
     precompute                   dpo: the reference's sums, once
     collect, engines             grpo: a rollout; what draws and judges it
     rollout_buffer               grpo: a rollout as tensors
+    on_policy                    distill: the student's own samples, in rollouts as grpo's
 """
 
 from importlib import import_module

@@ -143,7 +143,7 @@ class Collector:
         found = []
         for number, placement in enumerate(placements):
             (sample,) = placement.samples
-            ((ids, _),) = rows.samples[sample]
+            (ids, _), *_ = rows.samples[sample]
             found.append(PromptRow(first + number, ids.tolist(), rows.samples.row(sample)))
         return found
 

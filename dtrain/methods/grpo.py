@@ -6,8 +6,7 @@ order drawn from the seed. A step's completions are shared out over the data-par
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -18,19 +17,17 @@ from torch import Tensor
 
 from dtrain.batch import IGNORE, Batch
 from dtrain.config.schema import Recipe
-from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
+from dtrain.data import GlobalBatch, Rows, Tokenizer
 from dtrain.data.order import permute
 from dtrain.errors import UserError
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
-from dtrain.methods.method import MethodWithReference, RunContext
-from dtrain.methods.rollout_buffer import Buffer
+from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
-from dtrain.rollout.budget import deal
 from dtrain.rollout.rewards.find import lacking_columns
 
 FIELDS = (
@@ -39,24 +36,7 @@ FIELDS = (
 )
 
 
-@dataclass
-class Position:
-    """Where in the rollouts a run is.
-
-    rollout: their number so far; done: updates of the last one; step: optimizer steps, which is the version of the
-    weights; cursor, epochs: of the data, where the next rollout's prompts begin, None before the first; checked:
-    whether engine and trainer were compared.
-    """
-
-    rollout: int = 0
-    done: int = 0
-    step: int = 0
-    cursor: Cursor | None = None
-    epochs: float = 0.0
-    checked: bool = False
-
-
-class GrpoMethod(MethodWithReference):
+class GrpoMethod(RolloutMethod, MethodWithReference):
     """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`."""
 
     def __init__(self, recipe: Recipe):
@@ -64,10 +44,6 @@ class GrpoMethod(MethodWithReference):
         section, drawn = recipe.grpo, recipe.grpo.sampling
         self.spec = PolicySpec(section.loss, section.clip, section.beta, section.kwargs)
         self.sampling = TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
-        self._buffer = Buffer.empty(0, 0, ())
-        self._position = Position()
-        self._is_over = False  # the data's epochs
-        self._measured: dict[str, float] = {}
         self._began = 0.0
         self._is_idle = False
 
@@ -117,7 +93,7 @@ class GrpoMethod(MethodWithReference):
         if self.facts.needs_reference(self.recipe):
             self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
-        self._policy, self._run = policy, run
+        self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section.show)
         self._collector = Collector(
             section,
@@ -131,32 +107,9 @@ class GrpoMethod(MethodWithReference):
             ask_stop=run.ask_stop,
         )
 
-    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
-        section = self.recipe.grpo
-        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
-        whole, rest = divmod(left, section.prompts_per_step)
-        steps = whole * self._steps(section.prompts_per_step * section.group_size)
-        begun = self._steps(saved["sequences"]) - saved["done"] if saved.get("sequences") else 0
-        return begun + steps + self._steps(rest * section.group_size)
-
-    def before_step(self, cursor: Cursor) -> None:
-        """Draws a rollout where the updates of the last one are done."""
-        if not self._is_begun() and not self._is_over:
-            rollout = self._collector.collect(self._position.cursor or cursor, self._position.step)
-            self._is_over = rollout is None
-            if rollout is not None:
-                self._adopt(rollout)
-
-    def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
-        """The minibatches of the rollouts. `samples` are completions of the buffer, this dp rank's share of them."""
-        while not self._is_over:
-            chosen = self._minibatch()
-            samples = self._shares(chosen)[policy.mesh.dp_rank]
-            yield GlobalBatch([], samples, len(chosen), self._position.cursor or cursor, self._position.epochs)
-
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         self._began = time.perf_counter()
-        return self._buffer.batch(rows.samples)
+        return super().batch(rows, split)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         quantile, threshold = self.spec.options["top_entropy_quantile"], None
@@ -195,11 +148,6 @@ class GrpoMethod(MethodWithReference):
             entropy_threshold=entropy_threshold,
         )
 
-    def after_step(self, policy: Policy, step: int) -> None:
-        self._position.done += 1
-        self._position.step = step
-        super().after_step(policy, step)
-
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
         found = means(sums)
@@ -226,42 +174,10 @@ class GrpoMethod(MethodWithReference):
         return {f"val_{name}": value for name, value in found.items()}
 
     def state(self) -> dict[str, Any]:
-        """Where in a rollout the run is. A rollout whose updates are over is not kept."""
-        place = asdict(self._position) | {"has_reference": bool(self._moving)}
-        place["cursor"] = list(self._position.cursor or (0, 0))
-        if not self._is_begun():
-            return place
-        buffer = self._buffer
-        sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
-        return place | sizes | {"measured": self._measured, "settings": self._settings()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The buffer's [N] and [T], and the reference's [...] where it moves."""
-        kept = {f"buffer.{name}": one for name, one in self._buffer.tensors().items()} if self._is_begun() else {}
-        return kept | super().tensors()
+        return super().state() | {"has_reference": bool(self._moving)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on."""
-        self._check_goes_on(state)
-        names = asdict(self._position)
-        self._position = Position(**{name: state[name] for name in names})
-        self._position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
-        self._measured = dict(state.get("measured", {}))
-        if "sequences" in state:
-            self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"])
-
-    def _settings(self) -> dict[str, Any]:
-        """What may not change within a rollout: its updates are counted, its log-probabilities measured by these."""
-        section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
-        return {
-            "train.global_batch": self.recipe.train.batch,
-            "grpo.updates_per_rollout": section.updates_per_rollout,
-            "grpo.sampling.temperature": drawn.temperature,
-            "grpo.sampling.top_k": drawn.top_k,
-            "grpo.sampling.top_p": drawn.top_p,
-        }
-
-    def _check_goes_on(self, state: Mapping[str, Any]) -> None:
+        """Raises UserError where the recipe has changed whether the reference moves, too."""
         step, section = state["step"], self.recipe.grpo
         if state["has_reference"] != bool(self._moving):
             holds = "holds the reference that it had moved to" if state["has_reference"] else "holds no reference"
@@ -270,53 +186,31 @@ class GrpoMethod(MethodWithReference):
                 f"{holds}. Whether the reference moves stays as it was; for a change begin another run with these "
                 "weights (checkpoint.init_from, run.name)"
             )
-        if "sequences" not in state:
-            return
-        saved, own = state["settings"], self._settings()
-        changed = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
-        if section.beta and "reference_logprobs" not in state["per_token"]:
-            changed.append(f"grpo.beta: 0.0 -> {section.beta}")
-        if changed:
-            raise UserError(
-                f"the checkpoint of step {step} stands within a rollout, whose updates go on as they began, and the "
-                "recipe has changed them:\n  "
-                + "\n  ".join(changed)
-                + "\nTake the change back, resume from a step between two rollouts (checkpoint.resume=..), or begin "
-                "another run with these weights (checkpoint.init_from, run.name)"
-            )
+        super().load(state)
 
-    def _is_begun(self) -> bool:
-        return self._position.done < self._steps(len(self._buffer))
-
-    def _steps(self, sequences: int) -> int:
-        """Optimizer steps that a rollout of so many completions makes."""
-        return -(-sequences // self.recipe.train.batch) * self.recipe.grpo.updates_per_rollout
-
-    def _shares(self, chosen: Sequence[int]) -> list[list[int]]:
-        """These completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
-        model, ranks = self._policy.model, self._policy.mesh.dp_size
-        lengths = self._buffer.lengths[list(chosen)].tolist()
-        costs = [length * model.flops_per_token(length) for length in lengths]
-        # Fixed micro-batches are rows: a rank takes no more of them than its part.
-        most = -(-len(chosen) // ranks) if isinstance(self.micro_rows, int) else None
-        return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]
-
-    def _minibatch(self) -> list[int]:
-        """The completions of this step, over all ranks; those that do not count are left out."""
-        total, size = len(self._buffer), self.recipe.train.batch
-        pass_number, part = divmod(self._position.done, -(-total // size))
+    def _order(self, total: int, pass_number: int) -> Tensor:
         drawn = key("minibatch", self.recipe.run.seed, self._position.rollout, pass_number)
-        order = permute(torch.arange(total), total, drawn)
-        chosen = order[part * size : (part + 1) * size].tolist()
-        counted = self._buffer.counted.tolist()
-        return sorted(index for index in chosen if counted[index])
+        return permute(torch.arange(total), total, drawn)
+
+    def _settings(self) -> dict[str, Any]:
+        """By these the log-probabilities are measured, too."""
+        section, drawn = self.recipe.grpo, self.recipe.grpo.sampling
+        return super()._settings() | {
+            "grpo.updates_per_rollout": section.updates_per_rollout,
+            "grpo.sampling.temperature": drawn.temperature,
+            "grpo.sampling.top_k": drawn.top_k,
+            "grpo.sampling.top_p": drawn.top_p,
+        }
+
+    def _changed(self, state: Mapping[str, Any]) -> list[str]:
+        beta = self.recipe.grpo.beta
+        is_new = beta and "reference_logprobs" not in state["per_token"]
+        return super()._changed(state) + ([f"grpo.beta: 0.0 -> {beta}"] if is_new else [])
 
     def _adopt(self, rollout: Rollout) -> None:
         """Take a rollout over: what its updates need of the weights as they are, the files, and the table."""
+        super()._adopt(rollout)
         position = self._position
-        self._buffer, self._measured = rollout.buffer, rollout.measured
-        position.rollout, position.done = position.rollout + 1, 0
-        position.cursor, position.epochs = rollout.cursor, rollout.epochs
         is_one_step = self._steps(len(self._buffer)) == 1
         most = None if position.checked else self.recipe.grpo.max_mismatch
         if most is not None or not is_one_step:
@@ -326,8 +220,8 @@ class GrpoMethod(MethodWithReference):
             position.checked = True
         if is_one_step:  # the update begins at the weights that it is measured by: the ratio is 1
             self._buffer.per_token.pop("old_logprobs", None)
-        if self._policy.reference is not None:
-            with self._policy.use_reference_model():
+        if self.policy.reference is not None:
+            with self.policy.use_reference_model():
                 self._score("reference_logprobs")
         self._run.metrics.samples(position.step + 1, rollout.rows)
         self._table.show(position.step + 1, rollout)
@@ -345,10 +239,10 @@ class GrpoMethod(MethodWithReference):
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""
-        shares = self._shares(range(len(self._buffer)))
-        mine = shares[self._policy.mesh.dp_rank]
-        values = self._policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
-        gathered, _ = self._policy.gather_over_dp(self._buffer.flat(values, mine))
+        shares = self._shares(self._buffer, range(len(self._buffer)))
+        mine = shares[self.policy.mesh.dp_rank]
+        values = self.policy.label_logprobs(self._buffer.batch(mine), self.micro_rows, self.sampling)
+        gathered, _ = self.policy.gather_over_dp(self._buffer.flat(values, mine))
         self._buffer.place(name, gathered, [index for share in shares for index in share])
 
     def _check_mismatch(self, most: float) -> None:

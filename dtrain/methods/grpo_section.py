@@ -11,6 +11,22 @@ from dtrain.methods.dpo_section import base_problems
 from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
 from dtrain.rollout.rewards import options as rewards
 
+
+def sampling_ranges(section: str) -> tuple:
+    """Of `sampling` in this section, as `dtrain.check.RANGES`."""
+    return (
+        (
+            f"{section}.sampling.temperature",
+            lambda v: is_number(v) and v > 0,
+            "a finite number, more than 0, 1e-10 to 1e10",
+        ),
+        (f"{section}.sampling.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all"),
+        (f"{section}.sampling.top_p", lambda v: 0 < v <= 1, "more than 0, up to 1"),
+        (f"{section}.sampling.max_new_tokens", lambda v: v >= 1, "at least 1"),
+        (f"{section}.sampling.stop", lambda v: all(v), "texts that are not empty"),
+    )
+
+
 # As `dtrain.check.RANGES`.
 SECTION_RANGES = (
     ("grpo.prompts_per_step", lambda v: v >= 1, "at least 1"),
@@ -28,11 +44,7 @@ SECTION_RANGES = (
     ("grpo.unshard", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("grpo.max_mismatch", lambda v: v > 0, "more than 0, or null for no check"),
     ("grpo.show", lambda v: v >= 0, "at least 0"),
-    ("grpo.sampling.temperature", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
-    ("grpo.sampling.top_k", lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all"),
-    ("grpo.sampling.top_p", lambda v: 0 < v <= 1, "more than 0, up to 1"),
-    ("grpo.sampling.max_new_tokens", lambda v: v >= 1, "at least 1"),
-    ("grpo.sampling.stop", lambda v: all(v), "texts that are not empty"),
+    *sampling_ranges("grpo"),
     ("grpo.server.timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
     ("grpo.server.start_timeout", lambda v: 0 < v < math.inf, "a finite number, more than 0"),
     ("grpo.server.retries", lambda v: v >= 0, "at least 0"),
@@ -66,6 +78,14 @@ def problems(recipe: Recipe) -> list[str]:
     return found
 
 
+def no_room(section: str, drawn: int, longest: int) -> str:
+    """What is said of completions of so many tokens within so many."""
+    return (
+        f"{section}.sampling.max_new_tokens={drawn} leaves no room for a prompt within data.max_length={longest}, "
+        "which bounds both together: lower the first or raise the second"
+    )
+
+
 def _sizes(recipe: Recipe) -> list[str]:
     section, found = recipe.grpo, []
     rollout = section.prompts_per_step * section.group_size
@@ -84,10 +104,7 @@ def _sizes(recipe: Recipe) -> list[str]:
         )
     longest = recipe.data.max_length
     if longest >= 2 and section.sampling.max_new_tokens >= longest:
-        found.append(
-            f"grpo.sampling.max_new_tokens={section.sampling.max_new_tokens} leaves no room for a prompt within "
-            f"data.max_length={longest}, which bounds both together: lower the first or raise the second"
-        )
+        found.append(no_room("grpo", section.sampling.max_new_tokens, longest))
     cache = section.overlong_cache
     if cache is not None and cache > section.sampling.max_new_tokens:
         found.append(

@@ -1,9 +1,24 @@
 """Every method by the name that a recipe calls it by."""
 
+from collections.abc import Callable
+
+from dtrain.config.schema import Recipe
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.dpo import DpoMethod
 from dtrain.methods.grpo import GrpoMethod
 from dtrain.methods.method import Method
+from dtrain.methods.on_policy import OnPolicyDistillMethod
 from dtrain.methods.sft import SftMethod
 
-METHODS: dict[str, type[Method]] = {"sft": SftMethod, "dpo": DpoMethod, "grpo": GrpoMethod, "distill": DistillMethod}
+
+def _distill(recipe: Recipe) -> Method:
+    draws = recipe.distill.samples == "student"
+    return OnPolicyDistillMethod(recipe) if draws else DistillMethod(recipe)
+
+
+METHODS: dict[str, Callable[[Recipe], Method]] = {
+    "sft": SftMethod,
+    "dpo": DpoMethod,
+    "grpo": GrpoMethod,
+    "distill": _distill,
+}

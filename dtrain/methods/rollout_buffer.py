@@ -1,4 +1,5 @@
-"""The completions of one rollout as tensors, the same on every rank: what its updates read, and a checkpoint keeps."""
+"""The completions of one rollout as tensors, the same on every rank: what its updates read, and a checkpoint keeps; and
+where in the rollouts a run is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,9 +9,27 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import IGNORE, ROW_STREAMS, Batch, collate
+from dtrain.data import Cursor
 
 # Per token of a completion, in the buffer and (where its label stands, one place before) as a stream of the batch.
 PER_TOKEN = ("sampling_logprobs", "old_logprobs", "reference_logprobs")
+
+
+@dataclass
+class Position:
+    """Where in the rollouts a run is.
+
+    rollout: their number so far; done: updates of the last one; step: optimizer steps, which is the version of the
+    weights; cursor, epochs: of the data, where the next rollout's prompts begin, None before the first; checked:
+    whether engine and trainer were compared.
+    """
+
+    rollout: int = 0
+    done: int = 0
+    step: int = 0
+    cursor: Cursor | None = None
+    epochs: float = 0.0
+    checked: bool = False
 
 
 @dataclass(frozen=True)

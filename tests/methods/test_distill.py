@@ -1,6 +1,7 @@
 """Method distill: loss and gradient against dense float64 logits, and the same numbers on every mesh."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dtrain import config, models
 from dtrain.batch import IGNORE, collate
 from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.config import sizes
-from dtrain.losses import forward_kl, reverse_kl
+from dtrain.losses import HeadInput, forward_kl, reverse_kl
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -47,6 +48,8 @@ def dense_loss(section, student_logits, teacher_logits):
     """T² · KL [T tokens] from whole logits, by the recipe's words."""
     student, teacher = (logits.double() / section.temperature for logits in (student_logits, teacher_logits))
     logq, logp = student.log_softmax(-1), teacher.log_softmax(-1)
+    if section.kl == "jsd":
+        return section.temperature**2 * dense_jsd(section, student, teacher)
     share = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight}[section.kl]
     if section.top_k is not None:
         values, ids = teacher.topk(section.top_k, -1)
@@ -60,6 +63,49 @@ def dense_loss(section, student_logits, teacher_logits):
     else:
         forward, reverse = forward_kl(logq, logp), reverse_kl(logq, logp)
     return section.temperature**2 * (share * forward + (1 - share) * reverse)
+
+
+def dense_jsd(section, student, teacher):
+    """β · KL(teacher || m) + (1 − β) · KL(student || m) [T tokens] of probabilities, m their mixture."""
+    q, p, beta = student.softmax(-1), teacher.softmax(-1), section.jsd_beta
+    if section.top_k is not None:
+        values, ids = teacher.topk(section.top_k, -1)
+        p = torch.zeros_like(p).scatter(-1, ids, values.softmax(-1))
+        if not section.zero_outside_topk:
+            q = torch.zeros_like(q).scatter(-1, ids, student.gather(-1, ids).softmax(-1))
+    mixed = beta * p + (1 - beta) * q
+    both = [
+        torch.where(one > 0, one * (one.clamp(min=1e-300).log() - mixed.clamp(min=1e-300).log()), 0).sum(-1)
+        for one in (p, q)
+    ]
+    return beta * both[0] + (1 - beta) * both[1]
+
+
+# TRL 1.16's GKDTrainer.generalized_jsd_loss at temperature 2, summed and divided by the three tokens, by its beta.
+TRLS = {
+    0.0: 0.834747055671241,
+    0.1: 0.06766076804933872,
+    0.5: 0.16257490642797431,
+    0.9: 0.05997115782503728,
+    1.0: 0.6949129513995734,
+}
+
+
+@pytest.mark.parametrize("beta", TRLS)
+@pytest.mark.parametrize("k", [None, 20])
+def test_the_jsd_is_trls(tmp_path, beta, k):
+    """On the same logits, through heads that are the identity, and through the teacher's top 20 of 20."""
+    places = torch.arange(60, dtype=torch.float64).view(3, 20)
+    student, teacher = (places * 1.7).sin() * 4, (places * places * 0.3).cos() * 3
+    section = recipe_at(tmp_path, "distill.kl=jsd", f"distill.jsd_beta={beta}", "distill.temperature=2")
+    section.distill.top_k = k
+    method = DistillMethod(section)
+    eye = torch.eye(20, dtype=torch.float64)
+    method.teacher = SimpleNamespace(at_head=lambda inputs, fn: fn(HeadInput(teacher, eye)))
+    source = SimpleNamespace(head_input=HeadInput(student, eye), inputs={}, shard=None)
+    index, three = torch.arange(3), torch.tensor(3)
+    loss, _ = method.loss(source, {"label_index": index}, three, three)
+    assert loss.item() / 4 == pytest.approx(TRLS[beta], rel=1e-6)
 
 
 def policy_of(recipe, rank=0, world_size=1):
@@ -105,6 +151,9 @@ def gradients_of_one_step(rank, recipe, batch):
         ["top_k=5", "kl=mixed"],
         ["top_k=5", "kl=reverse", "zero_outside_topk=false"],
         [f"top_k={VOCAB}"],
+        ["kl=jsd", "jsd_beta=0.3", "temperature=2.0"],
+        ["top_k=5", "kl=jsd", "jsd_beta=0.8"],
+        ["top_k=5", "kl=jsd", "zero_outside_topk=false"],
     ],
 )
 def test_loss_and_gradients_are_those_of_dense_logits(tmp_path, options):
@@ -118,6 +167,7 @@ def test_loss_and_gradients_are_those_of_dense_logits(tmp_path, options):
 KINDS = {
     "whole vocabulary": ["distill.kl=mixed", "distill.temperature=2.0"],
     "top k": ["distill.top_k=7", "distill.kl=mixed"],
+    "jsd": ["distill.kl=jsd", "distill.jsd_beta=0.3"],
 }
 
 
@@ -159,6 +209,7 @@ CASES = [
     ("dp2 tp2+sp cp2", "whole vocabulary", "false"),
     ("dp3 tp2", "top k", "true"),
     ("dp_replicate2 dp2 tp2", "whole vocabulary", "true"),
+    ("dp3 tp2", "jsd", "false"),
 ]
 
 
@@ -213,7 +264,7 @@ def assert_four(recipe, expected, expected_weights):
             assert error <= 1e-9, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["whole vocabulary", "top k"])
 def test_validation_is_the_loss_over_the_whole_set(tmp_path, kind):
     """At a rate of 0, on one batch that is the whole training set."""
     options = ["data.val.path=${data.train.path}", "train.validate_every=1", "train.steps=1", "data.packing=false"]

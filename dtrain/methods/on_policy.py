@@ -1,0 +1,147 @@
+"""On-policy distillation: the student answers the data's prompts itself, and learns the teacher's distribution at the
+tokens that it drew (Agarwal et al., arXiv:2306.13649).
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import Batch
+from dtrain.config.schema import Grpo
+from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.methods.collect import Collector, PromptRow, Rollout, lengths_of
+from dtrain.methods.distill import DistillMethod
+from dtrain.methods.engines import open_engine
+from dtrain.methods.method import RolloutMethod, RunContext
+from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.policy import Packed, Policy
+
+
+class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
+    """Distillation where `distill.samples` is student: the loss is `DistillMethod`'s, its tokens those of rollouts.
+
+    Steps take a rollout's samples in the data's order, so that student_share of each step's are the student's. A
+    validation set is answered by the student too, by its likeliest tokens.
+    """
+
+    @property
+    def rollouts(self) -> Grpo:
+        section = self.recipe.distill
+        prompts = section.prompts_per_step or self.recipe.train.batch
+        return Grpo(prompts_per_step=prompts, group_size=1, rewards=[], sampling=section.sampling)
+
+    @property
+    def micro_rows(self) -> int | Packed:
+        """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
+        size = self.recipe.train.micro_batch
+        return Packed(self.facts.longest_row(self.recipe)) if self.recipe.data.packing else size
+
+    @property
+    def choices(self) -> list[str]:
+        drawn, share = self.rollouts.prompts_per_step, self.recipe.distill.student_share
+        steps = self._steps(drawn)
+        theirs = "all" if share == 1 else f"{share:g} of them"
+        plural = "s" * (steps > 1)
+        return [f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"]
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        """Opens the teacher and the engine."""
+        super().begin(policy, splits, run)
+        recipe = replace(self.recipe, grpo=self.rollouts)
+        tokenizer = Tokenizer.from_directory(recipe.model.directory)
+        self.policy, self._run = policy, run
+        self._collector: StudentCollector = StudentCollector(
+            Fraction(str(recipe.distill.student_share)),
+            recipe.grpo,
+            engine=open_engine(recipe, policy, tokenizer, run),
+            rows=splits["train"],
+            tokenizer=tokenizer,
+            rewards=None,
+            episodes=None,
+            max_length=recipe.data.max_length,
+            seed=recipe.run.seed,
+            ask_stop=run.ask_stop,
+        )
+
+    def _adopt(self, rollout: Rollout) -> None:
+        super()._adopt(rollout)
+        self._run.metrics.samples(self._position.step + 1, rollout.rows)
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The divergences, and the rollout's lengths; `rollout_time` in the first step of a rollout alone."""
+        measured = dict(self._measured)
+        if self._position.done > 1:
+            measured.pop("rollout_time", None)
+        return measured | self.divergences(sums)
+
+    def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
+        placements, first = rows.placements(), 0
+        while taken := list(islice(placements, self.recipe.train.batch)):
+            asked = self._collector.asked(rows, taken, first)
+            first += len(taken)
+            buffer = _buffer(self._collector.answer_greedily(asked, self._position.step))
+            yield buffer.batch(self._shares(buffer, range(len(buffer)))[policy.mesh.dp_rank])
+
+
+class StudentCollector(Collector):
+    """Draws rollouts without rewards, in which a `share` of the samples is the student's and the rest the data's."""
+
+    def __init__(self, share: Fraction, section: Grpo, **parts: Any):
+        super().__init__(section, **parts)
+        self.share = share
+
+    def collect(self, cursor: Cursor, version: int) -> Rollout | None:
+        began = time.perf_counter()
+        taken = list(islice(self.rows.placements(cursor), self.section.prompts_per_step))
+        if not taken:
+            return None
+        asked = self.asked(self.rows, taken, self.rows.rows_before(cursor))
+        drawing = [one for one in asked if self.is_drawn(one.index)]
+        drawn = self._draw(drawing, self._requests(drawing), version, self.ask_stop) if drawing else []
+        answers = iter(drawn)
+        samples = [
+            next(answers) if self.is_drawn(one.index) else self._given(placement.samples[0])
+            for one, placement in zip(asked, taken, strict=True)
+        ]
+        measured = lengths_of(drawn) | {"rollout_time": time.perf_counter() - began}
+        lines = self._told(drawing, drawn) if self.ranks.is_first else []
+        return Rollout(_buffer(samples), taken[-1].after, taken[-1].epochs, measured, lines)
+
+    def is_drawn(self, index: int) -> bool:
+        """Whether the student answers the prompt at this place of the endless sequence. The places are spread evenly,
+        so that any so many prompts in a row have `share` of them, as whole numbers allow."""
+        return (index + 1) * self.share // 1 > index * self.share // 1
+
+    def answer_greedily(self, asked: Sequence[PromptRow], version: int) -> list[Sample]:
+        """A completion of the likeliest tokens for each prompt."""
+        return self._draw(asked, self._requests(asked, greedy=True), version)
+
+    def _given(self, sample: int) -> Sample:
+        """What the data has for a prompt: the row as it is trained with `distill.samples=data`."""
+        ids, trained = self.rows.samples[sample][1]
+        return Sample([], ids.tolist(), trained.tolist(), [0.0] * len(ids), "data")
+
+    def _told(self, asked: Sequence[PromptRow], drawn: Sequence[Sample]) -> list[dict[str, Any]]:
+        """What samples.jsonl says of each completion that was drawn."""
+        return [
+            {
+                "group": one.index,
+                "prompt": one.row["prompt"],
+                "completion": self.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                "tokens": len(sample.ids),
+                "finish": sample.finish,
+            }
+            for one, sample in zip(asked, drawn, strict=True)
+        ]
+
+
+def _buffer(samples: Sequence[Sample]) -> Buffer:
+    """All of them count, and train what was drawn or is marked."""
+    all_of_them: Tensor = torch.ones(len(samples), dtype=torch.bool)
+    return Buffer.of(samples, torch.zeros(len(samples)), all_of_them, all_of_them)
