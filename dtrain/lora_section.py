@@ -197,7 +197,9 @@ def _targets(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     for entry in config.parameters:
         if not replace(config, parameters=(entry,)).adapted(single):
             ends = dict.fromkeys(".".join(parameter_name(name).split(".")[-2:]) for name in single)
-            hint = f"there are experts, {', '.join(ends)}" if single else "it has no experts, so leave this out"
+            hint = (
+                f"there are experts, {', '.join(ends)}" if single else "this model has none that take one; leave it out"
+            )
             found.append(f"lora.target: {entry} matches no matrices of experts; {hint}")
     for key, wanted in (("target", config.target), ("exclude", config.exclude)):
         entries: list[Any] = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
