@@ -25,7 +25,7 @@ COMMANDS = by_word(
         "`dtrain run RECIPE` trains, by method: sft | dpo | grpo | distill; `dtrain ls` lists recipes to begin with": (
             "orpo kto rm reward ppo rloo gkd pt lora qlora pairs rl"
         ),
-        "`dtrain generate DIR` answers prompts, one a line": "chat inference infer complete predict ask prompt sample",
+        "`dtrain generate DIR` answers prompts, one a line": "inference infer complete predict ask prompt sample",
         "`dtrain serve DIR` answers over HTTP, as OpenAI's API has it": (
             "api vllm-serve vllm_serve server deploy webui webchat ui studio gradio"
         ),

@@ -8,7 +8,11 @@ from dtrain.methods.dpo import DpoMethod
 from dtrain.methods.grpo import GrpoMethod
 from dtrain.methods.method import Method
 from dtrain.methods.on_policy import OnPolicyDistillMethod
-from dtrain.methods.sft import SftMethod
+from dtrain.methods.sft import DftMethod, SftMethod
+
+
+def _sft(recipe: Recipe) -> Method:
+    return DftMethod(recipe) if recipe.sft.loss == "dft" else SftMethod(recipe)
 
 
 def _distill(recipe: Recipe) -> Method:
@@ -17,7 +21,7 @@ def _distill(recipe: Recipe) -> Method:
 
 
 METHODS: dict[str, Callable[[Recipe], Method]] = {
-    "sft": SftMethod,
+    "sft": _sft,
     "dpo": DpoMethod,
     "grpo": GrpoMethod,
     "distill": _distill,

@@ -166,9 +166,13 @@ def adaptable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers. Stacks
-    that the files have turned (gpt-oss) get no adapter."""
-    if (experts := config.experts) is None or experts.turned:
+    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers, as far
+    as they may have an adapter: stacks that the files have turned (gpt-oss) get none."""
+    return {} if config.experts is not None and config.experts.turned else _sparse(config)
+
+
+def _sparse(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    if (experts := config.experts) is None:
         return {}
     count, inner, hidden = experts.count, experts.inner, config.hidden_size
     parent = "experts" if experts.beside else "mlp.experts"
@@ -256,4 +260,6 @@ def modules(config: ModelConfig) -> list[str]:
     of_layers += [f"model.layers.{number}.{name}" for number in numbers for name in sparse]
     if config.per_layer is not None:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
-    return [*ENDS, "model.norm", *adaptable(config), *of_layers]
+    if config.has_sinks:
+        of_layers += [f"model.layers.{number}.self_attn.scores" for number in range(config.num_hidden_layers)]
+    return [*ENDS, "model.norm", *linears(config), *_sparse(config), *of_layers]
