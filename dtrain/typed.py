@@ -43,7 +43,7 @@ COMMANDS = by_word(
         "`dtrain eval DIR DATA` answers and judges": "evaluate evaluation benchmark bench judge score lm-eval lm_eval",
         "`dtrain download owner/name` fetches a model": "pull get dl",
         "`dtrain plan RECIPE` says what each GPU would hold": "estimate memory mem size vram profile",
-        "`dtrain env` prints versions and devices": "info doctor collect_env collect-env system report",
+        "`dtrain env` prints versions and devices": "info doctor collect_env collect-env system",
         "`dtrain --version` prints it": "version",
         "`dtrain --help` lists the commands": "help commands usage",
         "lora.quantize=nf4 in a recipe holds a model in 4 bits; dtrain writes no quantised model": "quantize quantise",
