@@ -18,6 +18,7 @@ from tests.pretend import graphs, journal
 from tests.pretend.card import Card
 
 _CARDS: list[Card] = [Card(devices=1)]
+_STARTED: list[Card] = []  # the card, once CUDA has started on it, which a plan's fork would not survive
 
 
 def library() -> Any:
@@ -32,6 +33,7 @@ def card() -> Card:
 def insert(new: Card) -> None:
     """Make `new` the card of this process; its memory's counters start over at what is held."""
     _CARDS.append(new)
+    _STARTED.clear()
     library().set_devices(new.devices if new.devices is not None else 1)
     library().set_capacity(new.memory)
     library().set_hollow(new.hollow)
@@ -167,12 +169,17 @@ def _answer_for_cuda(torch: Any, device: Any) -> None:
     def init() -> None:
         if card().refusal is not None:
             raise RuntimeError(card().refusal)
+        _STARTED.append(card())
+
+    def set_device(of: Any) -> None:
+        device.set_device(_index(of))
+        _STARTED.append(card())
 
     answers = {
-        "is_available": is_available, "device_count": device_count, "is_initialized": lambda: True,
+        "is_available": is_available, "device_count": device_count, "is_initialized": lambda: bool(_STARTED),
         "_lazy_init": lambda: None, "init": init, "_is_compiled": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "current_device": device.get_device, "set_device": lambda of: device.set_device(_index(of)), "device": Device,
+        "current_device": device.get_device, "set_device": set_device, "device": Device,
         "synchronize": lambda of=None: journal.note("sync", "device"),
         "Stream": Stream, "Event": Event, "stream": _on_stream, "set_stream": lambda stream: None,
         "current_stream": lambda of=None: stream, "default_stream": lambda of=None: stream,
