@@ -104,8 +104,12 @@ def test_the_jsd_is_trls(tmp_path, beta, k):
     method.teacher = SimpleNamespace(at_head=lambda inputs, fn: fn(HeadInput(teacher, eye)))
     source = SimpleNamespace(head_input=HeadInput(student, eye), inputs={}, shard=None)
     index, three = torch.arange(3), torch.tensor(3)
-    loss, _ = method.loss(source, {"label_index": index}, three, three)
+    loss, sums = method.loss(source, {"label_index": index}, three, three)
     assert loss.item() / 4 == pytest.approx(TRLS[beta], rel=1e-6)
+    if k is None:
+        logs = [(logits / 2).log_softmax(-1) for logits in (student, teacher)]
+        for name, kl in (("forward_kl", forward_kl), ("reverse_kl", reverse_kl)):
+            torch.testing.assert_close(sums[name], kl(*logs).sum(), rtol=1e-12, atol=0)
 
 
 def policy_of(recipe, rank=0, world_size=1):
