@@ -59,6 +59,16 @@ def test_the_same_completions_from_a_file_give_the_same_bits(tmp_path, monkeypat
     shape = ("data.packing=false", "train.steps=4", "checkpoint.every=4")
     own = run(recipe_at(tmp_path, *shape, *FIXED, f"distill.student_share={share}", name="own"))
     assert len(drawn) == 32 and sum(one.finish == "data" for one in drawn) == 32 * (1 - share)
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    of_data, of_prompt = ({tuple(line[key]): line["labels"] for line in lines} for key in ("input_ids", "prompt_ids"))
+    answered = []  # no row twice, and those of the data as they stand there
+    for one in drawn:
+        from_data = one.finish == "data"
+        answered.append((of_data if from_data else of_prompt)[tuple(one.ids if from_data else one.prompt)])
+        assert not from_data or list(one.sampled) == [label != -100 for label in answered[-1]]
+    assert len({id(labels) for labels in answered}) == 32
+    groups = [json.loads(line)["group"] for line in (tmp_path / "runs/own/samples.jsonl").read_text().splitlines()]
+    assert groups == [number for number, one in enumerate(drawn) if one.finish != "data"]
     with (tmp_path / "drawn.jsonl").open("w") as file:
         for one in drawn:
             ids = [*one.prompt, *one.ids]
