@@ -94,7 +94,7 @@ TRLS = {
 @pytest.mark.parametrize("beta", TRLS)
 @pytest.mark.parametrize("k", [None, 20])
 def test_the_jsd_is_trls(tmp_path, beta, k):
-    """On the same logits, through heads that are the identity but for softcaps, and through the teacher's top 20 of 20."""
+    """On the same logits, through heads of softcaps alone, and through the teacher's top 20 of 20."""
     places = torch.arange(60, dtype=torch.float64).view(3, 20)
     student, teacher = (places * 1.7).sin() * 4, (places * places * 0.3).cos() * 3
     section = recipe_at(tmp_path, "distill.kl=jsd", f"distill.jsd_beta={beta}", "distill.temperature=2")
