@@ -10,6 +10,7 @@ from dtrain.data.cache import Samples, Source, open_cache
 from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import entries, formats_of, read_chunks, resolve
 from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
+from dtrain.data.labelled import LabelledEncoder
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.rows import Rows
@@ -41,7 +42,8 @@ def open_rows(
     section     the recipe's `data` (its field names, as attributes)
     split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
                 parts of section.train's rows
-    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document) or prompts
+    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
+                (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
     cache_dir   where section.cache_dir says nothing
 
@@ -181,6 +183,8 @@ def _encoder(
     encoder: RowEncoder
     if kind == "pairs":
         encoder = PairEncoder(tokenizer, template, **limits)
+    elif kind == "labelled":
+        encoder = LabelledEncoder(tokenizer, template, **limits)
     elif kind == "prompts":
         encoder = PromptEncoder(tokenizer, template, options=prompts or PromptOptions(section.max_length), **limits)
     else:
