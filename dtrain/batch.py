@@ -38,6 +38,7 @@ STREAMS = {
     "sampling_logprobs": Stream(0.0, torch.float64),  # by the engine that drew the labels
     "advantages": Stream(0.0, torch.float64),
     "padding_mask": Stream(True, torch.bool),
+    "targets": Stream(0.0, torch.float64),  # of a document, at its one label: its class or number, a pair's margin
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
 PER_ROW = ("input_lengths", "sample_mask")  # [n], of a caller's batch

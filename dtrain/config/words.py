@@ -319,6 +319,7 @@ VALUES: dict[str, dict[str, str]] = {
         "dpo": "preference ipo",
         "sft, and the section lora={}": "lora qlora peft",
         "distill": "kd gkd distillation",
+        "reward": "rm reward_model reward_modeling classification",
     },
     "dpo.loss": {
         "sigmoid, which is DPO's own": "dpo dpop sigmoid_loss logistic",

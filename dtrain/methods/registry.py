@@ -8,6 +8,7 @@ from dtrain.methods.dpo import DpoMethod
 from dtrain.methods.grpo import GrpoMethod
 from dtrain.methods.method import Method
 from dtrain.methods.on_policy import OnPolicyDistillMethod
+from dtrain.methods.reward import RewardMethod
 from dtrain.methods.sft import DftMethod, SftMethod
 
 
@@ -25,4 +26,5 @@ METHODS: dict[str, Callable[[Recipe], Method]] = {
     "dpo": DpoMethod,
     "grpo": GrpoMethod,
     "distill": _distill,
+    "reward": RewardMethod,
 }

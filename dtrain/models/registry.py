@@ -108,7 +108,7 @@ def from_pretrained(
     from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_adapter_config
 
     if not is_adapter_directory(path):
-        model = build(read_config(path), dtype, device)
+        model = build(read_config(path, 0), dtype, device)
         read_weights(model, path)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))

@@ -19,6 +19,7 @@ METHODS = {
     "dpo": "direct preference optimization",
     "grpo": "GRPO, by rewards",
     "distill": "distillation",
+    "reward": "a reward model or classifier",
 }
 # What the table of results shows, where a run has measured it: its last value.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
