@@ -78,11 +78,13 @@ def loss_of(model, task, rows):
 
 @pytest.mark.parametrize(("task", "family"), [("pairs", "qwen3"), ("classes", "llama"), ("numbers", "gemma3")])
 def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
-    """All rows in one step: loss and gradient norm; then the export's outputs, also through `dtrain export`."""
+    """All rows in one step: loss and gradient norm; then the outputs of the export, and of `dtrain export`. To 1e-6:
+    transformers has norms and rotary tables in float32."""
     plain = write_model(tmp_path / "plain", family)
     classifier = oracle(labels=3 if task == "classes" else 1, directory=plain, pad_token_id=0)
     classifier.save_pretrained(plain)
     options = [f"model.path={plain}", "model.init=pretrained", "train.steps=1", "train.global_batch=24"]
+    options += ["scheduler.warmup_steps=0"]
     options += ["data.packing=false", "checkpoint.every=1", "checkpoint.export=final", "data.max_length=64"]
     recipe = run(recipe_at(tmp_path, task, *options))
     rows = [json.loads(line) for line in judged_rows(tmp_path, task).read_text().splitlines()]
@@ -90,8 +92,8 @@ def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
     loss.backward()
     norm = torch.nn.utils.get_total_norm([one.grad for one in classifier.parameters()])
     (found,) = [row for row in metrics(recipe) if "loss" in row]
-    assert found["loss"] == pytest.approx(loss.item(), rel=1e-9)
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-9)
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
     again = tmp_path / "again"
     export(recipe.run.directory, again)
     for out in (recipe.run.directory / "export", again):
@@ -100,7 +102,7 @@ def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
         ids = torch.tensor(written(task, rows[0])[0])[None]
         with torch.no_grad():
             last = (ids[0] != 0).nonzero()[-1].item()
-            torch.testing.assert_close(theirs(ids).logits[0], mine(ids)[0, last], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(theirs(ids).logits[0], mine(ids)[0, last], rtol=1e-6, atol=1e-7)
             assert (theirs(ids).logits - classifier(ids).logits).abs().max() > 1e-4  # it was trained
     with pytest.raises(UserError, match="method=reward trains it"):
         models.read_config(again)
