@@ -37,6 +37,7 @@ STREAMS = {
     "old_logprobs": Stream(0.0, torch.float64),  # by the weights that an update starts from
     "sampling_logprobs": Stream(0.0, torch.float64),  # by the engine that drew the labels
     "advantages": Stream(0.0, torch.float64),
+    "desirable": Stream(0.0, torch.float64),  # of labels: 1 in a reply that is wanted, -1 in one that is not
     "padding_mask": Stream(True, torch.bool),
     "targets": Stream(0.0, torch.float64),  # of a document, at its one label: its class or number, a pair's margin
 }

@@ -264,11 +264,12 @@ def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
 
 
 def _ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Ranks above the smaller side of a layer, once for layers of one name and size."""
+    """Ranks above the smaller side of a layer, once for layers of one name and size. A gate of one output
+    (shared_expert_gate) takes any: all-linear names it beside large matrices, and PEFT adapts it too."""
     found: dict[str, None] = {}
     for name, low in config.adapted(layers).items():
         short, (rows, columns) = name.rpartition(".")[2], layers[name][-2:]
-        if low.rank > (most := min(rows, columns)):
+        if 1 < (most := min(rows, columns)) < low.rank:
             found[
                 f"lora.rank: an adapter of rank {low.rank} is larger than {short} itself, [{rows}, {columns}]: set "
                 f"lora.rank={most} or less, or lora.rank_pattern={{{short}: {most}}}"

@@ -257,7 +257,11 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
     where this one cannot."""
     directory = Path(path)
     if not directory.is_dir():
-        words = {"dpo.reference": "start, base, none", "grpo.reference": "start, base"}.get(key)
+        words = {
+            "dpo.reference": "start, base, none",
+            "grpo.reference": "start, base",
+            "kto.reference": "start, base",
+        }.get(key)
         named = f"{words} (start: the weights that training starts from), " if words else ""
         raise UserError(f"there is no such directory; give {named}a model's directory, or its id on the hub")
     if is_adapter_directory(directory):

@@ -172,10 +172,6 @@ NOT_YET = by_word(
         "other losses of SFT than the mean over tokens": (
             "use_asft_loss use_eaft_loss use_eaft eaft_alpha compute_accuracy"
         ),
-        "KTO; dpo.loss has losses for pairs": (
-            "kto_chosen_weight kto_rejected_weight kto_desirable_weight kto_undesirable_weight desirable_weight "
-            "undesirable_weight"
-        ),
         "PPO with a critic, and reward models; method=grpo needs neither": (
             "reward_model ppo_buffer_size ppo_score_norm ppo_target ppo_whiten_rewards reward_model_type "
             "reward_model_adapters vf_coef gae_lambda center_rewards_coefficient critic"

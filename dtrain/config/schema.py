@@ -417,6 +417,26 @@ class Dpo:
 
 
 @dataclass
+class Kto:
+    """`kto`: read by method kto."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto: a reply's reward is compared with the divergence from the reference. apo_zero_unpaired: with zero."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference."""
+    desirable_weight: float = 1.0
+    """Weight of the replies that are wanted. Where a file has few of them, more than 1 makes up for it."""
+    undesirable_weight: float = 1.0
+    """Weight of the others."""
+    reference: str = "start"
+    """As `dpo.reference`: start, base, or the path of a model of the same shapes."""
+    sync_every: int | None = None
+    """The reference moves towards the policy every so many steps. null: it stands still."""
+    sync_mix: float = 0.6
+    """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
+
+
+@dataclass
 class Sampling:
     """`grpo.sampling`, `distill.sampling`: how completions are drawn. GRPO computes with the same distribution."""
 
@@ -676,8 +696,9 @@ class Moe:
 class Recipe:
     """The root of a recipe."""
 
-    method: Literal["sft", "dpo", "grpo", "distill", "reward"] = "sft"
-    """What is learned from: examples, preferences, rewards, or a teacher. reward: a reward model or classifier."""
+    method: Literal["sft", "dpo", "kto", "grpo", "distill", "reward"] = "sft"
+    """What is learned from: examples, preferences, replies that are wanted or not, rewards, or a teacher. reward
+    trains a model that rates texts."""
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
@@ -695,6 +716,7 @@ class Recipe:
     metrics: Metrics = field(default_factory=Metrics)
     sft: Sft = field(default_factory=Sft)
     dpo: Dpo = field(default_factory=Dpo)
+    kto: Kto = field(default_factory=Kto)
     grpo: Grpo = field(default_factory=Grpo)
     distill: Distill = field(default_factory=Distill)
     reward: RewardModel = field(default_factory=RewardModel)

@@ -15,7 +15,7 @@ from dtrain.config.lacks import NEEDLESS, NOT_YET, by_word
 
 OURS = by_word(
     {
-        "method, sft | dpo | grpo | distill; pretraining is sft with data.train.format=text": (
+        "method, sft | dpo | kto | grpo | distill; pretraining is sft with data.train.format=text": (
             "stage rl task training_type"
         ),
         "run.name": (
@@ -250,6 +250,9 @@ OURS = by_word(
         "dpo.sync_every: steps between moves of the reference, or null": "sync_ref_model",
         "dpo.sync_every": "ref_model_sync_steps",
         "dpo.sync_mix": "ref_model_mixup_alpha",
+        "kto.desirable_weight": "desirable_weight kto_desirable_weight kto_chosen_weight",
+        "kto.undesirable_weight": "undesirable_weight kto_undesirable_weight kto_rejected_weight",
+        "kto.beta": "kto_beta",
         "dpo.kwargs, {simpo_gamma: 0.5}": "simpo_gamma",
         "dpo.kwargs, {discopop_tau: 0.05}": "discopop_tau",
         "dpo.kwargs, {f_alpha_divergence_coef: 0.5}": "f_alpha_divergence_coef",
@@ -317,6 +320,7 @@ VALUES: dict[str, dict[str, str]] = {
         "dpo, with dpo.loss=orpo or simpo": "orpo simpo cpo",
         "grpo": "gspo dapo ppo rloo reinforce rl rlhf rlvr",
         "dpo": "preference ipo",
+        "kto": "unpaired_preference",
         "sft, and the section lora={}": "lora qlora peft",
         "distill": "kd gkd distillation",
         "reward": "rm reward_model reward_modeling classification",

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.data.formats import KINDS, detect
+from dtrain.data.formats import KINDS, LABELS, detect
 from dtrain.errors import UserError
 from dtrain.ranges import nearest
 
 # What a format reads beside the keys by which it is known.
-ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+_ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "examples": {
         "tokenized": ("labels",),
         "messages": ("tools",),
@@ -23,6 +23,8 @@ ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "preference": ("prompt", "system", "tools", "question", "conversations", "instruction", "input", "history")
     },
 }
+_OF_LABELLED = {name: (*keys, *LABELS) for name, keys in _ALSO["examples"].items()}
+ALSO = {**_ALSO, "labelled": {**_OF_LABELLED, **_ALSO["pairs"]}}
 
 
 def names_of(kind: str, name: str = "auto") -> list[str]:

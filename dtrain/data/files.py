@@ -201,7 +201,7 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
 def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:
     """The format of each file: `name`, or where that is auto that of its first row, to which the encoder holds all
     others. Raises UserError."""
-    if name == "preference" and kind != "pairs":
+    if name == "preference" and kind in ("examples", "prompts"):
         raise UserError(f"{files[0]}: {formats.refuse_preference()}")
     if name != "auto" and name not in formats.KINDS[kind]:
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")

@@ -40,8 +40,10 @@ PROMPT_FORMATS: dict[str, tuple[str, ...]] = {
     "question": ("question",),
     "alpaca": ("instruction",),
 }
+# The same for methods that train on replies with a label; a pair is two of them.
+LABELLED_FORMATS = {name: keys for name, keys in FORMATS.items() if name != "text"}
 # What a method trains on -> its formats.
-KINDS = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS}
+KINDS = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS, "labelled": LABELLED_FORMATS}
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
 LABELS = ("label", "kto_tag")  # of a row with one reply: whether it is a good one
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
@@ -108,7 +110,7 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
         return refuse_preference()
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
-        judged = "; dtrain has no loss for single replies with a label (KTO)" if row.get("label") is not None else ""
+        judged = "; method=kto trains on single replies with a label" if row.get("label") is not None else ""
         return refuse_single(single, kind) + judged
     if kind == "pairs":
         known = (
@@ -176,7 +178,7 @@ def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
         if name not in ("text", "tokenized") and str(row.get(key)).lower() == "false":
             raise UserError(
                 f"{key} is false: rows with a reply and a label (KTO) hold bad replies too, and sft would train them. "
-                f"Keep the rows whose {key} is true, or give method=dpo chosen and rejected; where {key} says "
+                f"Set method=kto, which learns from both, or keep the rows whose {key} is true; where {key} says "
                 "something else, rename this column"
             )
 

@@ -133,7 +133,7 @@ class Rows:
         count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
         """
         documents = [document for index in samples for document in self.samples[index]]
-        return [_row(documents)] if self.packing else [_row([document]) for document in documents]
+        return [row_of(documents)] if self.packing else [row_of([document]) for document in documents]
 
     def _order(self, epoch: int) -> Order:
         return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
@@ -167,7 +167,7 @@ class Rows:
         return self._counts[epoch, window]
 
 
-def _row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
+def row_of(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
     """The row of documents (ids, trained), one behind the other; see `Rows.build`."""
     input_ids = torch.cat([ids for ids, _ in documents]).to(torch.int64)  # [s]
     trained = torch.cat([mask for _, mask in documents])  # [s]

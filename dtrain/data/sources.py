@@ -11,6 +11,7 @@ from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import entries, formats_of, read_chunks, resolve
 from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.judged import Judged, PairJudgement, TextJudgement
+from dtrain.data.labelled import LabelledEncoder
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.rows import Rows
@@ -43,7 +44,8 @@ def open_rows(
     section     the recipe's `data` (its field names, as attributes)
     split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
                 parts of section.train's rows
-    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document) or prompts
+    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
+                (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
     judged      the number of each row that is kept, where the method reads one
     cache_dir   where section.cache_dir says nothing
@@ -196,6 +198,8 @@ def _encoder(
         encoder = (PairJudgement if kind == "pairs" else TextJudgement)(tokenizer, template, judged=judged, **limits)
     elif kind == "pairs":
         encoder = PairEncoder(tokenizer, template, **limits)
+    elif kind == "labelled":
+        encoder = LabelledEncoder(tokenizer, template, **limits)
     elif kind == "prompts":
         encoder = PromptEncoder(tokenizer, template, options=prompts or PromptOptions(section.max_length), **limits)
     else:

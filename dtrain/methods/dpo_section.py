@@ -44,14 +44,19 @@ def problems(recipe: Recipe) -> list[str]:
         )
     found += base_problems(recipe, "dpo", section.reference)
     if recipe.data.loss_on != "assistant":
-        found.append(
-            f"data.loss_on={recipe.data.loss_on} plays no part under method=dpo: what follows the prompt is trained; "
-            "leave it out"
-        )
+        found.append(no_loss_on(recipe))
     for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
         if value is not None and not has_reference:
             found.append(f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none: set it to start")
     return found
+
+
+def no_loss_on(recipe: Recipe) -> str:
+    """What is said to `data.loss_on` where it plays no part."""
+    return (
+        f"data.loss_on={recipe.data.loss_on} plays no part under method={recipe.method}: what follows the prompt is "
+        "trained; leave it out"
+    )
 
 
 def base_problems(recipe: Recipe, method: str, reference: str | None) -> list[str]:

@@ -19,10 +19,10 @@ from dtrain.ranges import is_number
 class Facts:
     """Of a method without a section, a second model or rows of its own: supervised fine-tuning.
 
-    kind: what a sample of the data is, examples, pairs or prompts. ranges: of its section's keys, as
-    `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the learning rate below which
-    a fresh adapter hardly learns, and a usual one. curves: the fields of metrics.jsonl that tell what was learned, and
-    their names for a reader. more_steps: what of its section makes a pass more steps.
+    kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
+    of its section's keys, as `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the
+    learning rate below which a fresh adapter hardly learns, and a usual one. curves: the fields of metrics.jsonl that
+    tell what was learned, and their names for a reader. more_steps: what of its section makes a pass more steps.
     """
 
     kind = "examples"
@@ -128,6 +128,41 @@ class DpoFacts(Facts):
 
     def holds_reference(self, recipe: Recipe) -> bool:
         return self.needs_reference(recipe) and not recipe.dpo.precompute
+
+
+class KtoFacts(Facts):
+    kind = "labelled"
+    ranges = (
+        ("kto.beta", lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10"),
+        ("kto.desirable_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
+        ("kto.undesirable_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
+        ("kto.sync_every", lambda v: v >= 1, "at least 1, or null for a reference that stands still"),
+        ("kto.sync_mix", lambda v: 0 < v <= 1, "more than 0, up to 1"),
+    )
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
+    curves = MappingProxyType({**Facts.curves, "rewards_margin": "margin of rewards"})
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        section, found = recipe.kto, dpo_section.base_problems(recipe, "kto", recipe.kto.reference)
+        if section.reference in (None, "none"):
+            found.append("kto.reference=none: a reply's reward is measured against a reference; set it to start")
+        if section.desirable_weight == section.undesirable_weight == 0:
+            found.append("kto.desirable_weight and kto.undesirable_weight are both 0: nothing would be learned")
+        if recipe.data.loss_on != "assistant":
+            found.append(dpo_section.no_loss_on(recipe))
+        return found
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format in ("text", "question"):
+            return "method=kto trains on replies with a label; give it prompt, completion and label"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        path = recipe.kto.reference
+        return [("kto.reference", path)] if path not in (None, "none", "start", "base") else []
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        return True
 
 
 class GrpoFacts(Facts):
@@ -323,7 +358,14 @@ class RewardPairFacts(RewardFacts):
 ON_POLICY = OnPolicyFacts()
 REWARD_PAIRS = RewardPairFacts()
 FACTS: Mapping[str, Facts] = MappingProxyType(
-    {"sft": Facts(), "dpo": DpoFacts(), "grpo": GrpoFacts(), "distill": DistillFacts(), "reward": RewardFacts()}
+    {
+        "sft": Facts(),
+        "dpo": DpoFacts(),
+        "kto": KtoFacts(),
+        "grpo": GrpoFacts(),
+        "distill": DistillFacts(),
+        "reward": RewardFacts(),
+    }
 )
 
 

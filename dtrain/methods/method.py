@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import Batch, collate
-from dtrain.config.schema import Dpo, Grpo, Recipe
+from dtrain.config.schema import Dpo, Grpo, Kto, Recipe
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
@@ -62,7 +62,7 @@ class Method:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.facts = facts_of(recipe)  # what is known of the method before anything is built
-        self.kind = self.facts.kind  # what a sample of the data is: examples, pairs or prompts
+        self.kind = self.facts.kind  # what a sample of the data is: examples, pairs, labelled or prompts
         self._rows_of_a_sample = self.facts.rows_of_a_sample(recipe)
 
     @property
@@ -135,10 +135,14 @@ class Method:
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
         """A validation row's fields: the loss over all of `rows`, summed over all batches and ranks, divided once."""
         sums: dict[str, float] = {}
-        for batch, loss in (self.prepare(policy, part) for part in self.val_batches(policy, rows)):
+        for batch, loss in self.validation(policy, rows):
             for name, value in policy.train(batch, loss, eval_mode=True, mbs=self.micro_rows)["sums"].items():
                 sums[name] = sums.get(name, 0.0) + value.item()
         return self.val_fields(sums)
+
+    def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
+        """`val_batches`, each as `prepare` gives it."""
+        return (self.prepare(policy, part) for part in self.val_batches(policy, rows))
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         """This dp rank's part of all of `rows`, as many batches on every rank."""
@@ -165,7 +169,7 @@ class MethodWithReference(Method):
     """A method whose loss may compare with a reference: weights that stand still and are read again where they came
     from, or, with the section's `sync_every`, follow the policy's and come with the checkpoint."""
 
-    def __init__(self, recipe: Recipe, section: Dpo | Grpo):
+    def __init__(self, recipe: Recipe, section: Dpo | Kto | Grpo):
         super().__init__(recipe)
         self._section = section
         if self.facts.needs_reference(recipe) and section.sync_every is None and section.reference in ("start", "base"):

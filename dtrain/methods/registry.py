@@ -6,6 +6,7 @@ from dtrain.config.schema import Recipe
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.dpo import DpoMethod
 from dtrain.methods.grpo import GrpoMethod
+from dtrain.methods.kto import KtoMethod
 from dtrain.methods.method import Method
 from dtrain.methods.on_policy import OnPolicyDistillMethod
 from dtrain.methods.reward import RewardMethod
@@ -24,6 +25,7 @@ def _distill(recipe: Recipe) -> Method:
 METHODS: dict[str, Callable[[Recipe], Method]] = {
     "sft": _sft,
     "dpo": DpoMethod,
+    "kto": KtoMethod,
     "grpo": GrpoMethod,
     "distill": _distill,
     "reward": RewardMethod,

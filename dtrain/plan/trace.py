@@ -116,7 +116,12 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
         of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
         names = of_rollouts if recipe.grpo.beta > 0 else of_rollouts[:-1]
         streams |= {name: torch.zeros(length, dtype=torch.float64) for name in names}
-    return [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
+    if method.kind == "labelled":  # the second half are replies that do not belong to their prompts
+        streams["desirable"] = torch.where(streams["labels"] == IGNORE, 0.0, 1.0).double()
+    rows: list[Row] = [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
+    if method.kind != "labelled":
+        return rows
+    return rows + [{**row, "desirable": torch.zeros_like(row["desirable"])} for row in rows]
 
 
 def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:

@@ -17,6 +17,7 @@ CURVE = "loss.svg"
 METHODS = {
     "sft": "supervised fine-tuning",
     "dpo": "direct preference optimization",
+    "kto": "KTO, by replies that are wanted or not",
     "grpo": "GRPO, by rewards",
     "distill": "distillation",
     "reward": "a reward model or classifier",

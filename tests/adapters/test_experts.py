@@ -138,6 +138,10 @@ def test_what_experts_have_no_adapter_of_is_refused(section, tmp_path):
         raise AssertionError(found[0])
 
 
+def test_a_gate_of_one_output_takes_any_rank(tmp_path):
+    assert preflight(tiny_recipe(tmp_path, "lora={rank: 4}", family="qwen3.5-moe"), 1) == []
+
+
 def test_servers_get_merged_weights():
     assert "no server is known to take adapters of experts" in refusal(None, AdapterConfig(parameters=("experts",)))
 

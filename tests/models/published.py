@@ -472,6 +472,27 @@ QWEN3_5_0_8B = QWEN3_6_27B | {
     },
     "tie_word_embeddings": True,
 }
+QWEN3_6_35B_A3B = QWEN3_6_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": _QWEN3_5
+    | {
+        "hidden_size": 2048,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "linear_num_value_heads": 32,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": _QWEN3_5_VISION | {"model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+}
 
 PUBLISHED = {
     "llama-2-7b": LLAMA_2_7B,
@@ -488,6 +509,7 @@ PUBLISHED = {
     "qwen3-vl-4b": QWEN3_VL_4B,
     "qwen3.6-27b": QWEN3_6_27B,
     "qwen3.5-0.8b": QWEN3_5_0_8B,
+    "qwen3.6-35b-a3b": QWEN3_6_35B_A3B,
 }
 
 
@@ -569,6 +591,25 @@ GEMMA4_31B = _gemma4(
     num_key_value_heads=16,
     num_kv_shared_layers=0,
     sliding_window=1024,
+    use_bidirectional_attention="vision",
+)
+GEMMA4_26B_A4B = _gemma4(
+    attention_k_eq_v=True,
+    enable_moe_block=True,
+    hidden_size=2816,
+    hidden_size_per_layer_input=0,
+    intermediate_size=2112,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    max_position_embeddings=262144,
+    moe_intermediate_size=704,
+    num_attention_heads=16,
+    num_experts=128,
+    num_global_key_value_heads=2,
+    num_hidden_layers=30,
+    num_key_value_heads=8,
+    num_kv_shared_layers=0,
+    sliding_window=1024,
+    top_k_experts=8,
     use_bidirectional_attention="vision",
 )
 # The factors are not the published ones, which are many: no size depends on them.

@@ -48,14 +48,15 @@ MEMORY = {
     ),
     "gathered keys repeated": Cost(
         "attention.context",
-        ".flatten(1, 2).unbind(0)  # [B · S, kv, hd]",
-        ".flatten(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 2).unbind(0)",
+        "    outputs = []\n    for chunk, segments in",
+        "    k, v = (part.repeat_interleave(q.shape[2] // part.shape[1], 1) for part in (k, v))\n"
+        "    outputs = []\n    for chunk, segments in",
         "cp",
     ),
     "the ring's output kept wide": Cost(
         "attention.ring",
-        "ctx.save_for_backward(q, kv, out.to(q.dtype), lse)",
-        "ctx.save_for_backward(q, kv, out.to(q.dtype), lse)\n        ctx.wide = out",
+        "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)",
+        "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)\n        ctx.wide = out",
         "ring",
         8192,
     ),

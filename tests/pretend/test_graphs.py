@@ -53,7 +53,7 @@ def test_over_weights_in_four_bits(tmp_path):
     ("mutant", "words"),
     [
         (Mutant("dtrain.models.functions", "if (rope, turned) not in held:", "if True:"), "pageable|from the host"),
-        (Mutant("dtrain.models.layers", "layer.forward if cache is not None and cache.bare else layer", "layer"),
+        (Mutant("dtrain.models.layers", "(layer.forward if bare else layer)(hidden", "layer(hidden"),
          "a stream waits"),
     ],
     ids=["rotary", "hooks"],

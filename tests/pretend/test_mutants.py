@@ -1,12 +1,15 @@
 """A wrong device put in at one place of dtrain: a run on the CPU does not notice, a run on a pretend card ends."""
 
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+import dtrain
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import train_on_card
+from tests.pretend.test_costs import MEMORY, WAITS
 from tests.pretend.test_methods import distill, grpo, lora
 from tests.pretend.test_saves import sent
 from tests.pretend.worlds import run_pretend
@@ -63,15 +66,14 @@ PLACES = {
         keys=("model.attention=varlen",),
     ),
     "the ring's lengths": Place(
-        "attention.context", "for step in steps for call in step), device)", ", device)", ', torch.device("cpu"))',
-        size=2, keys=RING,
+        "attention.varlen", "for step in steps for call in step), device)", ", device)", ', torch.device("cpu"))',
+        size=2, keys=(*RING, "model.attention=varlen"),
     ),
     "elements that dropout counts": Place(
         "models.adapters", "torch.arange(first, first + x.shape[-1], device=x.device)", ", device=x.device", make=lora
     ),
     "lengths in a cache": Place(
-        "attention.decode", "self._before = torch.tensor([prompt.length for prompt in prompts], device=device)",
-        ", device=device", make=grpo,
+        "attention.decode", "self._before = torch.tensor(before, device=device)", ", device=device", make=grpo
     ),
     "keys of the draws": Place(
         "rollout.sampling", "self._keys = torch.tensor(keys, dtype=torch.int64, device=device)", ", device=device",
@@ -85,6 +87,14 @@ PLACES = {
         "policy.weights", "receivers.broadcast(flatten(full), 0)", "flatten(full)", "flatten(full).cpu()", make=received
     ),
 }  # fmt: skip
+
+
+def test_every_mutant_still_fits():
+    """Those that come up by turns too: what they change stands once in its file."""
+    costs = [cost for table in (MEMORY, WAITS) for cost in table.values()]
+    for module, line in {(place.module, place.line) for place in [*PLACES.values(), *costs]}:
+        source = (Path(dtrain.__file__).parent / f"{module.replace('.', '/')}.py").read_text()
+        assert source.count(line) == 1, (module, line)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,0 +1,175 @@
+"""Tuning by single replies that are wanted or not, against a reference (KTO).
+
+The reward of a reply is β · log(p / p_ref) of its tokens. It is compared with z = β · KL(p || p_ref), estimated on
+replies that do not belong to their prompts: each row's prompt with the reply of another row. Which one is a matter of
+the data and the seed. z is one number for the whole global batch, clamped at 0 and a constant, known before the first
+backward of a step: no micro-batch and no mesh changes it.
+
+In a batch such rows stand behind those that are trained; their stream `desirable` is 0.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, trim
+from dtrain.config.schema import Recipe
+from dtrain.data import GlobalBatch, Rows
+from dtrain.data.order import pack
+from dtrain.data.rows import row_of
+from dtrain.errors import UserError
+from dtrain.losses import unpaired
+from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.policy import Policy
+from dtrain.policy.score import LogprobSource, Loss
+from dtrain.randomness import key
+
+
+class KtoMethod(MethodWithReference):
+    """Kahneman-Tversky optimisation (Ethayarajh et al., arXiv:2402.01306) and APO-zero for single replies.
+
+    loss = Σ over replies of weight · loss ÷ replies, over the global batch.
+    """
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe, recipe.kto)
+        self._losses = {"kto": unpaired.kto, "apo_zero_unpaired": unpaired.apo_zero_unpaired}[recipe.kto.loss]
+        self._estimates = recipe.kto.loss == "kto"
+        self._splits: Mapping[str, Rows] = {}
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        """Raises UserError where a split has one row alone: it has no reply of another."""
+        for split, rows in splits.items():
+            if self._estimates and len(rows.samples) < 2:
+                raise UserError(
+                    f"data.{split} has one reply, and KTO's estimate of the divergence needs those of other rows: give "
+                    "it more, or set kto.loss=apo_zero_unpaired"
+                )
+        self._splits = splits
+        self.keep_reference(policy)
+
+    def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
+        """The rows, and behind them as many documents of prompts with other rows' replies."""
+        of_split = self._splits[split]
+        others = list(self._mismatched(of_split, rows.samples)) if self._estimates else []
+        if of_split.packing:
+            places = pack([len(ids) for ids, _ in others], of_split.capacity)
+            more = [row_of([others[place] for place in members]) for members in places]
+        else:
+            more = [row_of([one]) for one in others]
+        batch = collate([*rows.rows, *more])
+        signs = [0.0, *(1.0 if of_split.samples.is_good(index) else -1.0 for index in rows.samples)]  # 0: padding
+        signs += [0.0] * len(others)
+        marks = torch.tensor(signs, dtype=torch.float64)[document_ids(batch) + 1]
+        return {**batch, "desirable": torch.where(batch["labels"] != IGNORE, marks, 0.0)}
+
+    def _mismatched(self, rows: Rows, samples: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, trained) of each sample's prompt with the reply of the sample that stands a fixed way behind it."""
+        count = len(rows.samples)
+        way = 1 + key("kto", self.recipe.run.seed) % (count - 1)
+        for index in samples:
+            ((ids, trained),) = rows.samples[index]
+            ((other, marked),) = rows.samples[(index + way) % count]
+            prompt = _reply(trained)
+            reply = slice(_reply(marked), _reply(marked) + rows.max_length - prompt)
+            joined = torch.cat([torch.zeros(prompt, dtype=torch.bool), marked[reply]])
+            yield torch.cat([ids[:prompt], other[reply]]), joined
+
+    def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
+        """Forwards of the policy and the reference over the mismatched replies, and one of the reference over the
+        others. One all-reduce."""
+        own, others = _split(batch)
+        return self._prepared(policy, own, self._divergence(policy, self._log_ratio(policy, others)))
+
+    def _prepared(self, policy: Policy, own: Batch, divergence: Tensor) -> tuple[Batch, Loss]:
+        if policy.reference is not None:
+            with policy.use_reference_model():
+                own["reference_logprobs"] = policy.label_logprobs(own, self.micro_rows)
+        return own, partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
+
+    def _log_ratio(self, policy: Policy, others: Batch) -> Tensor:
+        """Σ log(p / p_ref) over this rank's mismatched replies and their number, [2]."""
+        total = torch.zeros(2, dtype=torch.float64)
+        if self._estimates:
+            logprobs = policy.label_logprobs(others, self.micro_rows).double()
+            with policy.use_reference_model():
+                logprobs -= policy.label_logprobs(others, self.micro_rows).double()
+            total[0], total[1] = logprobs.sum(), documents(others)
+        return total
+
+    def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:
+        """The estimate of KL(p || p_ref), at least 0, a scalar; log_ratio [2], this rank's, is summed over all."""
+        total, count = policy.sum_over_dp(log_ratio)
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def loss(
+        self,
+        source: LogprobSource,
+        batch: Batch,
+        global_seqs: Tensor,
+        global_tokens: Tensor,
+        *,
+        divergence: Tensor | float = 0.0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalars: the share of the loss, and sums over the replies that are wanted and those that are not."""
+        section = self.recipe.kto
+        logprobs = source.logprobs().logprobs  # [B, S/cp]
+        streams = [logprobs, batch["reference_logprobs"].to(logprobs), batch["desirable"].to(logprobs)]
+        policy, reference, marks = source.by_document(torch.stack(streams))  # [replies] each
+        rewards = section.beta * (policy - reference)
+        divergence = torch.as_tensor(divergence).to(rewards)
+        wanted, unwanted = (marks > 0).to(rewards), (marks < 0).to(rewards)  # padding is neither
+        if_wanted, if_unwanted = self._losses(rewards, section.beta * divergence)
+        losses = section.desirable_weight * wanted * if_wanted + section.undesirable_weight * unwanted * if_unwanted
+        measured = {
+            "chosen": wanted.sum(),
+            "rejected": unwanted.sum(),
+            "rewards_chosen": (wanted * rewards).sum(),
+            "rewards_rejected": (unwanted * rewards).sum(),
+            "logps_chosen": (wanted * policy).sum(),
+            "logps_rejected": (unwanted * policy).sum(),
+            "kl": divergence * (wanted + unwanted).sum(),
+            "loss": losses.sum(),
+        }
+        total = source.shared(losses.sum() / global_seqs)
+        return total, {name: source.shared(value.detach()) for name, value in measured.items()}
+
+    def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
+        """With one estimate of the divergence over all of `rows`: a pass of its own."""
+        parts = (self._log_ratio(policy, _split(batch)[1]) for batch in self.val_batches(policy, rows))
+        divergence = self._divergence(policy, sum(parts, torch.zeros(2, dtype=torch.float64)))
+        for batch in self.val_batches(policy, rows):
+            yield self._prepared(policy, _split(batch)[0], divergence)
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """`rewards_chosen` and `logps_chosen` are of replies that are wanted, `.._rejected` of the others, where the
+        batch has such."""
+        found = {
+            f"{what}_{which}": sums[f"{what}_{which}"] / sums[which]
+            for what in ("rewards", "logps")
+            for which in ("chosen", "rejected")
+            if sums[which]
+        }
+        if sums["chosen"] and sums["rejected"]:
+            found["rewards_margin"] = found["rewards_chosen"] - found["rewards_rejected"]
+        if self._estimates:
+            found["kl"] = sums["kl"] / max(sums["chosen"] + sums["rejected"], 1)
+        return found
+
+    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        val_loss = sums["loss"] / max(sums["chosen"] + sums["rejected"], 1)
+        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+
+
+def _reply(trained: Tensor) -> int:
+    """Where the reply of a document begins; trained [s]. A document's first token belongs to the prompt."""
+    return max(1, int(trained.int().argmax()))
+
+
+def _split(batch: Batch) -> tuple[Batch, Batch]:
+    """The rows that are trained, and those of the estimate."""
+    is_own = (batch["desirable"] != 0).any(1)
+    own, others = ({name: stream[rows] for name, stream in batch.items()} for rows in (is_own, ~is_own))
+    return trim(own), trim(others)
