@@ -15,9 +15,10 @@ from dtrain.errors import UserError
 from dtrain.launch.rehearsal import rehearse
 from dtrain.methods.reward import at_the_ends
 from dtrain.preflight import preflight
+from dtrain.rollout.generate import load
 from tests.test_parity import MESHES, assert_parity, overrides_of
 from tests.test_trainer import metrics, run, trajectory, weights
-from tests.tiny import tiny_recipe, write_model, write_pairs, write_rows
+from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows
 
 
 def judged_rows(root, task):
@@ -106,6 +107,24 @@ def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
             assert (theirs(ids).logits - classifier(ids).logits).abs().max() > 1e-4  # it was trained
     with pytest.raises(UserError, match="method=reward trains it"):
         models.from_pretrained(again)
+    with pytest.raises(UserError, match="rates or classifies texts"):
+        load(recipe.run.directory / "checkpoints" / "step-1", torch.float64, torch.device("cpu"))
+
+
+def test_a_language_model_begins_one_whose_body_stays(tmp_path):
+    """A tied model's files, a new head on them, the head alone trained: the export has the files' own body."""
+    plain = save_weights(write_model(tmp_path / "plain", "qwen3"))
+    options = [f"model.path={plain}", "model.init=pretrained", "train.train_only=[score.weight]"]
+    recipe = run(recipe_at(tmp_path, "pairs", *options, "checkpoint.every=3", "parallel.tp=2"), 2)
+    export(recipe.run.directory, tmp_path / "out")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    before = transformers.AutoModelForCausalLM.from_pretrained(plain)
+    for name, one in before.model.state_dict().items():
+        assert torch.equal(theirs.model.state_dict()[name], one)
+    first = models.build(models.read_config(plain, 1), torch.float64)
+    models.init_weights(first, recipe.run.seed)
+    moved = (theirs.score.weight.double() - first.score.weight).abs().max()
+    assert 1e-4 < moved < 0.1  # three steps of at most 1e-2 from where the seed drew it
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +148,7 @@ def parity_recipe(root, task, packing, *overrides, name):
 TASKS = ("pairs", "classes", "numbers")
 
 
+@pytest.mark.turns(28)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_same_numbers_on_every_mesh(one_process, mesh):
     """Each mesh with one task, packed or padded."""
