@@ -39,6 +39,7 @@ STREAMS = {
     "advantages": Stream(0.0, torch.float64),
     "desirable": Stream(0.0, torch.float64),  # of labels: 1 in a reply that is wanted, -1 in one that is not
     "padding_mask": Stream(True, torch.bool),
+    "targets": Stream(0.0, torch.float64),  # of a document, at its one label: its class or number, a pair's margin
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
 PER_ROW = ("input_lengths", "sample_mask")  # [n], of a caller's batch

@@ -182,7 +182,7 @@ def _shapes(recipe: Recipe) -> list[str]:
         problems.append(_is_an_adapter(recipe.model.directory))
     elif recipe.model.path and "model.path" not in absent:
         try:
-            model = read_config(recipe.model.path)
+            model = read_config(recipe.model.path, facts_of(recipe).labels(recipe))
             problems += _misfits(model, recipe) + lora_section.misfits(recipe, model) + _frozen(recipe, model)
             if model.experts is None and recipe.moe.balance > 0:
                 problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
@@ -325,7 +325,7 @@ def _files(recipe: Recipe, awaited: Collection[str]) -> list[str]:
 
 def _is_model(directory: Path) -> bool:
     try:
-        read_config(directory)
+        read_config(directory, 0)
     except UserError:  # `shapes` tells
         return False
     return True
@@ -338,7 +338,7 @@ def _tokenizer(recipe: Recipe) -> list[str]:
         choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
     except UserError as error:
         return [str(error)]
-    vocab_size = read_config(directory).vocab_size
+    vocab_size = read_config(directory, 0).vocab_size
     if tokenizer.size > vocab_size:
         return [
             f"{directory}: the tokenizer's highest id is {tokenizer.size - 1}, but config.json's vocab_size is "
@@ -490,7 +490,7 @@ def _eval(recipe: Recipe, one: eval_section.EvalSet) -> list[str]:
     problems: list[str] = []
     files: list[Path] = []
     directory = recipe.model.directory
-    positions = read_config(directory).max_position_embeddings if _is_model(directory) else None
+    positions = read_config(directory, 0).max_position_embeddings if _is_model(directory) else None
     for act in (
         lambda: files.extend(_here(recipe, one.section, one.key, problems)),
         lambda: problems.extend(eval_section.look(one, files, positions)),

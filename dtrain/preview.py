@@ -50,6 +50,7 @@ def preview(
         recipe.data,
         kind=kind,
         prompts=facts_of(recipe).prompts(recipe),
+        judged=facts_of(recipe).judged(recipe),
         tokenizer=tokenizer,
         seed=recipe.run.seed,
         cache_dir=recipe.cache,

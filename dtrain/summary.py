@@ -128,7 +128,7 @@ def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
             yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     yield from _answers(directory)
     yield labelled("next", f"dtrain report {directory}")
-    if not has_export:
+    if not has_export or facts_of(recipe).labels(recipe) is not None:
         return
     yield labelled("", f'dtrain generate {directory} --prompt "..."')
     yield labelled("", f"dtrain eval {directory} {_questions(recipe)}")

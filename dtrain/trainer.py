@@ -98,7 +98,7 @@ class Trainer:
         stack.callback(self.metrics.close)
         self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
-        model_config = read_config(recipe.model.directory)
+        model_config = read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
         self.rows = self._open_rows("train")
         self.recipe = recipe = settled(recipe, self.rows, runtime.world_size)
         self.val_rows = None if recipe.data.val is None else self._open_rows("val")
@@ -347,6 +347,7 @@ class Trainer:
             progress=is_main,
             kind=facts.kind,
             prompts=facts.prompts(recipe),
+            judged=facts.judged(recipe),
         )
 
     def _last_step_of_epochs(self) -> int:

@@ -103,7 +103,7 @@ def files(tmp_path):
     directory = write_model(tmp_path / "model")
     (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     rows = dict.fromkeys(("sft", "distill"), '{"text": "w3 w4"}')
-    rows |= {"dpo": PAIR, "grpo": '{"question": "w3", "answer": "w4"}'}
+    rows |= {"dpo": PAIR, "reward": PAIR, "grpo": '{"question": "w3", "answer": "w4"}'}
     for method, row in rows.items():
         (tmp_path / f"{method}.jsonl").write_text(row + "\n")
     return directory, tmp_path
@@ -120,7 +120,7 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 
 def test_the_recipes_that_are_promised_ship():
     quickstarts = {"quickstart", "quickstart-lora", "quickstart-dpo", "quickstart-grpo", "quickstart-distill"}
-    assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", *quickstarts} <= set(NAMES)
+    assert {*MODELS, *OTHERS, "sft", "dpo", "distill", "grpo", "reward", *quickstarts} <= set(NAMES)
 
 
 @pytest.mark.turns(8)
@@ -195,7 +195,7 @@ def test_headers_say_what_how_and_what_to_override(name):
     commands = re.findall(rf"dtrain run {re.escape(name)}\b", text)
     assert commands, "the header shows the command with the recipe's own name"
     known = set(config.keys())
-    sections = "model|data|train|lora|optimizer|launch|run|scheduler|checkpoint|dpo|grpo|distill"
+    sections = "model|data|train|lora|optimizer|launch|run|scheduler|checkpoint|dpo|grpo|distill|reward"
     for key in re.findall(rf"\b((?:{sections})(?:\.\w+)+)", text):
         if not key.endswith((".jsonl", ".py")):
             assert key in known, key
@@ -204,7 +204,7 @@ def test_headers_say_what_how_and_what_to_override(name):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("sft", "dpo", "grpo", "distill") else pytest.param(name, marks=pytest.mark.full)
+        name if name in ("sft", "dpo", "grpo", "distill", "reward") else pytest.param(name, marks=pytest.mark.full)
         for name in NAMES
     ],
 )

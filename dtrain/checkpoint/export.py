@@ -71,12 +71,12 @@ def export(
     return _export_step(*locate(step or source, Ranks(alone=True)), out, wanted, form, original_base)
 
 
-def _model(layout: Layout) -> CausalLM:
+def _model(layout: Layout, labels: int = 0) -> CausalLM:
     """The model that config.json describes, without memory: it knows its tensors' names in files."""
-    # Imported here: models reads its weights through this room.
+    # labels: as of `read_config`. Imported here: models reads its weights through this room.
     from dtrain import models
 
-    return models.build(models.read_config(layout.source), device="meta")
+    return models.build(models.read_config(layout.source, labels), device="meta")
 
 
 def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> str:
@@ -106,7 +106,9 @@ def _export_step(
         raise UserError(f"{asked}: {run} trained no adapter: leave it out")
     held = {"step": step, "save": state.get("save")}
     layout = _run_layout(run, facts, held)
-    model, fill = _model(layout), store.opened(step)
+    head = store.tensors(step).get("model.score.weight")
+    labels = head[0][0] if head is not None else 0
+    model, fill = _model(layout, labels), store.opened(step)
     adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None
     if adapter is not None and form in ("adapter", "folded"):
         said = f"the adapter of {said}"
@@ -125,7 +127,9 @@ def _export_step(
     if lacking:
         files, kept = WeightFiles(facts.base(state)), None if original_base else facts.trained_in(state)
         whole = adapter.whole if adapter is not None else ()
-        weights = BaseWeights(_model(layout), files, kept, in_4_bits=facts.nf4 and not original_base, whole=whole)
+        weights = BaseWeights(
+            _model(layout, labels), files, kept, in_4_bits=facts.nf4 and not original_base, whole=whole
+        )
     if adapter is not None:
         base = weights.files.directory if weights is not None else "the base that the step holds"
         said = f"{said}, its adapter merged into {base}"

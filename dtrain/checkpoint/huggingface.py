@@ -56,8 +56,11 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     used: set[str] = set()
     missing, misfits = [], []
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    new = {"score.weight"} if model.config.has_new_head else set()  # type: ignore[union-attr]  # of a `CausalLM`
     for joint in joints(model, tensors, files.stored):
         name = joint.parts[0]
+        if name in new:
+            continue
         known = [quantized.file_name(one) for one in names.get(joint.name, [joint.name])]
         found = [candidate for candidate in candidate_names(model, known) if candidate in files.stored]
         used.update(found)

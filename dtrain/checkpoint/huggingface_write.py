@@ -28,6 +28,7 @@ from dtrain.checkpoint.model_files import (
     HELD,
     copy_companions,
     has_untrained_parts,
+    of_classifier,
     read_model_config,
     text_only,
     with_dtype,
@@ -35,6 +36,7 @@ from dtrain.checkpoint.model_files import (
 )
 from dtrain.checkpoint.safetensor_files import CARRIED, DTYPES, INDEX, SINGLE, WeightFiles
 from dtrain.errors import UserError, in_words
+from dtrain.models.config import ModelConfig
 from dtrain.parallel.ranks import Ranks
 
 T = TypeVar("T")
@@ -194,6 +196,10 @@ def write_entries(
         raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
     dtype = sizes.most_common(1)[0][0]
+    described = cast(ModelConfig, model.config)
+    if described.labels is not None:
+        config = of_classifier(layout.config, described.architecture, described.labels, layout.source)
+        layout = dataclasses.replace(layout, config=config)
     write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from dtrain.checkpoint.files import replace, replace_text
 from dtrain.errors import UserError
 from dtrain.json_files import LARGE, read_json
-from dtrain.models.config_families import MODEL_TYPES
+from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -111,6 +111,35 @@ def _text_tower(config: dict[str, Any]) -> str | None:
     if "text_config" in config and isinstance(kind := config.get("model_type"), str):
         names.append(MODEL_TYPES.get(kind))
     return next((_TEXT_TOWERS[name] for name in names if isinstance(name, str) and name in _TEXT_TOWERS), None)
+
+
+def of_classifier(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
+    """`config` of a model with a head of so many `labels`, for transformers. architecture: of the language model. Where
+    `config` has no pad_token_id, with which transformers reads batches, it is the tokenizer's of `source`, unless that
+    ends texts too."""
+    name = next(mine for mine, of_text in CLASSIFIERS.items() if of_text == architecture)
+    changed: dict[str, Any] = {"architectures": [name]}
+    if len(config.get("id2label") or ()) != labels:
+        names = [f"LABEL_{index}" for index in range(labels)]
+        changed["id2label"] = {str(index): one for index, one in enumerate(names)}
+        changed["label2id"] = {one: index for index, one in enumerate(names)}
+    changed["problem_type"] = "regression" if labels == 1 else "single_label_classification"
+    if config.get("pad_token_id") is None and (pad := _pad_of(source)) is not None:
+        ends = config.get("eos_token_id")
+        if pad not in (ends if isinstance(ends, list) else [ends]):
+            changed["pad_token_id"] = pad
+    return {key: value for key, value in config.items() if key != "num_labels"} | changed
+
+
+def _pad_of(directory: Path) -> int | None:
+    """The id of the tokenizer's padding token, as far as its small files tell."""
+    try:
+        said = read_json(directory / "tokenizer_config.json").get("pad_token")
+        added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
+    except UserError:
+        return None
+    word = said.get("content") if isinstance(said, dict) else said
+    return next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -671,6 +671,19 @@ class Distill:
 
 
 @dataclass
+class RewardModel:
+    """`reward`: read by method reward."""
+
+    task: Literal["pairs", "classes", "numbers"] = "pairs"
+    """What the rows are. pairs: chosen and rejected answers, with a `margin` where they have one; classes, numbers:
+    texts or messages with a `label`, a whole number from 0 or any number."""
+    num_labels: int | None = None
+    """How many classes there are. null: one output, a reward."""
+    center_rewards_coefficient: float | None = None
+    """The weight of (r_chosen + r_rejected)², which keeps rewards near zero (arXiv:2312.09244). null: none."""
+
+
+@dataclass
 class Moe:
     """`moe`: what a mixture of experts trains with beside its method's loss."""
 
@@ -683,8 +696,9 @@ class Moe:
 class Recipe:
     """The root of a recipe."""
 
-    method: Literal["sft", "dpo", "kto", "grpo", "distill"] = "sft"
-    """What is learned from: examples, preferences, replies that are wanted or not, rewards, or a teacher."""
+    method: Literal["sft", "dpo", "kto", "grpo", "distill", "reward"] = "sft"
+    """What is learned from: examples, preferences, replies that are wanted or not, rewards, or a teacher. reward
+    trains a model that rates texts."""
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
@@ -705,6 +719,7 @@ class Recipe:
     kto: Kto = field(default_factory=Kto)
     grpo: Grpo = field(default_factory=Grpo)
     distill: Distill = field(default_factory=Distill)
+    reward: RewardModel = field(default_factory=RewardModel)
     moe: Moe = field(default_factory=Moe)
 
     @property

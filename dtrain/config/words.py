@@ -324,6 +324,7 @@ VALUES: dict[str, dict[str, str]] = {
         "sft, and the section lora={}": "lora qlora peft",
         "sft, with sft.loss=dft": "dft",
         "distill": "kd gkd distillation opd",
+        "reward": "rm reward_model reward_modeling classification",
     },
     "dpo.loss": {
         "sigmoid, which is DPO's own": "dpo dpop sigmoid_loss logistic",

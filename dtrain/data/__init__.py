@@ -2,7 +2,8 @@
 
 The way of a sample: files.py → formats.py → template.py (in sandbox.py), replies.py, tokenizer.py → sample.py →
 (pool.py) cache.py → order.py → rows.py; of a pair, preferences.py and pairs.py instead of formats.py and sample.py; of
-a reply with a label, labelled.py around sample.py; of a prompt, prompts.py. encoder.py is what these share.
+a reply that is wanted or not, labelled.py around sample.py; with a class, number or margin, judged.py; of a prompt,
+prompts.py. encoder.py is what these share.
 columns.py gives a file's columns our names. hub.py and hub_files.py find the files of a dataset of the hub;
 urls.py copies those behind URLs.
 sources.py is the door through which trainer and preview come in, by `open_rows`; the trainer then draws `Batches`.

@@ -8,7 +8,7 @@ chosen and rejected; n counts documents:
     trained.bin   uint8   1 where the token is a target, 2 where it is one of a reply that is not wanted
     offsets.bin   int64   n + 1 offsets of the documents into both
     origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
-    columns.bin   uint8   of prompts alone: each row's prompt and columns as JSON, one behind the other
+    columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
     column_offsets.bin    int64, n + 1 offsets of them
     left_out.txt          every row that is no sample, and why
     meta.json             counts, fingerprint, sizes; written last
@@ -47,7 +47,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import digest, loads
 from dtrain.parallel.ranks import Ranks
 
-VERSION = 3
+VERSION = 4
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {
@@ -121,7 +121,7 @@ class Samples:
     @property
     def noun(self) -> str:
         """What a sample is, in the plural."""
-        return "prompts" if self._columns else "pairs" if self.documents_per_sample == 2 else "samples"
+        return self.meta["noun"]
 
     def __len__(self) -> int:
         return self.meta["samples"]
@@ -144,7 +144,7 @@ class Samples:
         return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
 
     def row(self, index: int) -> dict[str, Any]:
-        """Of prompts: {"prompt": as the data has it, "columns": the row's others}."""
+        """{"columns": what is kept of the row}; of prompts all others, and "prompt", as the data has it."""
         content, offsets = self._columns
         first = index * self.documents_per_sample
         start, end = offsets[first : first + 2].tolist()
@@ -160,7 +160,7 @@ class Samples:
         return {is_good for is_good, mark in ((True, 1), (False, BAD)) if bool((self._trained == mark).any())}
 
     def column_names(self) -> list[str]:
-        """Of prompts: the columns of up to 256 rows, which are spread over all."""
+        """What is kept of up to 256 rows, which are spread over all."""
         if not self._columns:
             return []
         rows = range(0, len(self), -(-len(self) // 256))
@@ -344,10 +344,11 @@ def _build(
             writer.add(number, str(file), chunk)
             per_source[source] += len(chunk.lengths) // encoder.documents
             bar.update(chunk.size)
-    _refuse_nothing(writer, files, label, encoder.part)
+    _refuse_nothing(writer, files, label, encoder.noun, encoder.part)
     meta = {
         "version": VERSION,
         "documents_per_sample": encoder.documents,
+        "noun": encoder.noun,
         "fingerprint": writer.hash.hexdigest(),
         "files": [str(file) for _, file in files],
         "per_source": per_source,
@@ -365,7 +366,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str, part: Part | None) -> None:
+def _refuse_nothing(
+    writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
+) -> None:
     """Raises UserError where there is no sample, saying why."""
     if writer.samples:
         return
@@ -379,7 +382,7 @@ def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: s
     if not rows:
         raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
     file, line, reason = writer.named[0]
-    is_pair = writer.documents > 1 and "columns.bin" not in writer.streams
+    is_pair = noun == "pairs"
     if writer.counts["too_long"] == rows:
         fix = "raise data.max_length, or set data.too_long=truncate"
     elif "max_length" in reason:

@@ -88,7 +88,8 @@ class RowEncoder:
     """
 
     documents = 1  # of a sample
-    keeps_columns = False  # whether the cache holds what the rewards read
+    noun = "samples"  # what these are
+    keeps_columns = False  # whether the cache holds what rewards or a loss read
     marks: Sequence[str] = ()  # of its kind, in the fingerprint
     decides: Sequence[Any] = ()  # beside the limits, what a row becomes
 

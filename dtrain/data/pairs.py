@@ -12,7 +12,7 @@ What is too long loses the beginning of its prompt, as much as the longer comple
 most, the same in both documents; then each completion loses its end. Torch is not imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
@@ -28,7 +28,8 @@ class PairEncoder(RowEncoder):
     """Preferences to samples of two documents, chosen and rejected."""
 
     documents = 2
-    marks = ("pairs",)
+    noun = "pairs"
+    marks: Sequence[str] = ("pairs",)
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         pair = normalise_pair(row, name)

@@ -119,6 +119,7 @@ class PromptEncoder(RowEncoder):
     """Prompts to samples of one document without a trained token, the prompt and the columns as JSON beside it; with
     `options.loss_on` a second document, what `sample.Encoder` makes of the row."""
 
+    noun = "prompts"
     keeps_columns = True
     marks = ("prompts, all columns",)
 

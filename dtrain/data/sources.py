@@ -10,6 +10,7 @@ from dtrain.data.cache import Samples, Source, open_cache
 from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import entries, formats_of, read_chunks, resolve
 from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
+from dtrain.data.judged import Judged, PairJudgement, TextJudgement
 from dtrain.data.labelled import LabelledEncoder
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
@@ -30,6 +31,7 @@ def open_rows(
     split: str = "train",
     kind: str = "examples",
     prompts: PromptOptions | None = None,
+    judged: Judged | None = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     epochs: int | None = None,
@@ -45,12 +47,13 @@ def open_rows(
     kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
                 (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
+    judged      the number of each row that is kept, where the method reads one
     cache_dir   where section.cache_dir says nothing
 
     Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
     """
     train, cache_dir = split == "train", section.cache_dir or cache_dir
-    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, cache_dir, say)
+    sources, encoder = _opened(section, split, kind, prompts, judged, tokenizer, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
@@ -112,12 +115,15 @@ def looks(
     split: str = "train",
     kind: str = "examples",
     prompts: PromptOptions | None = None,
+    judged: Judged | None = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     cache_dir: str | Path | None = None,
 ) -> list[Look]:
     """Each file of `open_rows`. Raises UserError."""
-    sources, encoder = _opened(section, split, kind, prompts, tokenizer, seed, section.cache_dir or cache_dir, _nothing)
+    sources, encoder = _opened(
+        section, split, kind, prompts, judged, tokenizer, seed, section.cache_dir or cache_dir, _nothing
+    )
     return [
         Look(file, name, source.columns, encoder)
         for source in sources
@@ -130,6 +136,7 @@ def _opened(
     split: str,
     kind: str,
     prompts: PromptOptions | None,
+    judged: Judged | None,
     tokenizer: Tokenizer,
     seed: int,
     cache_dir: str | Path | None,
@@ -143,7 +150,7 @@ def _opened(
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
-    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts)
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, judged)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     return sources, encoder
 
@@ -173,7 +180,13 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
 
 
 def _encoder(
-    section: Any, tokenizer: Tokenizer, formats: set[str], say: Say, kind: str, prompts: PromptOptions | None
+    section: Any,
+    tokenizer: Tokenizer,
+    formats: set[str],
+    say: Say,
+    kind: str,
+    prompts: PromptOptions | None,
+    judged: Judged | None,
 ) -> RowEncoder:
     """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
     template = choose_template(
@@ -181,7 +194,9 @@ def _encoder(
     )
     limits = {"max_length": section.max_length, "too_long": section.too_long}
     encoder: RowEncoder
-    if kind == "pairs":
+    if judged is not None:
+        encoder = (PairJudgement if kind == "pairs" else TextJudgement)(tokenizer, template, judged=judged, **limits)
+    elif kind == "pairs":
         encoder = PairEncoder(tokenizer, template, **limits)
     elif kind == "labelled":
         encoder = LabelledEncoder(tokenizer, template, **limits)
@@ -193,7 +208,7 @@ def _encoder(
         say(f"chat template: {template.origin}")
         for note in _template_notes(template, encoder):
             say(note)
-    plain = kind == "examples"
+    plain = kind == "examples" and judged is None
     if plain and "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
     if "tokenized" in formats:

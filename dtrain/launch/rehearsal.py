@@ -169,7 +169,12 @@ def _splits(recipe: Recipe) -> list[str]:
 def _given(recipe: Recipe) -> dict[str, Any]:
     """What `open_rows` and `looks` are told of a recipe."""
     facts = facts_of(recipe)
-    return {"kind": facts.kind, "prompts": facts.prompts(recipe), "seed": recipe.run.seed}
+    return {
+        "kind": facts.kind,
+        "prompts": facts.prompts(recipe),
+        "judged": facts.judged(recipe),
+        "seed": recipe.run.seed,
+    }
 
 
 def _data(
@@ -234,7 +239,8 @@ def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[
 
 def _model(recipe: Recipe, precision: Precision, has_weights: bool) -> CausalLM:
     """The model on meta, as a rank builds it, once the headers of its weights fit it."""
-    model = models.build(read_config(recipe.model.directory), dtype=precision.master, device="meta")
+    config = read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
+    model = models.build(config, dtype=precision.master, device="meta")
     choose_trained(model, recipe, precision.compute)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)

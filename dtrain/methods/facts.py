@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from dtrain.config.schema import Distill, Recipe, Sampling
 from dtrain.config.world import automatic_batch
+from dtrain.data.judged import Judged
 from dtrain.data.prompts import PromptOptions
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
@@ -55,6 +56,14 @@ class Facts:
 
     def prompts(self, recipe: Recipe) -> PromptOptions | None:
         """How the data's prompts are made, where it is prompts."""
+        return None
+
+    def labels(self, recipe: Recipe) -> int | None:
+        """Outputs of the head that the model has in place of the vocabulary's; None: it has that one."""
+        return None
+
+    def judged(self, recipe: Recipe) -> Judged | None:
+        """The number of each of the data's rows that the loss reads."""
         return None
 
     def rows_of_a_sample(self, recipe: Recipe) -> int:
@@ -291,12 +300,90 @@ class OnPolicyFacts(DistillFacts):
         return recipe.distill.prompts_per_step or super().automatic_batch(recipe, rows)
 
 
+class RewardFacts(Facts):
+    """Of a head that rates or classifies texts: of labelled ones."""
+
+    ranges = (
+        (
+            "reward.center_rewards_coefficient",
+            lambda v: is_number(v) and v >= 0,
+            "a finite number, at least 0, up to 1e10, or null for none",
+        ),
+        ("reward.num_labels", lambda v: 1 <= v <= 2**20, "at least 1, up to 2**20, or null"),
+    )
+    curves = MappingProxyType({**Facts.curves, "accuracy": "accuracy"})
+
+    def missing(self, recipe: Recipe) -> list[str]:
+        if recipe.reward.task != "classes" or recipe.reward.num_labels is not None:
+            return []
+        return ["reward.num_labels is missing: set it to the number of classes, which are 0, 1, .. in the rows' label"]
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        section, found = recipe.reward, []
+        if section.task == "classes" and section.num_labels == 1:
+            found.append("reward.num_labels=1: there is nothing to tell from one class; set it to 2 or more")
+        if section.task != "classes" and section.num_labels not in (None, 1):
+            found.append(
+                f"reward.num_labels={section.num_labels}: reward.task={section.task} has one output; leave it out, or "
+                "set reward.task=classes"
+            )
+        if section.task != "pairs" and section.center_rewards_coefficient is not None:
+            found.append("reward.center_rewards_coefficient is read with reward.task=pairs alone: leave it out")
+        if recipe.lora is not None:
+            found.append("lora: method=reward trains the model's own weights: leave it out, or set train.train_only")
+        if recipe.eval is not None:
+            found.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
+        if recipe.moe.balance:
+            found.append("moe.balance: method=reward trains no mixture of experts; leave it out")
+        if recipe.data.loss_on != "assistant":
+            found.append(
+                f"data.loss_on={recipe.data.loss_on} plays no part under method=reward, which reads a text at its last "
+                "token: leave it out"
+            )
+        return found
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format in ("preference", "question"):
+            return f"reward.task={recipe.reward.task} reads texts with a label; set reward.task=pairs for preferences"
+        return None
+
+    def labels(self, recipe: Recipe) -> int | None:
+        return recipe.reward.num_labels or 1
+
+    def judged(self, recipe: Recipe) -> Judged | None:
+        return Judged("label", recipe.reward.num_labels if recipe.reward.task == "classes" else None)
+
+
+class RewardPairFacts(RewardFacts):
+    """Of pairs of a better and a worse answer."""
+
+    kind = "pairs"
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format not in ("auto", "preference", "tokenized"):
+            return "reward.task=pairs reads preferences; set it to preference, or reward.task=classes or numbers"
+        return None
+
+    def judged(self, recipe: Recipe) -> Judged | None:
+        return Judged("margin")
+
+
 ON_POLICY = OnPolicyFacts()
+REWARD_PAIRS = RewardPairFacts()
 FACTS: Mapping[str, Facts] = MappingProxyType(
-    {"sft": Facts(), "dpo": DpoFacts(), "kto": KtoFacts(), "grpo": GrpoFacts(), "distill": DistillFacts()}
+    {
+        "sft": Facts(),
+        "dpo": DpoFacts(),
+        "kto": KtoFacts(),
+        "grpo": GrpoFacts(),
+        "distill": DistillFacts(),
+        "reward": RewardFacts(),
+    }
 )
 
 
 def facts_of(recipe: Recipe) -> Facts:
+    if recipe.method == "reward" and recipe.reward.task == "pairs":
+        return REWARD_PAIRS
     is_on_policy = recipe.method == "distill" and recipe.distill.samples == "student"
     return ON_POLICY if is_on_policy else FACTS[recipe.method]

@@ -9,6 +9,7 @@ from dtrain.methods.grpo import GrpoMethod
 from dtrain.methods.kto import KtoMethod
 from dtrain.methods.method import Method
 from dtrain.methods.on_policy import OnPolicyDistillMethod
+from dtrain.methods.reward import RewardMethod
 from dtrain.methods.sft import DftMethod, SftMethod
 
 
@@ -27,4 +28,5 @@ METHODS: dict[str, Callable[[Recipe], Method]] = {
     "kto": KtoMethod,
     "grpo": GrpoMethod,
     "distill": _distill,
+    "reward": RewardMethod,
 }

@@ -262,4 +262,5 @@ def modules(config: ModelConfig) -> list[str]:
         of_layers += ["model.embed_tokens_per_layer", "model.per_layer_projection_norm"]
     if config.has_sinks:
         of_layers += [f"model.layers.{number}.self_attn.scores" for number in range(config.num_hidden_layers)]
-    return [*ENDS, "model.norm", *linears(config), *_sparse(config), *of_layers]
+    ends = ENDS if config.labels is None else (ENDS[0], "score")
+    return [*ends, "model.norm", *linears(config), *_sparse(config), *of_layers]

@@ -145,6 +145,8 @@ class ModelConfig:
     # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
+    labels: int | None = None  # outputs of the head `score`, which a classifier has in place of the vocabulary's
+    has_new_head: bool = False  # whether the files are of a language model, and have no such head
 
     def parts(self, name: str) -> list[str]:
         """The model's modules that the module `name` of the files is: itself, or those whose rows it joins; of experts
@@ -233,21 +235,27 @@ class ModelConfig:
             keys = 0 if source != index else (2 - heads.tied) * heads.count
             widths += heads.size * ((2 + self.attention_gate) * self.num_attention_heads + keys)
         vocabulary = (2 - self.tie_word_embeddings) * self.vocab_size * hidden
+        if self.labels is not None:
+            vocabulary = (self.vocab_size + self.labels) * hidden
         if self.per_layer is not None:
             widths += (self.num_hidden_layers + 2 * self.num_hidden_layers) * self.per_layer.size
             vocabulary += self.per_layer.vocab * self.num_hidden_layers * self.per_layer.size
         return hidden * widths + vocabulary
 
 
-def read_config(directory: str | Path) -> ModelConfig:
-    """The model described by `directory`/config.json. Raises UserError listing everything that cannot be used."""
+def read_config(directory: str | Path, labels: int | None = None) -> ModelConfig:
+    """The model described by `directory`/config.json. Raises UserError listing everything that cannot be used.
+
+    labels: None for a language model alone; n for a classifier of n outputs, which a language model's files begin; 0
+    for whichever the files are.
+    """
     directory = Path(directory)
     path = directory / "config.json"
     if not directory.is_dir():
         raise UserError(_no_directory(str(directory)))
     if not path.exists():
         raise UserError(f"{directory} has no config.json: model.path must be a model's directory{_instead(directory)}")
-    return parse_config(read_json(path), str(path))
+    return parse_config(read_json(path), str(path), labels)
 
 
 _GGUF = "dtrain reads no GGUF, the files of llama.cpp: give the original model, config.json with *.safetensors"
@@ -280,10 +288,14 @@ def _no_directory(name: str) -> str:
     return message
 
 
-def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """The model that the fields of a config.json describe; `where` names the file in errors (UserError)."""
-    from dtrain.models.config_families import MODEL_TYPES, READERS  # they make a ModelConfig
+def parse_config(values: dict[str, Any], where: str = "config.json", labels: int | None = None) -> ModelConfig:
+    """The model that the fields of a config.json describe; `where` names the file in errors (UserError); labels: as of
+    `read_config`."""
+    from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES, READERS  # they make a ModelConfig
 
+    own = outputs_of(values)
+    if own is not None:
+        values = {**values, "architectures": [CLASSIFIERS.get(values["architectures"][0])]}
     architecture = _architecture(values, where, READERS, MODEL_TYPES)
     problems: list[str] = []
     quantization = values.get("quantization_config")
@@ -296,9 +308,33 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelCon
             f"sizes of {config.parameters:,} parameters, {config.parameters * 2 >> 40:,} TiB in bfloat16: no memory "
             "holds them; check vocab_size, hidden_size, intermediate_size and num_hidden_layers"
         )
+    if labels is not None and (labels or own):
+        if architecture not in CLASSIFIERS.values():
+            problems.append("no head of classes or rewards; there is one for: " + ", ".join(CLASSIFIERS.values()))
+        if own and labels not in (0, own):
+            problems.append(f"a head of {own} outputs where {labels} are asked for: set reward.num_labels={own}")
+        config = replace(config, labels=labels or own, has_new_head=own is None, tie_word_embeddings=False)
+    elif own:
+        problems.append(
+            f"a head of {own} output{'s' * (own > 1)} in place of the vocabulary: it rates or classifies texts and "
+            "writes none. method=reward trains it; elsewhere give a language model"
+        )
     if problems:
         raise UserError("\n".join([f"{where}: {architecture} with", *(f"  - {problem}" for problem in problems)]))
     return config
+
+
+def outputs_of(values: Mapping[str, Any]) -> int | None:
+    """How many outputs the head of a classifier has, by its config.json; None for another model. transformers writes
+    names for them where they are not two."""
+    from dtrain.models.config_families import CLASSIFIERS
+
+    named = values.get("architectures")
+    if not isinstance(named, list) or not named or named[0] not in CLASSIFIERS:
+        return None
+    names, count = values.get("id2label"), values.get("num_labels")
+    found = len(names) if isinstance(names, dict) and names else count
+    return found if isinstance(found, int) and found > 0 else 2
 
 
 def _architecture(values: dict[str, Any], where: str, readers: Collection[str], types: Mapping[str, str]) -> str:

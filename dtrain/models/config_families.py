@@ -408,6 +408,21 @@ READERS: dict[str, Callable[[str, Fields], ModelConfig]] = {
     "GptOssForCausalLM": read_gpt_oss,
 }
 
+# Classifiers, whose head has an output for each class, or one: a reward. The language model that each is but for that.
+CLASSIFIERS = {
+    name.replace("CausalLM", "SequenceClassification"): name
+    for name in (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "SmolLM3ForCausalLM",
+    )
+} | {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
+
 # For files without `architectures`, such as those that models from scratch are described by.
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",

@@ -18,16 +18,18 @@ _EMBEDDINGS = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight
 
 
 @torch.no_grad()
-def init_weights(model: CausalLM, seed: int) -> None:
+def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
     """Fill every parameter by `model.initial`, with transformers' distributions: normal(0, initializer_range) for
     matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
     uniform(0.01, 16) for the decay of linear attention.
 
     Parameters may be plain or DTensors; a rank draws what it holds. Normals are drawn in float64, then rounded to the
-    parameter's dtype. No collective.
+    parameter's dtype. only: a pattern of the parameters that are filled. No collective.
     """
     config = model.config
     for name, parameter in model.named_parameters():
+        if not fnmatchcase(name, only):
+            continue
         local = local_tensor(parameter)
         kind = next(kind for pattern, kind in model.initial.items() if fnmatchcase(name, pattern))
         if kind == "normal":
@@ -43,7 +45,7 @@ def init_weights(model: CausalLM, seed: int) -> None:
             row = config.pad_token_id % parameter.shape[0]
             if held.start <= row < held.stop:
                 local[row - held.start] = 0.0
-    for buffer in model.buffers():  # factors, which are not trained
+    for buffer in model.buffers() if only == "*" else ():  # factors, which are not trained
         buffer.fill_(1.0)
 
 

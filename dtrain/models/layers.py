@@ -27,6 +27,7 @@ from dtrain.parallel.placement import LocalParameters, local_tensor
 from dtrain.parallel.tensor import (
     Block,
     ParallelModel,
+    ScoreHead,
     Stack,
     TensorParallel,
     VocabEmbedding,
@@ -401,8 +402,18 @@ class CausalLM(ParallelModel):
         super().__init__()
         self.config = config
         self.model = decoder
-        self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
+        if config.labels is None:
+            self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
+            self.plan = {name: style for name, style in self.plan.items() if name != "lm_head"}
+            self.plan["score"] = "score_head"
         self.tie_weights()
+
+    @property
+    def head(self) -> VocabHead | ScoreHead:
+        """Of a classifier, `config.labels`, its scores; else the vocabulary's."""
+        return self.lm_head if self.config.labels is None else self.score
 
     def tie_weights(self) -> None:
         """One parameter for embedding and head where the config says so, and one A for the adapters of layers that the
@@ -448,8 +459,8 @@ class CausalLM(ParallelModel):
         return self.model(input_ids, position_ids, seq_ids, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] after the final norm -> logits [..., V]."""
-        logits = self.lm_head(hidden)
+        """hidden [..., D] after the final norm -> logits [..., V], of a classifier its outputs [..., labels]."""
+        logits = self.head(hidden)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -472,7 +483,8 @@ class CausalLM(ParallelModel):
         seq_ids: Tensor | None = None,
         packing: "Packing | None" = None,
     ) -> Any:
-        """`fn(hidden [B, S/cp, D], head_weight [V/tp, D])`'s result: how a loss reaches the head without whole logits.
+        """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
+        without whole logits.
         packing: of the whole rows, for a kernel that `takes_packing`.
 
         Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
@@ -480,7 +492,7 @@ class CausalLM(ParallelModel):
         """
         # Not self.hidden_states: registered too, it may give the root's weights back, and the head's are needed yet.
         hidden = self.model(input_ids, position_ids, seq_ids, packing=packing)
-        return fn(hidden, self.lm_head.local("weight"))
+        return fn(hidden, self.head.local("weight"))
 
     def checkpoint_names(self, name: str) -> list[str]:
         """The names that parameter `name` may have in a checkpoint's files, the likeliest first."""
@@ -495,7 +507,8 @@ class CausalLM(ParallelModel):
     @property
     def ignored_checkpoint_names(self) -> tuple[str, ...]:
         """Patterns (re.fullmatch) of tensors in the files that are no parameters of this model, and no mistake."""
-        return (r".*\.rotary_emb\.inv_freq",)  # a buffer that transformers once saved
+        head = (r"lm_head\..*",) if self.config.has_new_head else ()
+        return (r".*\.rotary_emb\.inv_freq", *head)  # the first: a buffer that transformers once saved
 
     def flops_per_token(self, seq_len: int) -> float:
         """Training FLOPs per token in rows of `seq_len`: 6·N + 12·Σ over layers of H·hd·(keys in reach); 4 for a frozen

@@ -95,10 +95,16 @@ def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def from_pretrained(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, nf4: bool = False
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    nf4: bool = False,
+    labels: int | None = None,
 ) -> CausalLM:
     """The model in a Hugging Face directory, its weights (safetensors, one file or an index) in `dtype` on `device`; or
-    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits.
+    an adapter in PEFT's layout, with its base. nf4: whether an adapter's base is rounded to 4 bits. labels: as of
+    `read_config`; 0 for a classifier, too.
 
     Raises UserError: no such directory, a config that cannot be used, weights that are missing or do not fit, a base
     that is not found.
@@ -108,7 +114,7 @@ def from_pretrained(
     from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_adapter_config
 
     if not is_adapter_directory(path):
-        model = build(read_config(path), dtype, device)
+        model = build(read_config(path, labels), dtype, device)
         read_weights(model, path)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))

@@ -166,7 +166,7 @@ class Muon(LowBitAdam):
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon steps `parameter` [..]: a matrix that is neither an embedding nor a head, nor experts' biases."""
-    return parameter.dim() == 2 and not any(part in name for part in ("embed", "lm_head", ".bias"))
+    return parameter.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "score.", ".bias"))
 
 
 def scale(adjust_lr_fn: str, rows: int, columns: int) -> float:

@@ -136,7 +136,7 @@ def _contradictions(
             problems.append(f"{name}: a block needs a rowwise layer, which sums what its ranks computed")
     # Functions on an embedding, the head or the whole decoder may do what these do.
     if not any(_is_an_end(name, modules[name]) for name in unnamed):
-        if ("vocab_head" in named) != ("decoder" in named):
+        if bool({"vocab_head", "score_head"} & named) != ("decoder" in named):
             problems.append(
                 "vocab_head and decoder go together: the head's ranks hand the decoder parts of its gradient"
             )

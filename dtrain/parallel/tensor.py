@@ -2,7 +2,7 @@
 
 Parameters become DTensors on the tp mesh, replicated ones too; the modules read them through `LocalParameters` and
 compute on plain tensors. Where a style changes a forward, the module's own forward asks its `tp`: `Block`, `Stack`,
-`VocabEmbedding` and `VocabHead`, of which models are built. Activations are plain tensors too: between attention and
+`VocabEmbedding` and the heads, of which models are built. Activations are plain tensors too: between attention and
 MLP blocks replicated over tp, or, under sequence parallel, cut along the sequence: [B, S/tp, D], S padded to a multiple
 of tp inside the decoder.
 
@@ -118,6 +118,24 @@ class VocabHead(LocalParameters, nn.Linear):
         stride = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
         last = Shard(len(shape) - 1)
         return DTensor.from_local(logits, self.tp.mesh, [last], run_check=False, shape=shape, stride=stride)
+
+
+class ScoreHead(LocalParameters, nn.Linear):
+    """The scores of a classifier, [labels, D]; over tp each rank multiplies some of the D. No bias."""
+
+    tp: TensorParallel | None = None  # set by the style `score_head`
+    vocab_start: int | None = None
+
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [..., D], weight [labels, D/tp] -> [..., labels], whole on every tp rank. Over tp one all-reduce."""
+        if self.tp is None:
+            return F.linear(hidden, weight)
+        start, end = chunk_bounds(self.in_features, self.tp.size, self.tp.rank)
+        return leave_region(F.linear(hidden[..., start:end], weight), self.tp.group)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] -> [..., labels]"""
+        return self.product(hidden, self.local("weight"))
 
 
 class Stack(nn.Module):
@@ -299,6 +317,12 @@ def vocab_head(module: VocabHead, tp: TensorParallel) -> None:
     module.tp = tp
 
 
+def score_head(module: ScoreHead, tp: TensorParallel) -> None:
+    """A `ScoreHead`, whose columns the ranks share out."""
+    _place(module, tp, "weight", Shard(1))
+    module.tp = tp
+
+
 def decoder(module: Stack, tp: TensorParallel) -> None:
     """A `Stack`, whose hidden states come out whole."""
     module.tp = tp
@@ -316,6 +340,7 @@ STYLES: dict[str, Style] = {
     "router": router,
     "rowwise": rowwise,
     "rowwise_within": rowwise_within,
+    "score_head": score_head,
     "sequence": sequence,
     "vocab_embedding": vocab_embedding,
     "vocab_head": vocab_head,
@@ -325,6 +350,7 @@ STYLES: dict[str, Style] = {
 MODULES: dict[str, type[nn.Module]] = {
     "block": Block,
     "decoder": Stack,
+    "score_head": ScoreHead,
     "vocab_embedding": VocabEmbedding,
     "vocab_head": VocabHead,
     "within": Block,

@@ -80,7 +80,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         recipe = replace(recipe, model=replace(recipe.model, attention="sdpa"))  # flash attention asks for more, too
     if found:
         raise RecipeError(found)
-    config, world = read_config(recipe.model.directory), sizes(recipe, world_size)
+    config, world = read_config(recipe.model.directory, facts_of(recipe).labels(recipe)), sizes(recipe, world_size)
     recipe, assumed = _without_code(recipe)
     if world.is_open:
         assumed.append(f"train.global_batch=auto is taken to be {world.global_batch}; data of few rows make it smaller")

@@ -117,7 +117,9 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
         return recipe
     if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
         return recipe
-    tried = candidates(recipe, read_config(recipe.model.path), world_size, per_node, Counter())
+    tried = candidates(
+        recipe, read_config(recipe.model.path, facts_of(recipe).labels(recipe)), world_size, per_node, Counter()
+    )
     fitting = (with_mesh(recipe, world) for world in tried)
     return next((other for other in fitting if not problems(other, world_size)), recipe)
 

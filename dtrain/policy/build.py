@@ -61,6 +61,8 @@ def build_model(
         models.init_weights(model, recipe.run.seed)
     else:
         read_weights(model, recipe.model.directory)
+        if config.has_new_head:
+            models.init_weights(model, recipe.run.seed, only="score.*")
     if recipe.lora is not None:
         init_adapters(model, recipe.run.seed)
     place_masters(model, recipe, precision, device)

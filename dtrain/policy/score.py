@@ -24,10 +24,12 @@ from dtrain.losses import (
     weighted_logprob_sum,
 )
 from dtrain.losses.policy_losses import Documents
+from dtrain.losses.vocabulary import compute_dtype
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context import cut_streams, gather_tokens, pad_right
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.tensor import ScoreHead
 
 
 class Inputs(TypedDict):
@@ -61,7 +63,7 @@ class LogprobSource:
         self._batch = batch
         self.inputs = inputs  # what the model was called with, for another model's forward on the same tokens
         self.documents = documents  # of the micro-batch, whole
-        self._softcap, self._shard, self._cp = head.softcap, head.shard, head.cp
+        self._softcap, self._shard, self._cp, self._score = head.softcap, head.shard, head.cp, head.score
 
     @property
     def head_input(self) -> HeadInput:
@@ -142,6 +144,19 @@ class LogprobSource:
         sums = sum_by_document(values, self._batch["document_ids"], self.documents)
         return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
 
+    def scores(self) -> Tensor:
+        """A classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
+        dtype); whole on every rank of tp and cp, as `by_document`. Over tp one all-reduce, over cp another."""
+        if self._score is None:
+            raise ValueError("this model has a vocabulary's head, and gives no scores")
+        index = self._batch["label_index"]
+        dtype = compute_dtype(self._hidden.dtype)
+        hidden = self._hidden.flatten(0, 1).index_select(0, index).to(dtype)  # [T, D]
+        values = self._score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
+        ids = self._batch["document_ids"].flatten().index_select(0, index)
+        found = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
+        return found if self._cp.size() == 1 else leave_region(found, self._cp.get_group())
+
     def sequences(self, mask: Tensor) -> Documents:
         """The documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count. Under cp
         one all-reduce."""
@@ -163,13 +178,16 @@ class Head:
     softcap: float | None
     shard: VocabShard | None
     cp: DeviceMesh
+    score: ScoreHead | None = None  # of a classifier
 
     @classmethod
     def of(cls, model: CausalLM, mesh: Mesh) -> "Head":
-        start = model.lm_head.vocab_start  # None too where a plan of the user's own leaves the head whole
+        head = model.head
+        start = head.vocab_start  # None too where a plan of the user's own leaves the head whole
         largest = -(-model.config.vocab_size // mesh.tp.size())
         shard = None if start is None else VocabShard(start, mesh.tp.get_group(), largest)
-        return cls(model.config.final_logit_softcapping, shard, mesh.cp)
+        score = head if isinstance(head, ScoreHead) else None
+        return cls(model.config.final_logit_softcapping, shard, mesh.cp, score)
 
 
 class Scorer:

@@ -20,6 +20,7 @@ METHODS = {
     "kto": "KTO, by replies that are wanted or not",
     "grpo": "GRPO, by rewards",
     "distill": "distillation",
+    "reward": "a reward model or classifier",
 }
 # What the table of results shows, where a run has measured it: its last value.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")

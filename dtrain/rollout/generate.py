@@ -144,6 +144,8 @@ def _tokenizer(directory: Path) -> Tokenizer:
 def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """The model of a run's step: what the step lacks is read from the run's base."""
     sizes = store.tensors(step)
+    if "model.score.weight" in sizes:
+        raise UserError(f"{store.path(step)} is of a model that rates or classifies texts, and writes none")
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
     model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)

@@ -1,0 +1,136 @@
+"""Reward models and classifiers: a head of one output or several in place of the vocabulary's, read at the last token
+of each document.
+
+As transformers' classes for sequence classification read it, that is the last token which is not the config's
+pad_token_id. The batch's labels stand at that token alone, so that a row's one label says where its score is read.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, rows_in
+from dtrain.config.schema import Recipe
+from dtrain.data import GlobalBatch, Rows
+from dtrain.methods.method import Method, RunContext
+from dtrain.policy import Policy
+from dtrain.policy.score import LogprobSource, Loss
+
+
+class RewardMethod(Method):
+    """The losses of the global batch, each a mean over its pairs or documents.
+
+    pairs: −log σ(r_chosen − r_rejected − margin) (Bradley-Terry; margins: Touvron et al., arXiv:2307.09288, equation 2)
+    + center_rewards_coefficient · (r_chosen + r_rejected)² (Eisenstein et al., arXiv:2312.09244); classes: the cross
+    entropy of the label; numbers: the squared error.
+    """
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        self._rows: dict[str, Rows] = {}
+        self._pad: int | None = None
+        self._task = recipe.reward.task
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        config = policy.model.config
+        self._rows, self._pad = dict(splits), config.pad_token_id
+        if config.has_new_head and self.recipe.model.init == "pretrained":
+            run.metrics.say(
+                f"score: a new head of {config.labels} output{'s' * (config.labels != 1)}, drawn by run.seed: "
+                f"{self.recipe.model.path} is a language model"
+            )
+
+    def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
+        """With `targets`: each row's number at the label of its document, a pair's at that of the chosen one."""
+        samples, column = self._rows[split].samples, self._judged_column
+        values = [samples.row(index)["columns"][column] for index in rows.samples]
+        if self._task == "pairs":
+            values = [one for value in values for one in (value, 0.0)]
+        return at_the_ends(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
+
+    def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
+        if "targets" not in batch:  # a plan's
+            batch = at_the_ends(batch, torch.zeros(documents(batch), dtype=torch.float64), self._pad)
+        return batch, self.loss
+
+    def loss(
+        self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalars: the share of the loss, and sums over the pairs or documents."""
+        scores, targets = source.scores(), source.by_document(batch["targets"])  # [documents, labels], [documents]
+        if self._task == "pairs":
+            total, count, measured = self._pairs(scores.squeeze(1), targets.to(scores))
+            total = total * 2 / global_seqs
+        else:
+            losses = self._losses(scores, targets)  # [documents]
+            total, count = losses.sum() / global_seqs, len(losses)
+            measured = {"loss": losses.sum()}
+            if self._task == "classes":
+                measured["accuracy"] = (scores.argmax(1) == targets).sum()
+            else:
+                measured["reward_mean"] = scores.sum()
+        measured["count"] = torch.full((), count, device=scores.device)
+        return source.shared(total), {name: source.shared(value.detach().to(total)) for name, value in measured.items()}
+
+    def _pairs(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """scores [documents] -> the sum of the losses, the pairs, and sums over these."""
+        chosen, rejected = scores.unflatten(0, (-1, 2)).unbind(1)  # [pairs] each
+        losses = -F.logsigmoid(chosen - rejected - targets[::2])
+        if coefficient := self.recipe.reward.center_rewards_coefficient:
+            losses = losses + coefficient * (chosen + rejected).square()
+        return (
+            losses.sum(),
+            len(losses),
+            {
+                "loss": losses.sum(),
+                "rewards_chosen": chosen.sum(),
+                "rewards_rejected": rejected.sum(),
+                "rewards_margin": (chosen - rejected).sum(),
+                "reward_mean": scores.sum() / 2,
+                "accuracy": (chosen > rejected).sum(),
+            },
+        )
+
+    def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """scores [documents, labels], targets [documents] -> [documents]"""
+        if self._task == "classes":
+            return F.cross_entropy(scores, targets.long(), reduction="none")
+        return (scores.squeeze(1) - targets.to(scores)).square()
+
+    @property
+    def _judged_column(self) -> str:
+        judged = self.facts.judged(self.recipe)
+        assert judged is not None
+        return judged.column
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        count = max(sums["count"], 1)
+        return {name: value / count for name, value in sums.items() if name not in ("count", "loss")}
+
+    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        val_loss = sums["loss"] / max(sums["count"], 1)
+        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+
+
+def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
+    """The batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where all
+    are), and `values` [documents] there as the stream `targets`. On the host."""
+    ids, places = document_ids(batch), torch.arange(batch["input_ids"].numel())
+    flat = ids.flatten()
+    read = places + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, places + 1)
+    real = flat != PADDING_DOCUMENT
+    ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat[real], read[real], "amax")
+    firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], places[real], "amin")
+    ends = torch.where(ends > 0, ends - 1, firsts)
+    labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
+    targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
+    return (
+        {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
+        if rows_in(batch)
+        else {
+            **batch,
+            "targets": torch.zeros(ids.shape, dtype=STREAMS["targets"].dtype),
+        }
+    )

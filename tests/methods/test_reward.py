@@ -1,0 +1,207 @@
+"""Method reward: loss and gradient against transformers' classifiers with TRL's formula, and the same numbers on every
+mesh."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from dtrain import models
+from dtrain.batch import collate
+from dtrain.checkpoint.export import export
+from dtrain.errors import UserError
+from dtrain.launch.rehearsal import rehearse
+from dtrain.methods.reward import at_the_ends
+from dtrain.preflight import preflight
+from dtrain.rollout.generate import load
+from tests.test_parity import MESHES, assert_parity, overrides_of
+from tests.test_trainer import metrics, run, trajectory, weights
+from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows
+
+
+def judged_rows(root, task):
+    """Tokenized rows with a margin each second one, a class of three, or a number."""
+    path = root / f"{task}.jsonl"
+    if not path.exists():
+        written = write_pairs(path, count=24) if task == "pairs" else write_rows(path, count=24)
+        given = [json.loads(line) for line in written.read_text().splitlines()]
+        for index, row in enumerate(given):
+            if task != "pairs":
+                row["label"] = index * 7 % 3 if task == "classes" else index * 0.37 - 2
+            elif index % 2:
+                row["margin"] = index * 0.1
+        path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return path
+
+
+def recipe_at(root, task, *overrides, **options):
+    """Of a tiny model from scratch, 3 steps."""
+    section = ["method=reward", f"reward.task={task}", f"data.train.path={judged_rows(root, task)}", "train.steps=3"]
+    section += ["reward.num_labels=3"] if task == "classes" else []
+    section += ["reward.center_rewards_coefficient=0.01"] if task == "pairs" else []
+    return tiny_recipe(root, *section, *overrides, **options)
+
+
+def oracle(family="llama", labels=1, **changes):
+    """transformers' classifier of a tiny model, in float64."""
+    config = {**json.loads((changes.pop("directory") / "config.json").read_text()), "num_labels": labels, **changes}
+    known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    torch.manual_seed(3)
+    return transformers.AutoModelForSequenceClassification.from_config(known, dtype=torch.float64).eval()
+
+
+def written(task, row):
+    """The documents of a row, as one batch of transformers: [n, S], ids and mask."""
+    if task == "pairs":
+        rows = [row["prompt_ids"] + row["chosen_ids"], row["prompt_ids"] + row["rejected_ids"]]
+    else:
+        rows = [row["input_ids"]]
+    return rows
+
+
+def loss_of(model, task, rows):
+    """TRL 1.16's RewardTrainer.compute_loss, and transformers' losses of the two kinds of labels."""
+    losses = []
+    for row in rows:
+        scores = [model(torch.tensor([ids])).logits[0] for ids in written(task, row)]
+        if task == "pairs":
+            chosen, rejected = scores
+            loss = -F.logsigmoid(chosen - rejected - row.get("margin", 0.0)) + 0.01 * (chosen + rejected) ** 2
+        elif task == "classes":
+            loss = F.cross_entropy(scores[0][None], torch.tensor([row["label"]]))
+        else:
+            loss = (scores[0] - row["label"]) ** 2
+        losses.append(loss.squeeze())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(("task", "family"), [("pairs", "qwen3"), ("classes", "llama"), ("numbers", "gemma3")])
+def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
+    """All rows in one step: loss and gradient norm; then the outputs of the export, and of `dtrain export`. To 1e-6:
+    transformers has norms and rotary tables in float32."""
+    plain = write_model(tmp_path / "plain", family)
+    classifier = oracle(labels=3 if task == "classes" else 1, directory=plain, pad_token_id=0)
+    classifier.save_pretrained(plain)
+    options = [f"model.path={plain}", "model.init=pretrained", "train.steps=1", "train.global_batch=24"]
+    options += ["scheduler.warmup_steps=0"]
+    options += ["data.packing=false", "checkpoint.every=1", "checkpoint.export=final", "data.max_length=64"]
+    recipe = run(recipe_at(tmp_path, task, *options))
+    rows = [json.loads(line) for line in judged_rows(tmp_path, task).read_text().splitlines()]
+    loss = loss_of(classifier, task, rows)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([one.grad for one in classifier.parameters()])
+    (found,) = [row for row in metrics(recipe) if "loss" in row]
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+    again = tmp_path / "again"
+    export(recipe.run.directory, again)
+    for out in (recipe.run.directory / "export", again):
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float64).eval()
+        mine = models.from_pretrained(out, torch.float64, labels=0)
+        ids = torch.tensor(written(task, rows[0])[0])[None]
+        with torch.no_grad():
+            last = (ids[0] != 0).nonzero()[-1].item()
+            torch.testing.assert_close(theirs(ids).logits[0], mine(ids)[0, last], rtol=1e-6, atol=1e-7)
+            assert (theirs(ids).logits - classifier(ids).logits).abs().max() > 1e-4  # it was trained
+    with pytest.raises(UserError, match="method=reward trains it"):
+        models.from_pretrained(again)
+    with pytest.raises(UserError, match="rates or classifies texts"):
+        load(recipe.run.directory / "checkpoints" / "step-1", torch.float64, torch.device("cpu"))
+
+
+def test_a_language_model_begins_one_whose_body_stays(tmp_path):
+    """A tied model's files, a new head on them, the head alone trained: the export has the files' own body."""
+    plain = save_weights(write_model(tmp_path / "plain", "qwen3"))
+    options = [f"model.path={plain}", "model.init=pretrained", "train.train_only=[score.weight]"]
+    recipe = run(recipe_at(tmp_path, "pairs", *options, "checkpoint.every=3", "parallel.tp=2"), 2)
+    export(recipe.run.directory, tmp_path / "out")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    before = transformers.AutoModelForCausalLM.from_pretrained(plain)
+    for name, one in before.model.state_dict().items():
+        assert torch.equal(theirs.model.state_dict()[name], one)
+    first = models.build(models.read_config(plain, 1), torch.float64)
+    models.init_weights(first, recipe.run.seed)
+    moved = (theirs.score.weight.double() - first.score.weight).abs().max()
+    assert 1e-4 < moved < 0.1  # three steps of at most 1e-2 from where the seed drew it
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    root, done = tmp_path_factory.mktemp("reward"), {}
+
+    def reference(*kind):
+        if kind not in done:
+            recipe = run(parity_recipe(root, *kind, "train.micro_batch=12", name="-".join(map(str, kind))))
+            done[kind] = trajectory(recipe), weights(recipe)
+        return root, *done[kind]
+
+    return reference
+
+
+def parity_recipe(root, task, packing, *overrides, name):
+    shape = ["train.global_batch=12", "train.steps=10", "checkpoint.every=10", f"data.packing={packing}"]
+    return recipe_at(root, task, *shape, *overrides, name=name)
+
+
+TASKS = ("pairs", "classes", "numbers")
+
+
+@pytest.mark.turns(28)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_same_numbers_on_every_mesh(one_process, mesh):
+    """Each mesh with one task, packed or padded."""
+    number = list(MESHES).index(mesh)
+    kind = TASKS[number % 3], ("true", "false")[number // 3 % 2]
+    root, *expected = one_process(*kind)
+    ranks, options = MESHES[mesh]
+    overrides = overrides_of(ranks, options, "float64")
+    recipe = parity_recipe(root, *kind, *overrides, name=f"{mesh}-{kind}".replace(" ", "-"))
+    assert_parity(run(recipe, ranks), *expected)
+
+
+def test_a_score_is_read_at_the_last_token_that_is_no_padding():
+    """Of two packed documents whose ends are pad_token_id 0, one of padding alone, and one in a padded row."""
+    ids = [torch.tensor(one) for one in ([4, 5, 0, 6, 0, 0, 0, 0], [7, 8])]
+    seq_ids = [torch.tensor(one) for one in ([0, 0, 0, 1, 1, 1, 2, 2], [0, 0])]
+    rows = [
+        {"input_ids": one, "labels": one, "position_ids": torch.arange(len(one)), "seq_ids": owners}
+        for one, owners in zip(ids, seq_ids, strict=True)
+    ]
+    found = at_the_ends(collate(rows), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), pad=0)
+    assert (found["labels"] == 0).nonzero().tolist() == [[0, 1], [0, 3], [0, 6], [1, 1]]
+    assert found["targets"][found["labels"] == 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert found["targets"].sum() == 10
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "answer"),
+    [
+        ("classes", ["reward.num_labels=null"], "reward.num_labels is missing"),
+        ("classes", ["reward.num_labels=1"], "there is nothing to tell from one class"),
+        ("numbers", ["reward.num_labels=4"], "reward.task=numbers has one output"),
+        ("pairs", ["reward.center_rewards_coefficient=-1"], "must be a finite number, at least 0"),
+        ("pairs", ["lora={}"], "trains the model's own weights"),
+        ("pairs", ["method=sft"], "reward.task is read by method=reward alone"),
+    ],
+)
+def test_mistakes_are_named_before_a_run(tmp_path, task, overrides, answer):
+    assert answer in "\n".join(preflight(recipe_at(tmp_path, task, *overrides), 1))
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "answer"),
+    [
+        ("classes", {"label": 3}, "label is 3, and must be a whole number from 0 to 2"),
+        ("classes", {"label": None}, "the row has no label"),
+        ("numbers", {"label": "good"}, "label is 'good', and must be a finite number"),
+        ("pairs", {"margin": "wide"}, "margin is 'wide', and must be a finite number"),
+    ],
+)
+def test_a_row_that_is_wrong_is_named(tmp_path, task, change, answer):
+    path = judged_rows(tmp_path, task)
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(first), **change}), *rest]) + "\n")
+    found = rehearse(recipe_at(tmp_path, task, "launch.device=cpu"), 1, {}, here=True)
+    assert f"{path}:1: {answer}" in "\n".join(found.problems)
