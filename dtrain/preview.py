@@ -45,10 +45,10 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    tokenizer = Tokenizer.from_directory(recipe.model.directory)
+    tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), facts_of(recipe).kind
     rows = open_rows(
         recipe.data,
-        kind=facts_of(recipe).kind,
+        kind=kind,
         prompts=facts_of(recipe).prompts(recipe),
         judged=facts_of(recipe).judged(recipe),
         tokenizer=tokenizer,
@@ -67,6 +67,8 @@ def preview(
         for document, text in enumerate(texts):
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
+            if kind == "labelled":
+                say("- wanted:" if rows.samples.is_good(placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":
             for name, value in rows.samples.row(placement.samples[0])["columns"].items():

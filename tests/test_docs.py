@@ -14,6 +14,7 @@ from dtrain.check import DIGESTS
 from dtrain.cli import _parser
 from dtrain.config import words
 from dtrain.data import formats
+from dtrain.data.labelled import read_label
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
 from dtrain.losses import policy_options, preference_options
@@ -155,10 +156,11 @@ def test_the_map_of_a_room_names_its_files_and_no_others(room):
 
 
 def test_rows_that_are_shown_are_of_their_format():
-    found, kinds = page("dtrain/data/README.md"), ("examples", "pairs", "prompts")
+    found, kinds = page("dtrain/data/README.md"), ("examples", "pairs", "labelled", "prompts")
     shown = [table for table in found.tables if any('`{"' in cell for row in table for cell in row)]
     assert len(shown) == len(kinds)
     read = {"examples": formats.normalise, "pairs": normalise_pair, "prompts": normalise_prompt}
+    read["labelled"] = lambda row, name: formats.normalise(read_label(row)[1], name)
     for kind, table in zip(kinds, shown, strict=True):
         named = set()
         for cells in table[1:]:
@@ -166,8 +168,8 @@ def test_rows_that_are_shown_are_of_their_format():
             name = formats.detect(row, kind)
             read[kind](row, name)
             named |= set(re.findall(r"`(\w+)`", cells[0]))
-            assert kind == "pairs" or name in cells[0], cells
-        assert kind == "pairs" or named == set(formats.KINDS[kind]) - {"preference"}
+            assert kind in ("pairs", "labelled") or name in cells[0], cells
+        assert kind in ("pairs", "labelled") or named == set(formats.KINDS[kind]) - {"preference"}
 
 
 def test_the_tables_of_losses_and_rewards_are_the_code_s():

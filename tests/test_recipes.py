@@ -76,7 +76,6 @@ RELATIVES = {
     "qwen3-30b-a3b-sft": (published.QWEN3_30B_A3B, 30532.1),
     "gpt-oss-20b-sft": (published.GPT_OSS_20B, 20914.8),
     "gemma4-26b-a4b-sft": (published.GEMMA4_26B_A4B, 25233.1),
-    "qwen3.6-35b-a3b-sft": (published.QWEN3_6_35B_A3B, 34660.6),
 }
 # Qwen3.5 and 3.6, each for what suits its size.
 QWEN3_5 = {

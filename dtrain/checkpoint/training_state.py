@@ -201,6 +201,12 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
 def _check_groups(optimizer: Optimizer, names: dict[int, str], saved: list[tuple[list[str], dict]]) -> None:
     built = [{_name(names, parameter) for parameter in group["params"]} for group in optimizer.param_groups]
     kept = [set(params) for params, _ in saved]
+    only_kept, only_built = (sorted(set().union(*a) - set().union(*b)) for a, b in ((kept, built), (built, kept)))
+    if only_kept and only_built:
+        raise UserError(
+            f"the checkpoint has trained {only_kept[0]} and not {only_built[0]}, this recipe trains the second and not "
+            "the first: resume with the model, the recipe and the release of dtrain that wrote it, or begin a new run"
+        )
     if built != kept:
         moved = sorted(set().union(*(a ^ b for a, b in zip(built, kept, strict=False))))
         raise UserError(

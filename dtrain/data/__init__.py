@@ -1,9 +1,9 @@
 """Files to batches: rows of data files become token ids and masks, are cached, packed into rows, and dealt to ranks.
 
 The way of a sample: files.py → formats.py → template.py (in sandbox.py), replies.py, tokenizer.py → sample.py →
-(pool.py) cache.py → order.py → rows.py; of a pair, preferences.py and pairs.py instead of
-formats.py and sample.py; of a prompt, prompts.py; with a label or margin, judged.py; encoder.py is what
-sample.py, pairs.py and prompts.py share.
+(pool.py) cache.py → order.py → rows.py; of a pair, preferences.py and pairs.py instead of formats.py and sample.py; of
+a reply with a label, labelled.py around sample.py; of a prompt, prompts.py; with a number, judged.py.
+encoder.py is what these share.
 columns.py gives a file's columns our names. hub.py and hub_files.py find the files of a dataset of the hub;
 urls.py copies those behind URLs.
 sources.py is the door through which trainer and preview come in, by `open_rows`; the trainer then draws `Batches`.

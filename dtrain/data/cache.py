@@ -155,6 +155,10 @@ class Samples:
         start, end = self._offsets[index : index + 2].tolist()
         return not bool((self._trained[start:end] == BAD).any())
 
+    def are_good(self) -> set[bool]:
+        """What `is_good` says of the samples."""
+        return {is_good for is_good, mark in ((True, 1), (False, BAD)) if bool((self._trained == mark).any())}
+
     def column_names(self) -> list[str]:
         """What is kept of up to 256 rows, which are spread over all."""
         if not self._columns:

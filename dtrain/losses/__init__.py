@@ -7,6 +7,7 @@ to a loss. Knows no recipe. README.md has every loss with its formula.
     head_jsd                             between two models and their mixture
     preference_options, policy_options   the losses by name: options, defaults and ranges; no torch
     pair_losses, preference              of pairs: the formulas; losses by name, weights of tokens
+    unpaired                             of single replies: the formulas
     policy_losses, policy_core           sums over sequences, the formulas; a policy loss over a micro-batch
     advantage                            rewards to advantages
 

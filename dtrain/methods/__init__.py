@@ -6,7 +6,7 @@ Names are imported when they are used: the facts are read where no torch is.
     dpo_section, grpo_section    what must hold in a section, for the recipe's check
     registry                     the methods by name
     method                       what every method can do
-    sft, dpo, grpo, distill, reward    how each differs
+    sft, dpo, kto, grpo, distill, reward    how each differs
     precompute                   dpo: the reference's sums, once
     collect, engines             grpo: a rollout; what draws and judges it
     rollout_buffer               grpo: a rollout as tensors

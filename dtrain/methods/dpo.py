@@ -27,7 +27,7 @@ from dtrain.methods.precompute import at_first_labels, reference_table, table_na
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
 
-FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy")
+FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
 
 
 class PairSums(NamedTuple):
@@ -122,6 +122,7 @@ class Objective:
             "accuracy": rewards.accuracy.sum(),
             "chosen_nll": -sums.plain_chosen.sum(),
             "chosen_tokens": sums.chosen_lengths.sum(),
+            **({} if sums.pair_weights is None else {"pair_weight": sums.pair_weights.sum()}),
         }
 
 
@@ -230,7 +231,7 @@ class DpoMethod(MethodWithReference):
         return {**batch, "token_weights": weights - sft}, loss
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return {name: sums[name] / max(sums["pairs"], 1) for name in FIELDS}
+        return {name: sums[name] / max(sums["pairs"], 1) for name in FIELDS if name in sums}
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         sft = self.objective.sft_weight * sums["chosen_nll"] / max(sums["chosen_tokens"], 1)

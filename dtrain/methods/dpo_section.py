@@ -37,6 +37,8 @@ def problems(recipe: Recipe) -> list[str]:
             f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: set "
             "dpo.use_weighting=false, or another loss"
         )
+    if section.use_weighting and set(names) == {SFT}:
+        found.append("dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not")
     if section.sync_every is not None and section.precompute:
         found.append(
             "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set dpo.sync_every=null "

@@ -13,7 +13,7 @@ from dtrain.data.judged import Judged
 from dtrain.data.prompts import PromptOptions
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
-from dtrain.ranges import is_number
+from dtrain.ranges import is_number, shown
 
 
 class Facts:
@@ -233,6 +233,19 @@ class DistillFacts(Facts):
             f"distill.{key} says how the student draws, and distill.samples=data trains on the data's own completions: "
             "leave it out, or set distill.samples=student"
             for key in named
+        ] + self.unread(section)
+
+    def unread(self, section: Distill) -> list[str]:
+        """Keys of the divergence that the recipe's divergence does not read."""
+        readers = {
+            "jsd_beta": (section.kl == "jsd", "distill.kl=jsd"),
+            "mixed_kl_weight": (section.kl == "mixed", "distill.kl=mixed"),
+            "zero_outside_topk": (section.top_k is not None, "distill.top_k"),
+        }
+        return [
+            f"distill.{key}={shown(getattr(section, key))} is read with {reader} alone: leave it out, or set that"
+            for key, (is_read, reader) in readers.items()
+            if not is_read and getattr(section, key) != getattr(Distill(), key)
         ]
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
@@ -248,7 +261,7 @@ class OnPolicyFacts(DistillFacts):
     kind = "prompts"
 
     def problems(self, recipe: Recipe) -> list[str]:
-        section, found = recipe.distill, []
+        section, found = recipe.distill, self.unread(recipe.distill)
         rollout, batch, longest = section.prompts_per_step, recipe.train.global_batch, recipe.data.max_length
         if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
             found.append(

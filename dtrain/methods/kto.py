@@ -47,6 +47,9 @@ class KtoMethod(MethodWithReference):
                     f"data.{split} has one reply, and KTO's estimate of the divergence needs those of other rows: give "
                     "it more, or set kto.loss=apo_zero_unpaired"
                 )
+            if split == "train" and len(found := rows.samples.are_good()) == 1:
+                which = "is wanted" if True in found else "is one that is not wanted"
+                run.metrics.say(f"note: each reply of data.train {which}: KTO learns most where there are both")
         self._splits = splits
         self.keep_reference(policy)
 

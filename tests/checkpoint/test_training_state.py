@@ -148,6 +148,10 @@ def test_another_optimizer_or_other_groups_are_refused(tmp_path):
     other, _ = build("adamw", 1)
     with pytest.raises(UserError, match="2 parameter groups, the recipe's 1"):
         resume(tmp_path, 1, other, torch.optim.AdamW(other.parameters()))
+    first, *_, last = other.parameters()
+    save(tmp_path, 2, other, torch.optim.AdamW([first]))
+    with pytest.raises(UserError, match="the checkpoint has trained .* and not .* release of dtrain that wrote it"):
+        resume(tmp_path, 2, other, torch.optim.AdamW([last]))
 
 
 class Local(torch.optim.Optimizer):

@@ -39,7 +39,7 @@ def refused(tmp_path, row, kind="examples"):
     ({"context": [ASK], "response1": "a", "response2": "b"}, "pairs", "are two replies: name the better"),
     ({"history": "q", "human_ref_A": "a", "human_ref_B": "b"}, "examples", "are two replies: name"),
     ({"prompt": "q", "response": "a", "helpfulness": 4}, "pairs", "write the best and the worst of a prompt"),
-    ({"prompt": "q", "completion": "a", "label": False}, "pairs", "single replies with a label (KTO)"),
+    ({"prompt": "q", "completion": "a", "label": False}, "pairs", "method=kto trains on single replies"),
     ({"data": [{"text": "a"}]}, "examples", "`jq -c '.data[]' FILE > rows.jsonl`"),
     ({"What is 2 + 2?": "What is 3 + 3?", "4": "6"}, "examples", "begins with the names of its columns"),
 ])  # fmt: skip

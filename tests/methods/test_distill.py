@@ -94,18 +94,23 @@ TRLS = {
 @pytest.mark.parametrize("beta", TRLS)
 @pytest.mark.parametrize("k", [None, 20])
 def test_the_jsd_is_trls(tmp_path, beta, k):
-    """On the same logits, through heads that are the identity, and through the teacher's top 20 of 20."""
+    """On the same logits, through heads of softcaps alone, and through the teacher's top 20 of 20."""
     places = torch.arange(60, dtype=torch.float64).view(3, 20)
     student, teacher = (places * 1.7).sin() * 4, (places * places * 0.3).cos() * 3
     section = recipe_at(tmp_path, "distill.kl=jsd", f"distill.jsd_beta={beta}", "distill.temperature=2")
     section.distill.top_k = k
     method = DistillMethod(section)
     eye = torch.eye(20, dtype=torch.float64)
-    method.teacher = SimpleNamespace(at_head=lambda inputs, fn: fn(HeadInput(teacher, eye)))
-    source = SimpleNamespace(head_input=HeadInput(student, eye), inputs={}, shard=None)
+    capped, theirs = (HeadInput(cap * (one / cap).atanh(), eye, cap) for one, cap in ((student, 9.0), (teacher, 5.0)))
+    method.teacher = SimpleNamespace(at_head=lambda inputs, fn: fn(theirs))
+    source = SimpleNamespace(head_input=capped, inputs={}, shard=None)
     index, three = torch.arange(3), torch.tensor(3)
-    loss, _ = method.loss(source, {"label_index": index}, three, three)
+    loss, sums = method.loss(source, {"label_index": index}, three, three)
     assert loss.item() / 4 == pytest.approx(TRLS[beta], rel=1e-6)
+    if k is None:
+        logs = [(logits / 2).log_softmax(-1) for logits in (student, teacher)]
+        for name, kl in (("forward_kl", forward_kl), ("reverse_kl", reverse_kl)):
+            torch.testing.assert_close(sums[name], kl(*logs).sum(), rtol=1e-12, atol=0)
 
 
 def policy_of(recipe, rank=0, world_size=1):

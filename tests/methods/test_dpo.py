@@ -165,6 +165,7 @@ def by_hand(directory, other, weighting):
         rewards = 0.5 * (logp - ref).detach()
         accuracy = (rewards[:, 0] > rewards[:, 1]).float().mean()
         found += [loss.item(), norm.item(), *rewards.mean(0).tolist(), 0.5 * margins.mean().item(), accuracy.item()]
+        found += [weights.clamp(max=1).mean().item()] * weighting
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -209,6 +210,6 @@ def test_a_pair_weighs_at_most_one_and_its_weight_has_no_gradient():
 
 
 def test_weights_of_pairs_are_refused_where_a_loss_compares_pairs(tmp_path):
-    for loss, fits in (("aot", False), ("bco_pair", True), ("[sigmoid,aot_unpaired]", False)):
+    for loss, fits in (("aot", False), ("bco_pair", True), ("[sigmoid,aot_unpaired]", False), ("sft", False)):
         found = dpo_section.problems(recipe_of(tmp_path, f"dpo.loss={loss}", "dpo.use_weighting=true"))
         assert any("dpo.use_weighting" in line for line in found) is not fits, loss

@@ -59,6 +59,16 @@ def test_the_same_completions_from_a_file_give_the_same_bits(tmp_path, monkeypat
     shape = ("data.packing=false", "train.steps=4", "checkpoint.every=4")
     own = run(recipe_at(tmp_path, *shape, *FIXED, f"distill.student_share={share}", name="own"))
     assert len(drawn) == 32 and sum(one.finish == "data" for one in drawn) == 32 * (1 - share)
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    of_data, of_prompt = ({tuple(line[key]): line["labels"] for line in lines} for key in ("input_ids", "prompt_ids"))
+    answered = []  # no row twice, and those of the data as they stand there
+    for one in drawn:
+        from_data = one.finish == "data"
+        answered.append((of_data if from_data else of_prompt)[tuple(one.ids if from_data else one.prompt)])
+        assert not from_data or list(one.sampled) == [label != -100 for label in answered[-1]]
+    assert len({id(labels) for labels in answered}) == 32
+    groups = [json.loads(line)["group"] for line in (tmp_path / "runs/own/samples.jsonl").read_text().splitlines()]
+    assert groups == [number for number, one in enumerate(drawn) if one.finish != "data"]
     with (tmp_path / "drawn.jsonl").open("w") as file:
         for one in drawn:
             ids = [*one.prompt, *one.ids]
@@ -142,6 +152,9 @@ def test_validation_is_the_divergence_over_the_students_likeliest_answers(tmp_pa
         (["distill.student_share=0"], "distill.student_share=0.0 must be more than 0, up to 1"),
         (["distill.student_share=1.5"], "distill.student_share=1.5 must be more than 0, up to 1"),
         (["distill.jsd_beta=2"], "distill.jsd_beta=2.0 must be from 0 to 1"),
+        (["distill.jsd_beta=0.2"], "distill.jsd_beta=0.2 is read with distill.kl=jsd alone"),
+        (["distill.zero_outside_topk=false"], "distill.zero_outside_topk=false is read with distill.top_k alone"),
+        (["distill.samples=data", "distill.mixed_kl_weight=1"], "distill.mixed_kl_weight=1.0 is read with"),
         (["distill.prompts_per_step=12"], "train.global_batch=8 does not divide a rollout"),
         (["distill.sampling.max_new_tokens=32"], "leaves no room for a prompt within data.max_length=32"),
         (["distill.sampling.temperature=0"], "distill.sampling.temperature=0.0 must be"),

@@ -202,12 +202,14 @@ def test_an_adapter_saves_no_experts(tmp_path):
     assert "means 2 stacks of experts, the first model.layers.0.mlp.experts.gate_up_proj" in problem
 
 
-def test_experts_that_do_not_divide_are_refused_with_what_would():
+def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
     assert misfits(config, 1, 3) == ["parallel.ep=3 does not divide the model's 8 experts; ep may be 1, 2, 4, 8"]
     assert misfits(config, 1, 4) == []
     dense_one = models.parse_config(VARIANTS["qwen3"]().to_dict())
     assert misfits(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
+    found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
+    assert found == ["moe.balance=0.1: this model has no experts; leave it out"]
 
 
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):
