@@ -35,6 +35,8 @@ from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 
+SCORE = "model.score.weight"  # of a model that rates texts
+
 
 class Saved:
     """The part of `Policy` that does it."""
@@ -233,6 +235,16 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
         raise UserError(
             f"{store.path(step)} has an adapter that this run lacks ({min(adapters - tensors.keys())}): set lora "
             "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
+        )
+    if SCORE in tensors and SCORE not in stored:
+        raise UserError(
+            f"{store.path(step)} is of a language model, without a head of rewards: `dtrain export` it, and set "
+            "model.path=OUT and checkpoint.init_from=null"
+        )
+    if SCORE in stored and SCORE not in tensors:
+        raise UserError(
+            f"{store.path(step)} is of a model that rates texts (method=reward): its weights make no language model. "
+            "Name a run of another method"
         )
     frozen = {f"model.{name}" for name in frozen_names(model)}
     held = frozen & stored.keys()

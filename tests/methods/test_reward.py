@@ -127,6 +127,15 @@ def test_a_language_model_begins_one_whose_body_stays(tmp_path):
     assert 1e-4 < moved < 0.1  # three steps of at most 1e-2 from where the seed drew it
 
 
+def test_weights_of_another_head_are_refused(tmp_path):
+    rates = run(recipe_at(tmp_path, "numbers", "checkpoint.every=3", name="rates"))
+    speaks = run(tiny_recipe(tmp_path, "train.steps=3", "checkpoint.every=3", name="speaks"))
+    with pytest.raises(UserError, match="is of a language model, without a head of rewards"):
+        run(recipe_at(tmp_path, "numbers", f"checkpoint.init_from={speaks.run.directory}", name="other"))
+    with pytest.raises(UserError, match="is of a model that rates texts"):
+        run(tiny_recipe(tmp_path, f"checkpoint.init_from={rates.run.directory}", name="another"))
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     root, done = tmp_path_factory.mktemp("reward"), {}
