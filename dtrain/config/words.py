@@ -392,6 +392,7 @@ VALUES: dict[str, dict[str, str]] = {
         "math_exact": "accuracy accuracy_reward math math_verify gsm8k correctness exact_match",
         "format_tags": "format format_reward think_format think_format_reward soft_format_reward strict_format_reward",
         "length_penalty": "length length_reward soft_overlong_punishment",
+        "python_tests": "code code_reward code_execution binary_code prime_code",
         "cosine_length": "cosine cosine_scaled cosine_scaled_reward",
         "repetition_penalty": "repetition repetition_penalty_reward",
         "json_valid": "json json_format",

@@ -17,6 +17,7 @@ also name a class, which is made with the options and then called.
     format_tags, length_penalty     layout, length
     cosine_length                   right answers by their length
     repetition_penalty              n-grams that come again
+    python_tests, jail              code that passes tests; the process that it runs in
 
 `judge`, another model's points over HTTP, is in `dtrain.remote`.
 """

@@ -22,7 +22,11 @@ _NAMES = (
     *("length_penalty", "cosine_length", "repetition_penalty"),
 )
 BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {**{name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES}, "judge": "dtrain.remote.judge:Judge"}
+    {
+        **{name: f"dtrain.rollout.rewards.{name}:{name}" for name in _NAMES},
+        "python_tests": "dtrain.rollout.rewards.python_tests:PythonTests",
+        "judge": "dtrain.remote.judge:Judge",
+    }
 )
 """Name -> import path."""
 OWN = ("prompts", "completions", "completion_ids")

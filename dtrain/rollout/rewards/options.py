@@ -67,6 +67,9 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "max_penalty": (lambda v: is_finite(v) and v <= 0, "a finite number, at most 0"),
         **dict.fromkeys(("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct"), NUMBER),
         "required_keys": _WORDS,
+        "whole": _SWITCH,
+        "memory": (lambda v: type(v) is int and 64 <= v <= 1 << 20, "a whole number of MiB, from 64"),
+        "network": (lambda v: v in ("none", "host"), "none or host"),
         "url": (
             lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
             "an address that begins with http:// or https://",

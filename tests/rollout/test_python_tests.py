@@ -1,0 +1,107 @@
+"""The reward python_tests: what passes, and what code of a model cannot do."""
+
+import os
+import time
+
+import pytest
+
+from dtrain.config.schema import Reward
+from dtrain.errors import UserError
+from dtrain.rollout.rewards import Rewards
+from dtrain.rollout.rewards.jail import Jail
+from dtrain.rollout.rewards.python_tests import PythonTests, code_of, read_tests
+
+RIGHT = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+WRONG = "```python\ndef add(a, b):\n    return a - b\n```"
+TESTS = ["assert add(1, 2) == 3", "assert add(2, 0) == 2"]
+PROGRAM = "```py\na, b = map(int, input().split())\nprint(a + b, ' ')\n```"
+
+
+def test_the_share_of_tests_that_pass():
+    reward = PythonTests(timeout=3.0)
+    pairs = {"inputs": ["1 2", "3 4"], "outputs": ["3\n", "8"]}
+    completions = [RIGHT, WRONG, PROGRAM, "no code", RIGHT]
+    found = reward(completions, tests=[TESTS, TESTS, pairs, TESTS[0], None])
+    assert found == [1.0, 0.5, 0.5, 0.0, None]
+    assert PythonTests(whole=True)([WRONG], tests=[TESTS]) == [0.0]
+    spec = Reward(fn="python_tests", kwargs={"column": "asserts"})
+    with Rewards([spec]) as rewards:
+        assert rewards.score(["q"], [RIGHT], [[1]], {"asserts": [TESTS]}).total == [1.0]
+    with pytest.raises(UserError, match="reward python_tests: the data has no column 'tests'"):
+        reward([RIGHT], answer=[1])
+
+
+HOSTILE = {
+    "an endless loop": "while True: pass",
+    "sleep": "import time; time.sleep(60)",
+    "all memory": "x = bytearray(1 << 30)",
+    "gigabytes of output": "import os\nwhile True: os.write(1, b'x' * (1 << 20))",
+    "a large file": "open('f', 'wb').write(bytes(1 << 22))",
+    "processes without end": "import os\nwhile True: os.fork()",
+    "leaving early": "import os; os._exit(0)",
+    "leaving politely": "raise SystemExit(0)",
+    "the host's loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+    "another host": "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
+    "a process to kill": "import os; os.kill({pid}, 0)",
+    "an environment": "import os; os.environ['HOME']",
+    "the user's files": "open('{file}', 'w').write('x')",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_code_fails_and_does_no_harm(tmp_path, name):
+    import socket
+
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    if name == "the user's files" and not _landlock():
+        pytest.skip("this kernel has no Landlock")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        said = {"port": server.getsockname()[1], "pid": os.getpid(), "file": kept}
+        code = HOSTILE[name]
+        for key, value in said.items():
+            code = code.replace(f"{{{key}}}", str(value))
+        began = time.monotonic()
+        assert not Jail(1.0, 256 << 20).passes(code, "")
+        assert time.monotonic() - began < 20
+        if name in ("the host's loopback", "a process to kill"):  # which the host's own namespaces allow
+            assert Jail(1.0, 256 << 20, cut=False).passes(code, "")
+    assert kept.read_text() == "mine"
+
+
+def test_nothing_outlives_a_jail(tmp_path):
+    """A grandchild that has left its group goes with the namespace."""
+    mark = f"dtrain-left-{os.getpid()}"
+    code = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.execv('/bin/sleep', ['{mark}', '50'])\n"
+    assert Jail(2.0, 256 << 20).passes(code, "import time; time.sleep(0.3)")
+    lines = [open(f"/proc/{pid}/cmdline", "rb").read() for pid in os.listdir("/proc") if pid.isdigit() and _there(pid)]
+    assert not [line for line in lines if mark.encode() in line]
+
+
+def _there(pid):
+    return os.path.exists(f"/proc/{pid}/cmdline")
+
+
+def _landlock():
+    import ctypes
+
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+
+
+def test_a_kernel_without_namespaces_is_told(monkeypatch):
+    monkeypatch.setattr(Jail, "_run", lambda *_: 77)
+    with pytest.raises(UserError, match="gives no namespaces.*set network=host"):
+        PythonTests()
+
+
+def test_blocks_and_tests_are_read():
+    assert code_of("```\nx = 1\n```\n```python\ny = 2\n```") == "y = 2\n"
+    assert code_of("plain") == "plain"
+    assert read_tests('{"inputs": ["1"], "outputs": [2]}', "t") == [("", "1", "2")]
+    assert read_tests("", "t") == []
+    assert read_tests(["a", "b"], "t") == [("a", None, None), ("b", None, None)]
+    for wrong in ({"inputs": ["1"], "outputs": []}, [1]):
+        with pytest.raises(UserError, match="as many inputs as outputs"):
+            read_tests(wrong, "t")
+    with pytest.raises(UserError, match="t is 3: it must be a text of Python"):
+        read_tests(3, "t")
