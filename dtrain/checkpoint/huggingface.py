@@ -13,6 +13,7 @@ from dtrain.checkpoint.safetensor_files import WeightFiles
 from dtrain.checkpoint.training_state import aliases, model_tensors
 from dtrain.errors import UserError
 from dtrain.models.adapter_config import is_adapter
+from dtrain.models.config import ModelConfig
 from dtrain.parallel.placement import local_slices, local_tensor
 
 _LISTED = 10
@@ -56,7 +57,8 @@ def check_fit(model: nn.Module, files: WeightFiles) -> dict[str, FileRows]:
     used: set[str] = set()
     missing, misfits = [], []
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    new = {"score.weight"} if model.config.has_new_head else set()  # type: ignore[union-attr]  # of a `CausalLM`
+    config = getattr(model, "config", None)  # any module may be read into
+    new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
     for joint in joints(model, tensors, files.stored):
         name = joint.parts[0]
         if name in new:

@@ -196,8 +196,8 @@ def write_entries(
         raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
     files = _files([*entries, *copied], max_shard_bytes)
     dtype = sizes.most_common(1)[0][0]
-    described = cast(ModelConfig, model.config)
-    if described.labels is not None:
+    described = getattr(model, "config", None)
+    if isinstance(described, ModelConfig) and described.labels is not None:
         config = of_classifier(layout.config, described.architecture, described.labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
     write_files(files, lambda partial: _finish(partial, files, layout, dtype), out, replace=replace, ranks=ranks)

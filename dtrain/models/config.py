@@ -293,9 +293,12 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
     `read_config`."""
     from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES, READERS  # they make a ModelConfig
 
-    own = outputs_of(values)
+    own, named = outputs_of(values), None
     if own is not None:
-        values = {**values, "architectures": [CLASSIFIERS.get(values["architectures"][0])]}
+        named, values = (
+            values["architectures"][0],
+            {**values, "architectures": [CLASSIFIERS[values["architectures"][0]]]},
+        )
     architecture = _architecture(values, where, READERS, MODEL_TYPES)
     problems: list[str] = []
     quantization = values.get("quantization_config")
@@ -320,7 +323,9 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
             "writes none. method=reward trains it; elsewhere give a language model"
         )
     if problems:
-        raise UserError("\n".join([f"{where}: {architecture} with", *(f"  - {problem}" for problem in problems)]))
+        raise UserError(
+            "\n".join([f"{where}: {named or architecture} with", *(f"  - {problem}" for problem in problems)])
+        )
     return config
 
 
@@ -330,7 +335,7 @@ def outputs_of(values: Mapping[str, Any]) -> int | None:
     from dtrain.models.config_families import CLASSIFIERS
 
     named = values.get("architectures")
-    if not isinstance(named, list) or not named or named[0] not in CLASSIFIERS:
+    if not isinstance(named, list) or not named or named[0] not in list(CLASSIFIERS):
         return None
     names, count = values.get("id2label"), values.get("num_labels")
     found = len(names) if isinstance(names, dict) and names else count

@@ -124,7 +124,11 @@ def test_harmless_fields_change_nothing():
     ("base", "changes", "message"),
     [
         (LLAMA_2_7B, {"architectures": ["PhimoeForCausalLM"]}, "architecture PhimoeForCausalLM is not supported"),
-        (LLAMA_2_7B, {"architectures": ["LlamaForSequenceClassification"]}, "there are: LlamaForCausalLM, Mistral"),
+        (
+            LLAMA_2_7B,
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification with\n  - a head of 2 outputs",
+        ),
         (LLAMA_2_7B, {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not implemented"),
         (LLAMA_2_7B, {"attention_dropout": 0.1}, "attention_dropout 0.1: dropout is not implemented"),
         (LLAMA_2_7B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config {'quant_method': 'awq'}"),
