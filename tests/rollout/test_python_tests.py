@@ -11,12 +11,22 @@ from dtrain.rollout.rewards import Rewards
 from dtrain.rollout.rewards.jail import Jail
 from dtrain.rollout.rewards.python_tests import PythonTests, code_of, read_tests
 
+
+def _isolates():
+    try:
+        return Jail(1.0, 256 << 20).passes("", "")
+    except UserError:
+        return False
+
+
+isolating = pytest.mark.skipif(not _isolates(), reason="this system does not isolate (jail.py)")
 RIGHT = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = "```python\ndef add(a, b):\n    return a - b\n```"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 0) == 2"]
 PROGRAM = "```py\na, b = map(int, input().split())\nprint(a + b, ' ')\n```"
 
 
+@isolating
 def test_the_share_of_tests_that_pass():
     reward = PythonTests(timeout=3.0)
     pairs = {"inputs": ["1 2", "3 4"], "outputs": ["3\n", "8"]}
@@ -37,25 +47,29 @@ HOSTILE = {
     "all memory": "x = bytearray(1 << 30)",
     "gigabytes of output": "import os\nwhile True: os.write(1, b'x' * (1 << 20))",
     "a large file": "open('f', 'wb').write(bytes(1 << 22))",
-    "processes without end": "import os\nwhile True: os.fork()",
+    "a process": "import os\nif os.fork() == 0: os._exit(0)\nos.wait()",
     "leaving early": "import os; os._exit(0)",
     "leaving politely": "raise SystemExit(0)",
     "the host's loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
     "another host": "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
     "a process to kill": "import os; os.kill({pid}, 0)",
+    "another's environment": "open('/proc/{pid}/environ', 'rb').read(1)",
     "an environment": "import os; os.environ['HOME']",
     "the user's files": "open('{file}', 'w').write('x')",
+    "a file emptied": "import os; os.truncate('{file}', 0)",
+    "a file removed": "import os; os.remove('{file}')",
+    "a file of its own": "open('/tmp/dtrain-made', 'w')",
+    "another program": "import subprocess; subprocess.run(['/bin/true'], check=True)",
 }
 
 
+@isolating
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_code_fails_and_does_no_harm(tmp_path, name):
     import socket
 
     kept = tmp_path / "kept"
     kept.write_text("mine")
-    if name == "the user's files" and not _landlock():
-        pytest.skip("this kernel has no Landlock")
     with socket.create_server(("127.0.0.1", 0)) as server:
         said = {"port": server.getsockname()[1], "pid": os.getpid(), "file": kept}
         code = HOSTILE[name]
@@ -65,32 +79,19 @@ def test_hostile_code_fails_and_does_no_harm(tmp_path, name):
         assert not Jail(1.0, 256 << 20).passes(code, "")
         assert time.monotonic() - began < 20
         if name in ("the host's loopback", "a process to kill"):  # which the host's own namespaces allow
-            assert Jail(1.0, 256 << 20, cut=False).passes(code, "")
+            assert Jail(1.0, 256 << 20, isolated=False).passes(code, "")
     assert kept.read_text() == "mine"
 
 
-def test_nothing_outlives_a_jail(tmp_path):
-    """A grandchild that has left its group goes with the namespace."""
-    mark = f"dtrain-left-{os.getpid()}"
-    code = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.execv('/bin/sleep', ['{mark}', '50'])\n"
-    assert Jail(2.0, 256 << 20).passes(code, "import time; time.sleep(0.3)")
-    lines = [open(f"/proc/{pid}/cmdline", "rb").read() for pid in os.listdir("/proc") if pid.isdigit() and _there(pid)]
-    assert not [line for line in lines if mark.encode() in line]
-
-
-def _there(pid):
-    return os.path.exists(f"/proc/{pid}/cmdline")
-
-
-def _landlock():
-    import ctypes
-
-    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+@isolating
+def test_threads_start_and_no_process():
+    code = "import threading\ndone = []\none = threading.Thread(target=done.append, args=(1,))\none.start()\none.join()"
+    assert Jail(1.0, 256 << 20).passes(code, "assert done == [1]")
 
 
 def test_a_kernel_without_namespaces_is_told(monkeypatch):
     monkeypatch.setattr(Jail, "_run", lambda *_: 77)
-    with pytest.raises(UserError, match="gives no namespaces.*set network=host"):
+    with pytest.raises(UserError, match="does not isolate.*set isolated=false"):
         PythonTests()
 
 

@@ -1,10 +1,10 @@
-"""Python code of a model in a process of its own: cut off from networks, within limits, and gone with all it started.
+"""Python code of a model in a process of its own: cut off from networks, within limits, and gone when it ends.
 
-A jail is a fresh interpreter (`python -I -S`) with an empty environment, in an empty directory that is deleted
-afterwards. It has namespaces of its own for users, networks and processes, so that no address answers, the loopback
-included, and no process outlives it. Where the kernel knows Landlock, it changes and deletes no file outside of its
-directory. Memory, time, the size of a file and the number of processes have limits. It still reads what the user may
-read. Linux alone.
+A jail is a fresh interpreter (`python -I -S`) with an empty environment. It has namespaces of its own for users,
+networks and processes: no address answers, the loopback included, and it signals and outlives nobody. Landlock lets it
+write, make and delete no file; what it prints goes to a file of at most 1 MiB. A seccomp filter lets it start threads
+but no process. Memory and time have limits. It reads what the user may read, and may change the modes and times of the
+user's files. Linux on x86-64 and ARM64 alone.
 """
 
 import json
@@ -19,38 +19,52 @@ from pathlib import Path
 
 from dtrain.errors import UserError
 
-_REFUSED = 77  # exit status: the kernel gives no namespaces
+_REFUSED = 77  # exit status: the kernel lacks what the jail is made of
 _FILE = 1 << 20  # bytes of a file, what is printed included
 _START = 5.0  # seconds that a jail may take beside its work
 
-# Runs in the jail. Arguments: the jail's directory, "1" to cut the network, bytes of memory, seconds.
+# Runs in the jail. Arguments: the jail's directory, "1" for a system that must isolate, bytes of memory, seconds.
 _INSIDE = r"""
-import ctypes, json, os, resource, signal, sys
-place, cut, memory, seconds = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), int(sys.argv[4])
+import ctypes, json, os, resource, signal, struct, sys
+place, isolated, memory, seconds = sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]), int(sys.argv[4])
 with open(os.path.join(place, "job")) as file:
     job = json.load(file)
 os.remove(os.path.join(place, "job"))
 libc = ctypes.CDLL(None, use_errno=True)
-if cut:
-    if libc.unshare(0x10000000 | 0x40000000 | 0x20000000 | 0x08000000):  # users, networks, processes, messages
+
+def need(ok):
+    if isolated and not ok:
         os._exit(77)
+
+if isolated:
+    need(libc.unshare(0x10000000 | 0x40000000 | 0x20000000 | 0x08000000) == 0)  # users, networks, processes, messages
     child = os.fork()
     if child:  # the first process of the new namespace takes all others with it
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 libc.prctl(1, signal.SIGKILL)  # ends with its parent
-libc.prctl(38, 1, 0, 0, 0)  # gains no rights, which Landlock asks for
-writes = sum(1 << bit for bit in (1, 4, 5, 6, 7, 8, 9, 10, 11, 12))  # to write, remove and make
+libc.prctl(38, 1, 0, 0, 0)  # gains no rights: Landlock and seccomp ask for that
+version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
+writes = sum(1 << bit for bit in (1, *range(4, 13), *([14] if version >= 3 else [])))  # write, remove, make, truncate
 ruleset = libc.syscall(444, ctypes.byref(ctypes.c_uint64(writes)), ctypes.c_size_t(8), 0)
-if ruleset >= 0:
-    class Below(ctypes.Structure):
-        _pack_ = 1
-        _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
-    below = Below(writes, os.open(place, os.O_PATH))
-    libc.syscall(445, ruleset, 1, ctypes.byref(below), 0)
-    libc.syscall(446, ruleset, 0)
+need(ruleset >= 0 and libc.syscall(446, ruleset, 0) == 0)
+machine = {"x86_64": (0xC000003E, 56, (57, 58)), "aarch64": (0xC00000B7, 220, ())}.get(os.uname().machine)
+need(machine is not None)
+if machine is not None:
+    arch, clone, forks = machine
+    allow, refuse, absent = 0x7FFF0000, 0x00050000 | 11, 0x00050000 | 38
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (6, 0, 0, 0x80000000)]  # another machine's calls end the process
+    rules += [(0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), (6, 0, 0, absent)]  # x32's do not exist
+    rules += [(0x15, 0, 1, 435), (6, 0, 0, absent)]  # clone3, whose flags a filter cannot read
+    for number in forks:
+        rules += [(0x15, 0, 1, number), (6, 0, 0, refuse)]
+    rules += [(0x15, 0, 4, clone), (0x20, 0, 0, 16), (0x45, 1, 0, 0x10000), (6, 0, 0, refuse), (6, 0, 0, allow)]
+    rules += [(6, 0, 0, allow)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+    head = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(program))
+    need(libc.prctl(22, 2, ctypes.c_char_p(head), 0, 0) == 0)
 for kind, limit in (
     (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 1 << 20),
-    (resource.RLIMIT_NPROC, 16), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0),
+    (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0),
 ):
     resource.setrlimit(kind, (limit, limit))
 told, proof = job.pop("fd"), job.pop("proof")
@@ -65,18 +79,18 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Jail:
-    """seconds: of processor and of clock. memory: bytes of addresses. cut: whether networks are cut off; False keeps
-    the process in the host's namespaces, whose networks it reaches and where what it starts may stay."""
+    """seconds: of processor and of clock. memory: bytes of addresses. isolated: False keeps the process in the host's
+    namespaces, whose networks it reaches, and goes on where the kernel lacks Landlock or seccomp."""
 
     seconds: float
     memory: int
-    cut: bool = True
+    isolated: bool = True
 
     def passes(self, code: str, test: str, given: str | None = None, printed: str | None = None) -> bool:
         """Whether `code` and then `test` run to their end, without an error and within the limits.
 
         given: what stands on its input; printed: what must stand on its output, white space at the ends of lines and of
-        the whole left aside. Raises UserError where the kernel gives no namespaces.
+        the whole left aside. Raises UserError where the system does not isolate.
         """
         proof = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="dtrain-jail-") as name:
@@ -91,9 +105,9 @@ class Jail:
                     os.close(theirs)
                 if status == _REFUSED:
                     raise UserError(
-                        "python_tests: this system gives no namespaces of users and networks (a container's rules, or "
-                        "kernel.unprivileged_userns_clone=0), so code of the model would reach the network: allow "
-                        "them, or set network=host to let it"
+                        "python_tests: this system does not isolate code of a model: it needs Linux 5.13 with "
+                        "Landlock, seccomp, and namespaces of users and networks; a container's rules may forbid: "
+                        "allow them, or set isolated=false to run the code with the network and your files in its reach"
                     )
                 os.set_blocking(heard.fileno(), False)
                 if heard.read(len(proof) + 1) != proof.encode():
@@ -103,7 +117,7 @@ class Jail:
 
     def _run(self, place: Path, proof: int, given: str | None, out: int) -> int:
         """The exit status; a process beyond its time is killed, with its group."""
-        limits = ["1" if self.cut else "0", str(self.memory), str(max(1, round(self.seconds)))]
+        limits = ["1" if self.isolated else "0", str(self.memory), str(max(1, round(self.seconds)))]
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _INSIDE, str(place), *limits],
             stdin=subprocess.PIPE,

@@ -20,9 +20,10 @@ Test = tuple[str, str | None, str | None]  # code, its input, its output
 class PythonTests:
     """column: the data's tests: a text of Python, a list of such (asserts, one test each), or {"inputs": [...],
     "outputs": [...]}, what a program reads and must print. whole: 1.0 where all pass, else 0.0. timeout: seconds of a
-    test. memory: MiB. network: none, or host where the kernel cannot cut it off.
+    test. memory: MiB. isolated: False where the system cannot keep the code from networks and files (jail.py), and may
+    not.
 
-    Raises UserError where networks cannot be cut off and network is none.
+    Raises UserError where the system does not isolate, but should.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class PythonTests:
         whole: bool = False,
         timeout: float = 6.0,
         memory: int = 512,
-        network: str = "none",
+        isolated: bool = True,
     ):
         self._column, self._whole = column, whole
-        self._jail = Jail(timeout, memory << 20, network == "none")
+        self._jail = Jail(timeout, memory << 20, isolated)
         if not self._jail.passes("", ""):
             raise UserError(
                 "python_tests: its process does not start here (it needs Linux, and more than memory's MiB)"
