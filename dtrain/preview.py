@@ -11,6 +11,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE
 from dtrain.config import Recipe
 from dtrain.data.cache import Samples
+from dtrain.data.labelled import is_wanted
 from dtrain.data.rows import Row, Rows
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def preview(
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
             if kind == "labelled":
-                say("- wanted:" if rows.samples.is_good(placement.samples[document]) else "- not wanted:")
+                say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":
             for name, value in rows.samples.row(placement.samples[0])["columns"].items():

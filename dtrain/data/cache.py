@@ -5,7 +5,7 @@ formats, the tokenizer, the template and the options. A sample is one document o
 chosen and rejected; n counts documents:
 
     tokens.bin    int32   the ids of all documents, one behind the other
-    trained.bin   uint8   1 where the token is a target, 2 where it is one of a reply that is not wanted
+    trained.bin   uint8   1 where the token is a target
     offsets.bin   int64   n + 1 offsets of the documents into both
     origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
     columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
@@ -39,7 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtrain.checkpoint.identity import digests
-from dtrain.data.encoder import BAD, LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
@@ -149,15 +149,6 @@ class Samples:
         first = index * self.documents_per_sample
         start, end = offsets[first : first + 2].tolist()
         return json.loads(bytes(content[start:end].tolist()))
-
-    def is_good(self, index: int) -> bool:
-        """Of replies with a label: whether it is one that is wanted."""
-        start, end = self._offsets[index : index + 2].tolist()
-        return not bool((self._trained[start:end] == BAD).any())
-
-    def are_good(self) -> set[bool]:
-        """What `is_good` says of the samples."""
-        return {is_good for is_good, mark in ((True, 1), (False, BAD)) if bool((self._trained == mark).any())}
 
     def column_names(self) -> list[str]:
         """What is kept of up to 256 rows, which are spread over all."""
@@ -282,7 +273,7 @@ class _Writer:
         self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
         self.counts["others"] += chunk.others
-        self.counts["trained_tokens"] += len(chunk.trained) - chunk.trained.count(0)
+        self.counts["trained_tokens"] += chunk.trained.count(1)
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason == LONG else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")

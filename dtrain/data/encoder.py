@@ -22,7 +22,6 @@ from dtrain.json_files import digest
 
 NONE: Mapping[str, str] = MappingProxyType({})
 LONG = "longer than data.max_length"
-BAD = 2
 
 
 class Part(NamedTuple):
@@ -53,8 +52,7 @@ class Document(NamedTuple):
 class EncodedChunk:
     """The documents of one chunk of rows, one behind the other, and what became of the rest.
 
-    tokens    int32, the ids of all documents      trained   one byte a token: 0, 1 = a target, or BAD = a target of
-                                                             a reply that is not wanted
+    tokens    int32, the ids of all documents      trained   one byte a token, 1 = a target
     lengths   tokens of each document              lines     the line that each comes from
     full      its length before truncation         left_out  (line, reason) of the rows that are no sample
     columns   each document's, as JSON, where they are kept

@@ -5,10 +5,11 @@ or false. What is trained is the completion; of a conversation the assistant's m
 A row of preferences becomes two samples: the chosen completion, which is wanted, and the rejected one.
 """
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtrain.data.encoder import BAD, Document
+from dtrain.data.encoder import Document
 from dtrain.data.formats import LABELS
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.sample import Encoder
@@ -17,12 +18,16 @@ from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
 from dtrain.ranges import shown
 
+if TYPE_CHECKING:
+    from dtrain.data.cache import Samples
+
 _WORDS = {"true": True, "false": False, "1": True, "0": False}  # as CSV has them
 
 
 class LabelledEncoder(Encoder):
-    """Rows of replies to samples, whose targets are marked BAD where the reply is not wanted."""
+    """Rows of replies to samples, whose column `label` is kept: whether the reply is wanted."""
 
+    keeps_columns = True
     marks = ("labelled",)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
@@ -32,16 +37,16 @@ class LabelledEncoder(Encoder):
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         if name == "preference":
             return self._pairs.content_of(row, name)
-        is_wanted, rest = read_label(row)
-        return [super().content_of(rest, name), is_wanted]
+        wanted, rest = read_label(row)
+        return [super().content_of(rest, name), wanted]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         if name == "preference":
             found = self._pairs.documents_of(row, name)
-            return found if isinstance(found, str) else [found[0], _unwanted(found[1])]
-        is_wanted, rest = read_label(row)
+            return found if isinstance(found, str) else [_kept(found[0], True), _kept(found[1], False)]
+        wanted, rest = read_label(row)
         found = super().documents_of(rest, name)
-        return found if isinstance(found, str) or is_wanted else [_unwanted(one) for one in found]
+        return found if isinstance(found, str) else [_kept(one, wanted) for one in found]
 
 
 def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -58,5 +63,10 @@ def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
     return found, {key: value for key, value in row.items() if key not in LABELS}
 
 
-def _unwanted(document: Document) -> Document:
-    return document._replace(trained=document.trained.replace(b"\1", bytes([BAD])))
+def is_wanted(samples: "Samples", index: int) -> bool:
+    """Whether the reply of a sample of `LabelledEncoder` is wanted."""
+    return samples.row(index)["columns"]["label"]
+
+
+def _kept(document: Document, is_wanted: bool) -> Document:
+    return document._replace(columns=json.dumps({"columns": {"label": is_wanted}}).encode())

@@ -17,6 +17,7 @@ from torch import Tensor
 from dtrain.batch import IGNORE, Batch, collate, document_ids, documents, trim
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
+from dtrain.data.labelled import is_wanted
 from dtrain.data.order import pack
 from dtrain.data.rows import row_of
 from dtrain.errors import UserError
@@ -25,6 +26,8 @@ from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
+
+LOOKED_AT = 256  # replies, for whether there are both kinds
 
 
 class KtoMethod(MethodWithReference):
@@ -47,9 +50,10 @@ class KtoMethod(MethodWithReference):
                     f"data.{split} has one reply, and KTO's estimate of the divergence needs those of other rows: give "
                     "it more, or set kto.loss=apo_zero_unpaired"
                 )
-            if split == "train" and len(found := rows.samples.are_good()) == 1:
+            some = range(0, len(rows.samples), -(-len(rows.samples) // LOOKED_AT))
+            if split == "train" and len(found := {is_wanted(rows.samples, index) for index in some}) == 1:
                 which = "is wanted" if True in found else "is one that is not wanted"
-                run.metrics.say(f"note: each reply of data.train {which}: KTO learns most where there are both")
+                run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
         self._splits = splits
         self.keep_reference(policy)
 
@@ -63,7 +67,7 @@ class KtoMethod(MethodWithReference):
         else:
             more = [row_of([one]) for one in others]
         batch = collate([*rows.rows, *more])
-        signs = [0.0, *(1.0 if of_split.samples.is_good(index) else -1.0 for index in rows.samples)]  # 0: padding
+        signs = [0.0, *(1.0 if is_wanted(of_split.samples, index) else -1.0 for index in rows.samples)]  # 0: padding
         signs += [0.0] * len(others)
         marks = torch.tensor(signs, dtype=torch.float64)[document_ids(batch) + 1]
         return {**batch, "desirable": torch.where(batch["labels"] != IGNORE, marks, 0.0)}

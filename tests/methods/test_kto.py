@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from dtrain.data.labelled import read_label
+from dtrain.data.labelled import is_wanted, read_label
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import Stopped, UserError
@@ -202,7 +202,7 @@ def test_rows_become_replies_that_are_wanted_or_not(tmp_path, name):
     for index in range(len(rows.samples)):
         ((ids, trained),) = rows.samples[index]
         assert trained[-1] and not trained[0]
-        found.append((tokenizer.decode(ids.tolist()).removesuffix(" w1"), rows.samples.is_good(index)))
+        found.append((tokenizer.decode(ids.tolist()).removesuffix(" w1"), is_wanted(rows.samples, index)))
     assert found == [(text, good) for text, (_, good) in zip(words, expected, strict=True)]
 
 
