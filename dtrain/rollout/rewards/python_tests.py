@@ -60,13 +60,23 @@ class PythonTests:
 
 
 def code_of(completion: str) -> str:
-    """The last block of Python of a completion, else the whole text."""
+    """The last block of Python of a completion, else the whole text.
+
+    >>> code_of("So:\\n```python\\nx = 1\\n```")
+    'x = 1\\n'
+    """
     blocks = _BLOCK.findall(completion)
     return blocks[-1] if blocks else completion
 
 
 def read_tests(value: Any, column: str) -> list[Test]:
-    """The tests of a row. Raises UserError for what is none."""
+    """The tests of a row. Raises UserError for what is none.
+
+    >>> read_tests(["assert x == 1"], "tests")
+    [('assert x == 1', None, None)]
+    >>> read_tests({"inputs": ["1 2"], "outputs": [3]}, "tests")
+    [('', '1 2', '3')]
+    """
     if value is None or value == "" or value == []:
         return []
     if isinstance(value, str) and value.lstrip().startswith("{"):
