@@ -88,22 +88,24 @@ class KtoMethod(MethodWithReference):
         """Forwards of the policy and the reference over the mismatched replies, and one of the reference over the
         others. One all-reduce."""
         own, others = _split(batch)
-        return self._prepared(policy, own, self._divergence(policy, self._log_ratio(policy, others)))
+        log_ratio = self._ask_reference(policy, own=own, others=others)
+        return own, self._loss_at(policy, self._divergence(policy, log_ratio))
 
-    def _prepared(self, policy: Policy, own: Batch, divergence: Tensor) -> tuple[Batch, Loss]:
-        if policy.reference is not None:
-            with policy.use_reference_model():
-                own["reference_logprobs"] = policy.label_logprobs(own, self.micro_rows)
-        return own, partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
+    def _loss_at(self, policy: Policy, divergence: Tensor) -> Loss:
+        return partial(self.loss, divergence=divergence.to(policy.device, non_blocking=True))
 
-    def _log_ratio(self, policy: Policy, others: Batch) -> Tensor:
-        """Σ log(p / p_ref) over this rank's mismatched replies and their number, [2]."""
+    def _ask_reference(self, policy: Policy, *, own: Batch | None = None, others: Batch | None = None) -> Tensor:
+        """In one visit of the reference: what it says of `own`, into its stream; and Σ log(p / p_ref) over this rank's
+        mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
         total = torch.zeros(2, dtype=torch.float64)
-        if self._estimates:
-            logprobs = policy.label_logprobs(others, self.micro_rows).double()
-            with policy.use_reference_model():
+        others = others if self._estimates else None
+        logprobs = None if others is None else policy.label_logprobs(others, self.micro_rows).double()
+        with policy.use_reference_model():
+            if others is not None and logprobs is not None:
                 logprobs -= policy.label_logprobs(others, self.micro_rows).double()
-            total[0], total[1] = logprobs.sum(), documents(others)
+                total[0], total[1] = logprobs.sum(), documents(others)
+            if own is not None:
+                own["reference_logprobs"] = policy.label_logprobs(own, self.micro_rows)
         return total
 
     def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:
@@ -145,10 +147,14 @@ class KtoMethod(MethodWithReference):
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
         """With one estimate of the divergence over all of `rows`: a pass of its own."""
-        parts = (self._log_ratio(policy, _split(batch)[1]) for batch in self.val_batches(policy, rows))
-        divergence = self._divergence(policy, sum(parts, torch.zeros(2, dtype=torch.float64)))
+        log_ratio = torch.zeros(2, dtype=torch.float64)
+        for batch in self.val_batches(policy, rows) if self._estimates else ():
+            log_ratio += self._ask_reference(policy, others=_split(batch)[1])
+        loss = self._loss_at(policy, self._divergence(policy, log_ratio))
         for batch in self.val_batches(policy, rows):
-            yield self._prepared(policy, _split(batch)[0], divergence)
+            own, _ = _split(batch)
+            self._ask_reference(policy, own=own)
+            yield own, loss
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`rewards_chosen` and `logps_chosen` are of replies that are wanted, `.._rejected` of the others, where the
