@@ -19,7 +19,7 @@ from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_mode
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
-from dtrain.checkpoint.training_state import aliases, model_tensors
+from dtrain.checkpoint.training_state import SCORE, aliases, model_tensors
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.models.adapter_config import is_adapter
@@ -106,7 +106,7 @@ def _export_step(
         raise UserError(f"{asked}: {run} trained no adapter: leave it out")
     held = {"step": step, "save": state.get("save")}
     layout = _run_layout(run, facts, held)
-    head = store.tensors(step).get("model.score.weight")
+    head = store.tensors(step).get(SCORE)
     labels = head[0][0] if head is not None else 0
     model, fill = _model(layout, labels), store.opened(step)
     adapter = StoredAdapter.of(directory / ADAPTER, model) if trains_adapter else None

@@ -23,6 +23,7 @@ from dtrain.checkpoint.pieces import Piece
 from dtrain.errors import UserError
 from dtrain.parallel.placement import local_tensor
 
+SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
 _SCALAR = (bool, int, float, str, type(None))
 
 

@@ -18,6 +18,7 @@ from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.checkpoint.model_files import copy_companions
 from dtrain.checkpoint.store import Beside, CheckpointStore, Sizes
 from dtrain.checkpoint.training_state import (
+    SCORE,
     frozen_names,
     model_tensors,
     optimizer_state,
@@ -34,8 +35,6 @@ from dtrain.parallel.placement import on_its_device
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
-
-SCORE = "model.score.weight"  # of a model that rates texts
 
 
 class Saved:

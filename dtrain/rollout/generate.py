@@ -14,7 +14,7 @@ from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, held_by
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory, peft_names, read_adapter_config
 from dtrain.checkpoint.store import CheckpointStore, locate, step_of
-from dtrain.checkpoint.training_state import model_tensors, training_tensors
+from dtrain.checkpoint.training_state import SCORE, model_tensors, training_tensors
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import UserError
@@ -144,7 +144,7 @@ def _tokenizer(directory: Path) -> Tokenizer:
 def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """The model of a run's step: what the step lacks is read from the run's base."""
     sizes = store.tensors(step)
-    if "model.score.weight" in sizes:
+    if SCORE in sizes:
         raise UserError(f"{store.path(step)} is of a model that rates or classifies texts, and writes none")
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
