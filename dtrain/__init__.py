@@ -12,7 +12,7 @@ imports run downwards, and config, errors, json_files and ranges stand beside:
     trainer, resume          the loop; where it starts
     summary                  what the terminal is told of a run, first and last
     sizing                   what the data make of the batch; runs that would train nothing
-    methods, policy          sft, dpo, grpo, distill; a model on a mesh with its optimizer
+    methods, policy          sft, dpo, kto, grpo, distill, reward; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards
     checkpoint, data         what outlives a run; files to batches
     losses, metrics, optim   logits to numbers; what is written down; optimizers and schedules

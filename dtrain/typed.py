@@ -20,10 +20,10 @@ TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torc
 COMMANDS = by_word(
     {
         "`dtrain run RECIPE` trains": "train finetune fine-tune ft fit tune start launch pretrain full_finetune resume",
-        "`dtrain run RECIPE` trains, and the recipe says how, method: sft | dpo | kto | grpo | distill; `dtrain cp "
-        "{word} my.yaml` copies one to begin with": "sft dpo kto grpo distill",
-        "`dtrain run RECIPE` trains, by method: sft | dpo | kto | grpo | distill; `dtrain ls` lists recipes to begin "
-        "with": "orpo rm reward ppo rloo gkd pt lora qlora pairs rl",
+        "`dtrain run RECIPE` trains, and the recipe says how, method: sft | dpo | kto | grpo | distill | reward; "
+        "`dtrain cp {word} my.yaml` copies one to begin with": "sft dpo kto grpo distill reward",
+        "`dtrain run RECIPE` trains, by method: sft | dpo | kto | grpo | distill | reward; `dtrain ls` lists recipes "
+        "to begin with": "orpo rm ppo rloo gkd pt lora qlora pairs rl",
         "`dtrain generate DIR` answers prompts, one a line": "inference infer complete predict ask prompt sample",
         "`dtrain serve DIR` answers over HTTP, as OpenAI's API has it": (
             "api vllm-serve vllm_serve server deploy webui webchat ui studio gradio"

@@ -172,9 +172,9 @@ NOT_YET = by_word(
         "other losses of SFT than the mean over tokens": (
             "use_asft_loss use_eaft_loss use_eaft eaft_alpha compute_accuracy"
         ),
-        "PPO with a critic, and reward models; method=grpo needs neither": (
+        "PPO with a critic, and reward models within it; method=grpo needs neither, method=reward trains one": (
             "reward_model ppo_buffer_size ppo_score_norm ppo_target ppo_whiten_rewards reward_model_type "
-            "reward_model_adapters vf_coef gae_lambda center_rewards_coefficient critic"
+            "reward_model_adapters vf_coef gae_lambda critic"
         ),
         "GaLore, APOLLO, BAdam, LISA; optimizer.state=int8 and parallel.optimizer_offload save memory": (
             "use_galore galore_rank galore_target galore_layerwise use_apollo apollo_rank apollo_target "

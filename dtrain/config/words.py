@@ -15,7 +15,7 @@ from dtrain.config.lacks import NEEDLESS, NOT_YET, by_word
 
 OURS = by_word(
     {
-        "method, sft | dpo | kto | grpo | distill; pretraining is sft with data.train.format=text": (
+        "method, sft | dpo | kto | grpo | distill | reward; pretraining is sft with data.train.format=text": (
             "stage rl task training_type"
         ),
         "run.name": (
@@ -253,6 +253,7 @@ OURS = by_word(
         "kto.desirable_weight": "desirable_weight kto_desirable_weight kto_chosen_weight",
         "kto.undesirable_weight": "undesirable_weight kto_undesirable_weight kto_rejected_weight",
         "kto.beta": "kto_beta",
+        "reward.center_rewards_coefficient": "center_rewards_coefficient",
         "dpo.kwargs, {simpo_gamma: 0.5}": "simpo_gamma",
         "dpo.kwargs, {discopop_tau: 0.05}": "discopop_tau",
         "dpo.kwargs, {f_alpha_divergence_coef: 0.5}": "f_alpha_divergence_coef",

@@ -61,6 +61,12 @@ def no_loss_on(recipe: Recipe) -> str:
     )
 
 
+def other_reference(method: str, reference: str | None) -> list[tuple[str, str]]:
+    """Key and path of a reference that is another model, in the section of a method."""
+    own = reference in (None, "none", "start", "base")
+    return [] if own else [(f"{method}.reference", str(reference))]
+
+
 def base_problems(recipe: Recipe, method: str, reference: str | None) -> list[str]:
     """What is wrong with `reference: base`, the model without its adapter, in the section of a method."""
     if reference != "base" or recipe.lora is not None:

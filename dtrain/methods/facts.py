@@ -116,8 +116,7 @@ class DpoFacts(Facts):
         return None
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
-        path = recipe.dpo.reference
-        return [("dpo.reference", path)] if path not in (None, "none", "start", "base") else []
+        return dpo_section.other_reference("dpo", recipe.dpo.reference)
 
     def needs_reference(self, recipe: Recipe) -> bool:
         """Not where every loss of the list goes without."""
@@ -158,8 +157,7 @@ class KtoFacts(Facts):
         return None
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
-        path = recipe.kto.reference
-        return [("kto.reference", path)] if path not in (None, "none", "start", "base") else []
+        return dpo_section.other_reference("kto", recipe.kto.reference)
 
     def needs_reference(self, recipe: Recipe) -> bool:
         return True

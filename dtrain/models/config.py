@@ -295,10 +295,8 @@ def parse_config(values: dict[str, Any], where: str = "config.json", labels: int
 
     own, named = outputs_of(values), None
     if own is not None:
-        named, values = (
-            values["architectures"][0],
-            {**values, "architectures": [CLASSIFIERS[values["architectures"][0]]]},
-        )
+        named = values["architectures"][0]
+        values = {**values, "architectures": [CLASSIFIERS[named]]}
     architecture = _architecture(values, where, READERS, MODEL_TYPES)
     problems: list[str] = []
     quantization = values.get("quantization_config")
@@ -334,8 +332,9 @@ def outputs_of(values: Mapping[str, Any]) -> int | None:
     names for them where they are not two."""
     from dtrain.models.config_families import CLASSIFIERS
 
-    named = values.get("architectures")
-    if not isinstance(named, list) or not named or named[0] not in list(CLASSIFIERS):
+    written = values.get("architectures")
+    named = written[0] if isinstance(written, list) and written else None
+    if not isinstance(named, str) or named not in CLASSIFIERS:
         return None
     names, count = values.get("id2label"), values.get("num_labels")
     found = len(names) if isinstance(names, dict) and names else count

@@ -119,9 +119,8 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     if method.kind == "labelled":  # the second half are replies that do not belong to their prompts
         streams["desirable"] = torch.where(streams["labels"] == IGNORE, 0.0, 1.0).double()
     rows: list[Row] = [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
-    if method.kind != "labelled":
-        return rows
-    return rows + [{**row, "desirable": torch.zeros_like(row["desirable"])} for row in rows]
+    others = rows if method.kind == "labelled" else []
+    return [*rows, *({**row, "desirable": torch.zeros_like(row["desirable"])} for row in others)]
 
 
 def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
