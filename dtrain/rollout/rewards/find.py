@@ -81,7 +81,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
     A class must have __call__ and be given what it is made with. A decorated function, and one that is imported from
     another directory, say nothing. UserError as `find` raises it."""
     module, function, file = find_file(name)
-    node = _definition(Path(file), function)
+    node = definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NO_REWARD}"
     given = {*options, *columns, *OWN}
@@ -125,22 +125,23 @@ def _listed(columns: Collection[str]) -> str:
     return ", ".join(key for key in columns if key not in OWN) or "none"
 
 
-def _definition(file: Path, function: str) -> ast.AST | None:
-    """What a module's source gives that name at its top, imports of the name from beside it followed: an undecorated
-    function or class, or the value that is assigned."""
+def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
+    """What a module's source gives that name at its top, imports of the name from beside it followed: a function or
+    class, undecorated unless `decorated`, or the value that is assigned."""
     if file.suffix != ".py":
         return None
     found: ast.AST | None = None
     for one in ast.parse(decode_source(file.read_bytes())).body:
         if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
-            found = None if one.decorator_list else one
+            found = None if one.decorator_list and not decorated else one
         elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
             found = one.value
         elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
             for alias in one.names:
                 other = file.parent / f"{one.module}.py"
                 if (alias.asname or alias.name) == function:
-                    found = _definition(other, alias.name) if other.is_file() and other != file else None
+                    is_there = other.is_file() and other != file
+                    found = definition(other, alias.name, decorated) if is_there else None
     return found
 
 
