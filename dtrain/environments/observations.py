@@ -26,11 +26,8 @@ class Observations:
         self.tokenizer, self._template, self._calls = tokenizer, template, calls
 
     def text_of(self, completion: Completion) -> str:
-        """Without special tokens; where tools are, with all but the one that ends the turn: they may mark a call."""
-        if self._calls is None:
-            return self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        has_ended = bool(completion.ids) and completion.ids[-1] in self.tokenizer.eos_ids
-        return self.tokenizer.decode(completion.ids[:-1] if has_ended else completion.ids)
+        """Without special tokens; where tools are, with them: they may mark a call."""
+        return self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
 
     def encode(self, observation: Observation, completion: Completion) -> list[int]:
         """Ids that follow `completion`. Raises UserError as the template does."""

@@ -6,6 +6,8 @@ import re
 import pytest
 from transformers.utils import get_json_schema
 
+from dtrain import config
+from dtrain.cli import main
 from dtrain.data import Tokenizer
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import ChatTemplate
@@ -177,11 +179,14 @@ def test_answers(tmp_path):
     assert answer("look_up", words=[], how="far") == 'error: arguments.how must be one of ["exact", "near"]'
     assert answer("say", text="a", times=999) == "a" * 200 + "\n[cut: 200 of 999 characters]"
     assert tools.answer(ToolCall("add", problem="so")) == "error: so"
+    _, single = family(tmp_path, "llama3")
+    two = '{"name": "add", "parameters": {"a": 1}}; {"name": "say", "parameters": {"text": ""}}'
+    assert box(single).calls(two) == [ToolCall("add", {"a": 1})]
 
 
 REPLIES = {  # what the model writes, as its template would, and what that says
     "qwen25": ['Look.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n<tool_call>\n{"name": "say", '
-               '"arguments": {"text": "\\n no <|im_end|>"}}\n</tool_call>',
+               '"arguments": {"text": "\\n dtrain calls <|im_end|>"}}\n</tool_call>',
                '\n<tool_call>\n{"name": "cook", "arguments": {}}\n</tool_call>', "Three."],
     "llama3": ['{"name": "add", "parameters": {"a": 2}}', '{"name": "cook", "parameters": {}}', "Three."],
     "mistral": ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}, "id": "call00000"}, {"name": "say", "arguments": '
@@ -192,7 +197,7 @@ REPLIES = {  # what the model writes, as its template would, and what that says
                "<tool_call>?\n</think>\n\n<tool_call>\n<function=cook>\n</function>\n</tool_call>",
                "\n</think>\n\nThree."],
 }  # fmt: skip
-SAID = {"qwen25": [("say", {"text": "\n no <|im_end|>"})], "llama3": []}
+SAID = {"qwen25": [("say", {"text": "\n dtrain calls <|im_end|>"})], "llama3": []}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -365,3 +370,23 @@ def test_a_run_with_tools_is_the_same_on_every_mesh_and_after_a_resume(tmp_path,
     said = [found for row in samples for found in re.findall(call, row["completion"])]
     assert len(said) > 9 and all(answer == (f"w{int(word) + 30}" if int(word) % 5 else "w2") for word, answer in said)
     assert not any(row["reward"] is None for row in samples)
+
+
+def test_validate_and_preview_tell_of_tools_and_import_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text('open("harm", "w")\ndef find(word: str):\n    """Finds."""\n')
+    recipe = tiny_tools(tmp_path, "grpo.tools=[{fn: mine.find}]", "checkpoint.every=20", name="one")
+    assert "{{ tool.function.name }}" in TINY
+    (recipe.model.directory / "chat_template.jinja").write_text(TINY.replace("tool.function.name", "tool | tojson"))
+    (tmp_path / "one.yaml").write_text(config.to_yaml(recipe))
+    assert main(["validate", "one.yaml", "data.max_length=200"]) == 0
+    assert main(["validate", "one.yaml", "data.max_length=20"]) == 1
+    assert "drop, since a cut would take its tools" in capfd.readouterr().err
+    written = json.loads((recipe.model.directory / "tokenizer.json").read_text())
+    words = {"w62": "Finds", "w63": "find"}
+    written["model"]["vocab"] = {words.get(word, word): number for word, number in written["model"]["vocab"].items()}
+    (recipe.model.directory / "tokenizer.json").write_text(json.dumps(written))
+    assert main(["preview", "one.yaml", "--samples", "1", "data.max_length=200"]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"find .* Finds .* w8 w\d\d w5 w9\n", out)
+    assert not (tmp_path / "harm").exists()
