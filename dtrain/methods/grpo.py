@@ -28,7 +28,7 @@ from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
-from dtrain.rollout.rewards.find import lacking_columns
+from dtrain.rollout.rewards.columns import lacking_columns
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
