@@ -41,6 +41,11 @@ class ToolServer:
             if self._process.poll() is not None:
                 self._start()
 
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
     def tools(self) -> list[dict[str, Any]]:
         """What it offers, in OpenAI's function format."""
         found: list[dict[str, Any]] = []
@@ -145,7 +150,9 @@ def _openai(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Writes what a server offers, as `grpo.tools[..].schema` reads it: python -m dtrain.environments.mcp COMMAND."""
-    print(json.dumps(ToolServer(sys.argv[1]).tools(), indent=1, ensure_ascii=False))
+    server = ToolServer(sys.argv[1])
+    print(json.dumps(server.tools(), indent=1, ensure_ascii=False))
+    server.close()
 
 
 if __name__ == "__main__":

@@ -120,7 +120,14 @@ def _rewards(recipe: Recipe) -> list[str]:
     section = recipe.grpo
     found = reward_problems(section.rewards)
     path = section.environment
-    if not section.rewards and path is None:
+    rates = section.reward_model.path
+    several = "grpo.tools" if section.tools else "grpo.environment"
+    if rates is not None and (section.tools or path is not None):
+        found.append(
+            f"grpo.reward_model rates a prompt and its completion, and {several} makes conversations of several turns: "
+            "leave one of them out"
+        )
+    if not section.rewards and path is None and rates is None:
         found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
     if path is not None and not set(".:") & set(path):
         found.append(f"grpo.environment={path} must be an import path, such as package.module.make")

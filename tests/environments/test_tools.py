@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tool_calls import FORMS, ToolCall, read_calls
 from dtrain.data.tool_format import learn_tool_format
+from dtrain.environments import mcp
 from dtrain.environments.episodes import run_episodes
-from dtrain.environments.mcp import ToolServer
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
 from dtrain.environments.tools import Toolbox
@@ -399,11 +398,12 @@ def test_validate_and_preview_tell_of_tools_and_import_none(tmp_path, monkeypatc
 SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 
 
-def test_a_server_of_tools(tmp_path, monkeypatch):
+def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
     """Its tools in pages, answers, failures; where it ends, those who ask lose their episodes, and others find it."""
     monkeypatch.chdir(tmp_path)
-    written = subprocess.run([sys.executable, "-m", "dtrain.environments.mcp", SERVER], capture_output=True, check=True)
-    (tmp_path / "tools.json").write_bytes(written.stdout)
+    monkeypatch.setattr(sys, "argv", ["mcp", SERVER])
+    mcp.main()
+    (tmp_path / "tools.json").write_text(capfd.readouterr().out)
     tools = tool_schemas([Tool(f"{HERE}.add"), Tool(mcp=SERVER, schema="tools.json")])
     schemas = [schema for _, schema in tools]
     assert [one["function"]["name"] for one in schemas] == ["add", "say", "fail", "end", "wait"]
@@ -446,7 +446,7 @@ def test_a_server_of_tools(tmp_path, monkeypatch):
         Toolbox([(SERVER, other)], calls.form, False, 99)
     for command, says in (("/no/such/server", "cannot be started"), ("false", "before it answered initialize")):
         with pytest.raises(UserError, match=says):
-            ToolServer(command)
+            mcp.ToolServer(command)
     with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.environ"):
         tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
     (tmp_path / "other.json").write_text('{"tools": []}')
