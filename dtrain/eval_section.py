@@ -23,7 +23,8 @@ from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
 from dtrain.methods.grpo_section import reward_problems
 from dtrain.ranges import is_finite, is_number, nearest, shown
-from dtrain.rollout.rewards.find import BUILT_IN, lacking_columns
+from dtrain.rollout.rewards.columns import lacking_columns
+from dtrain.rollout.rewards.find import BUILT_IN
 from dtrain.rollout.rewards.math_answers import answer_in
 from dtrain.rollout.rewards.options import is_path
 from dtrain.rollout.rewards.scoring import names_of

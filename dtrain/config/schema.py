@@ -550,6 +550,17 @@ class Server:
 
 
 @dataclass
+class RatingModel:
+    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
+    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
+
+    path: str | None = None
+    """Its directory, or its id on the hub. null: none."""
+    weight: float = 1.0
+    """What its score counts for beside `grpo.rewards`, which may be []."""
+
+
+@dataclass
 class Grpo:
     """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
     train.global_batch of them, and each pass over a rollout takes every completion once."""
@@ -582,6 +593,8 @@ class Grpo:
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
     """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
     names one in CUDA_VISIBLE_DEVICES before it loads torch."""
+    reward_model: RatingModel = field(default_factory=RatingModel)
+    """A model that rates completions, beside `rewards`."""
     reward_timeout: float = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False

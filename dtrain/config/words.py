@@ -282,6 +282,7 @@ OURS = by_word(
         "grpo.advantage=leave_one_out": "use_leave_one_out_baseline",
         "grpo.advantage, group | leave_one_out | batch | none": "advantage_estimator adv_estimator",
         "grpo.scale, group | batch | none": "scale_rewards normalize_rewards",
+        "grpo.reward_model.path, a directory or an id of the hub": "reward_model_path reward_model.model.path",
         "grpo.rewards, [{fn, weight, kwargs}]": (
             "reward_funcs reward_functions reward_weights reward_fn reward_function"
         ),

@@ -35,7 +35,7 @@ from dtrain.json_files import loads
 from dtrain.launch.devices import choose_device, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.methods import METHODS, Method
-from dtrain.methods.facts import facts_of
+from dtrain.methods.facts import REWARD_MODEL, facts_of
 from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
 from dtrain.optim import (
@@ -119,7 +119,7 @@ def rehearse(
     model = found.ask(_model, recipe, precision, "model.path" not in awaited)
     for key, other in facts_of(recipe).other_models(recipe):
         if key not in awaited:
-            found.ask(_other_model, Path(other))
+            found.ask(_other_model, Path(other), key == REWARD_MODEL)
     sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
     method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
     if sized is None or method is None:
@@ -250,8 +250,8 @@ def _model(recipe: Recipe, precision: Precision, has_weights: bool) -> CausalLM:
     return model
 
 
-def _other_model(path: Path) -> None:
-    check_fit(models.build(read_config(path), device="meta"), WeightFiles(path))
+def _other_model(path: Path, is_classifier: bool) -> None:
+    check_fit(models.build(read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
 
 
 def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:

@@ -15,6 +15,9 @@ from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
 from dtrain.ranges import is_number, shown
 
+REWARD_MODEL = "grpo.reward_model.path"
+"""The key of a model with another head than the vocabulary's."""
+
 
 class Facts:
     """Of a method without a section, a second model or rows of its own: supervised fine-tuning.
@@ -92,6 +95,10 @@ class Facts:
 
     def teacher(self, recipe: Recipe) -> str | None:
         """The path of a teacher that stays on the devices beside the policy."""
+        return None
+
+    def reward_model(self, recipe: Recipe) -> str | None:
+        """The path of a reward model that stays on the devices beside the policy."""
         return None
 
     def sends_weights(self, recipe: Recipe) -> bool:
@@ -181,7 +188,12 @@ class GrpoFacts(Facts):
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
         is_another = self.needs_reference(recipe) and recipe.grpo.reference not in ("start", "base")
-        return [("grpo.reference", recipe.grpo.reference)] if is_another else []
+        rates = self.reward_model(recipe)
+        found = [("grpo.reference", recipe.grpo.reference)] if is_another else []
+        return found + ([(REWARD_MODEL, rates)] if rates else [])
+
+    def reward_model(self, recipe: Recipe) -> str | None:
+        return recipe.grpo.reward_model.path
 
     def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
         named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]

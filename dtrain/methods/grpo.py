@@ -26,9 +26,10 @@ from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
 from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
 from dtrain.policy import DynamicShapes, Packed, Policy
+from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
-from dtrain.rollout.rewards.find import lacking_columns
+from dtrain.rollout.rewards.columns import lacking_columns
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
@@ -101,6 +102,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=open_rewards(section, run),
+            rates=None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path),
             episodes=open_episodes(self.recipe, tokenizer, run),
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,

@@ -118,7 +118,13 @@ def _rewards(recipe: Recipe) -> list[str]:
     section = recipe.grpo
     found = reward_problems(section.rewards)
     path = section.environment
-    if not section.rewards and path is None:
+    rates = section.reward_model.path
+    if rates is not None and path is not None:
+        found.append(
+            "grpo.reward_model rates a prompt and its completion, and grpo.environment makes conversations of several "
+            "turns: leave one of them out"
+        )
+    if not section.rewards and path is None and rates is None:
         found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
     if path is not None and not set(".:") & set(path):
         found.append(f"grpo.environment={path} must be an import path, such as package.module.make")

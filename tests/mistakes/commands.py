@@ -21,7 +21,6 @@ COMMANDS: tuple[Mistake, ...] = (
     _two("dpo my.yaml", "`dtrain cp dpo my.yaml`"),
     _two("orpo", "method: sft | dpo | kto | grpo | distill"),
     _two("lora my.yaml", "`dtrain run RECIPE` trains"),
-    _two("chat runs/x", "`dtrain generate DIR`"),
     _two("inference runs/x", "`dtrain generate DIR`"),
     _two("api runs/x", "`dtrain serve DIR`"),
     _two("webui", "`dtrain serve DIR`"),

@@ -24,13 +24,31 @@ def _one(typed: str, *says: str, files=None, base: str = "sft") -> Mistake:
     return Mistake(tuple(typed.split("  ")), says, files or {}, base)
 
 
-MIXED = """value = 5
+MIXED = """import functools, random
+value = 5
 short = lambda completions, gold: []
 class Made:
     def __init__(self, word): ...
     def __call__(self, completions): ...
 class Called:
     def __call__(self, completions, gold): ...
+def kept(function):
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapped
+@kept
+def decorated(completions, gold): ...
+async def one(completions):
+    if completions:
+        return float(1)
+    return 0.5
+def none(completions):
+    completions.sort()
+def by_place(completions, /):
+    return [1.0]
+draws = random.random
+wants = functools.partial(decorated)
 """
 ROWS = (
     _one("data.train.path={root}/odd.jsonl", "odd.jsonl:1", "no known format",
@@ -68,15 +86,20 @@ ROWS = (
          files={"rewards_of_mine.py": REWARDS}, base="grpo"),
     _one("grpo.rewards=[{fn: os.system}]", "grpo.rewards[0].fn", "os.system is of a C module", "a Python function",
          base="grpo"),
+    _one("grpo.rewards=[{fn: random.random}]", "random.random takes neither completions nor a column", base="grpo"),
+    _one("grpo.rewards=[{fn: random.shuffle}]", "shuffle takes x, which is no column", base="grpo"),
     _one("grpo.rewards=[{fn: math.sqrt}]", "math.sqrt is of a C module", base="grpo"),
     _one("grpo.rewards=[{fn: uncallable.Score}]", "uncallable.Score is a class without __call__",
          files={"uncallable.py": "class Score:\n    def score(self, completions): ...\n"}, base="grpo"),
     *(_one(f"grpo.rewards=[{{fn: mixed.{name}}}]", says, files={"mixed.py": MIXED}, base="grpo")
       for name, says in (("value", "a value that cannot be called"), ("short", "takes gold, which is no column"),
-                         ("Made", "is made with word: set its kwargs"), ("Called", "takes gold, which is no column"))),
+                         ("Made", "is made with word: set its kwargs"), ("Called", "takes gold, which is no column"),
+                         ("decorated", "takes gold, which is no column"), ("draws", "takes neither completions"),
+                         ("one", "gives one value, or none"), ("none", "gives one value, or none"),
+                         ("by_place", "takes completions by place"), ("wants", "takes gold, which is no column"))),
     _one("grpo.rewards=[{fn: ./mixed.py:short}]", "write module.function, without .py, such as mixed.short",
          base="grpo"),
-    _one("data.train.path={root}/judged.jsonl", "judged.jsonl:2", "label is false", "method=dpo",
+    _one("data.train.path={root}/judged.jsonl", "judged.jsonl:2", "label is false", "method=kto",
          files={"judged.jsonl": _rows(*({"prompt": "w3", "completion": "w4", "label": one} for one in (True, False)))}),
 )  # fmt: skip
 """What the first rows of the data tell."""

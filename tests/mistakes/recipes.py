@@ -142,7 +142,7 @@ SLIPS = (
     _one("train.weight_decay=0", "did you mean optimizer.weight_decay?"),
     _one("weight_decay=0", "did you mean optimizer.weight_decay?"),
     _one("packing=true", "did you mean data.packing?"),
-    _one("temperature=1", "did you mean grpo.sampling.temperature or distill.temperature?"),
+    _one("temperature=1", "or grpo.sampling.temperature or distill.temperature or"),
     _one("steps=10", "did you mean train.steps?"),
     _one("data.train.fromat=text", "did you mean data.train.format?"),
     _one("checkpoints.every=3", "did you mean checkpoint?"),
@@ -453,8 +453,9 @@ WHOLE = (
     _one((), "model._component_", "batch_size: dtrain's word for it is train.global_batch",
          "enable_activation_checkpointing: dtrain's word for it is train.activation_checkpointing",
          files={"torchtune.yaml": TORCHTUNE}, base="torchtune.yaml"),
-    _one((), "num_generations: dtrain's word for it is grpo.group_size", "beta is no key", "dpo.beta or grpo.beta",
-         "it is written for another tool", "group_size: 8", files={"trl.yaml": TRL}, base="trl.yaml"),
+    _one((), "num_generations: dtrain's word for it is grpo.group_size", "beta is no key",
+         "dpo.beta or kto.beta or grpo.beta", "it is written for another tool", "group_size: 8",
+         files={"trl.yaml": TRL}, base="trl.yaml"),
 )  # fmt: skip
 
 RECIPES: tuple[Mistake, ...] = (*NUMBERS, *SLIPS, *VALUES, *FILES, *PASTED, *ROWS, *WORDS, *WHOLE)

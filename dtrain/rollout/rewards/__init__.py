@@ -10,6 +10,7 @@ None says that it has no opinion on a completion. Options of the recipe are give
 also name a class, which is made with the options and then called.
 
     find, options                   an import path or a name to a function; the options of those of our own
+    columns                         whether a reward can work with the data's columns
     scoring, calls                  `Rewards` scores with a list of them, in a process of its own; what that does
     math_exact, math_answers        those that come with dtrain: right answers, and reading them
     text_exact, regex, json_valid   words, patterns, JSON

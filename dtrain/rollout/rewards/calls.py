@@ -5,12 +5,14 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.rollout.child import Outcome, attempt, shown
-from dtrain.rollout.rewards.find import NO_REWARD, takes_more
+from dtrain.rollout.rewards.columns import Signature, takes_more
+from dtrain.rollout.rewards.find import NO_REWARD
 
 Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
 
@@ -35,6 +37,43 @@ class RewardCalls:
 
     def _load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> None:
         self.functions = {name: load(*where) for name, where in rewards.items()}
+
+
+class Look:
+    """Asked of one reward before a run: what it is made and called with. Nothing is made or called."""
+
+    def load(self, module: str, function: str) -> list[Outcome]:
+        return [attempt(self._load, module, function)]
+
+    def signatures(self) -> list[tuple[dict[str, Any] | None, dict[str, Any]]]:
+        return [self._found]
+
+    def _load(self, module: str, function: str) -> None:
+        path = f"{module}.{function}"
+        self._found: tuple[dict[str, Any] | None, dict[str, Any]]
+        found = getattr(importlib.import_module(module), function)
+        if not isinstance(found, type):
+            self._found = None, asdict(_signature(path, found, skip=0))
+        elif any("__call__" in vars(one) for one in found.__mro__):
+            self._found = asdict(_signature(path, found, skip=0)), asdict(_signature(path, found.__call__, skip=1))
+        else:
+            raise UserError(f"reward {path} is a class without __call__, {NO_REWARD}")
+
+
+def _signature(path: str, function: Any, skip: int) -> Signature:
+    """skip: how many parameters to leave out at the beginning. Raises UserError for what has no signature."""
+    try:
+        takes = [*inspect.signature(function).parameters.values()][skip:]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {path} cannot be called by names ({error}), {NO_REWARD}") from None
+    bare = [one for one in takes if one.default is one.empty]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return Signature(
+        needs=[one.name for one in bare if one.kind in by_name],
+        may=[one.name for one in takes if one.default is not one.empty and one.kind in by_name],
+        by_place=[one.name for one in bare if one.kind is one.POSITIONAL_ONLY],
+        takes_all=any(one.kind is one.VAR_KEYWORD for one in takes),
+    )
 
 
 def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -6,12 +6,11 @@ import importlib.util
 import re
 import symtable
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.ranges import nearest
@@ -29,8 +28,6 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name -> import path."""
-OWN = ("prompts", "completions", "completion_ids")
-"""What a reward is called with beside the columns of the data."""
 NO_REWARD = (
     "which is no reward: name a Python function that takes completions, and columns of the data by their names, and "
     "gives a list of numbers"
@@ -73,99 +70,6 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     if kind == "reward" and _is_of_c(spec, function):
         raise UserError(f"reward {name} is of a C module of Python itself, {NO_REWARD}")
     return module, function, spec.origin or "Python itself"
-
-
-def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """Why a reward has no values with data of these `columns`, by its source; None where it may have some. A function
-    of dtrain's own that takes a `column` reads that one; another must have what its signature takes without a default.
-    A class must have __call__ and be given what it is made with. A decorated function, and one that is imported from
-    another directory, say nothing. UserError as `find` raises it."""
-    module, function, file = find_file(name)
-    node = _definition(Path(file), function)
-    if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
-        return f"reward {name} is a value that cannot be called, {NO_REWARD}"
-    given = {*options, *columns, *OWN}
-    if isinstance(node, ast.ClassDef):
-        makes, call = (_method(node, called) for called in ("__init__", "__call__"))
-        if call is None and not (node.bases or node.keywords):
-            return f"reward {name} is a class without __call__, {NO_REWARD}"
-        lacking = [key for key, default in (_signature(makes) or {}).items() if default is ... and key not in options]
-        if lacking:
-            return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in grpo.rewards"
-        node, given = call, {*columns, *OWN}
-    taken = _signature(node)
-    if taken is None:
-        return None
-    if file == _own(function):
-        column = options.get("column", taken.get("column"))
-        return None if column is None or column in columns else no_column(function, column, columns)
-    missing = [key for key, default in taken.items() if default is ... and key not in given]
-    return takes_more(name.rsplit(".", 1)[-1], missing, columns) if missing else None
-
-
-def _own(name: str) -> str | None:
-    """The file of a reward of dtrain's own."""
-    return find_file(name)[2] if name in BUILT_IN else None
-
-
-def no_column(name: str, column: str, columns: Collection[str]) -> str:
-    """What is said of a reward of dtrain's own that reads a column which the data does not have."""
-    return (
-        f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
-        f"grpo.rewards=[{{fn: {name}, kwargs: {{column: ..}}}}]"
-    )
-
-
-def takes_more(name: str, missing: Collection[str], columns: Collection[str]) -> str:
-    """What is said of a reward whose signature takes columns that are `missing` from the data."""
-    return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)})"
-
-
-def _listed(columns: Collection[str]) -> str:
-    return ", ".join(key for key in columns if key not in OWN) or "none"
-
-
-def _definition(file: Path, function: str) -> ast.AST | None:
-    """What a module's source gives that name at its top, imports of the name from beside it followed: an undecorated
-    function or class, or the value that is assigned."""
-    if file.suffix != ".py":
-        return None
-    found: ast.AST | None = None
-    for one in ast.parse(decode_source(file.read_bytes())).body:
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
-            found = None if one.decorator_list else one
-        elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
-            found = one.value
-        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
-            for alias in one.names:
-                other = file.parent / f"{one.module}.py"
-                if (alias.asname or alias.name) == function:
-                    found = _definition(other, alias.name) if other.is_file() and other != file else None
-    return found
-
-
-def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
-    """Of a class, without the argument self."""
-    found = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == name]
-    if not found or found[-1].decorator_list or not found[-1].args.args:
-        return next((one for one in node.body if getattr(one, "name", None) == name), None)
-    del found[-1].args.args[0]
-    return found[-1]
-
-
-def _signature(node: ast.AST | None) -> dict[str, Any] | None:
-    """What a function takes by name, each with its default: a constant, None for another, ... for none. None where the
-    source does not tell."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or getattr(node, "decorator_list", []):
-        return None
-    takes = node.args
-    without: list[ast.expr | None] = [None] * (len(takes.posonlyargs + takes.args) - len(takes.defaults))
-    defaults = [*without, *takes.defaults][len(takes.posonlyargs) :]
-    pairs = [*zip(takes.args, defaults, strict=True), *zip(takes.kwonlyargs, takes.kw_defaults, strict=True)]
-    return {
-        one.arg: ... if default is None else default.value if isinstance(default, ast.Constant) else None
-        for one, default in pairs
-    }
 
 
 def _spec(whose: str, module: str) -> ModuleSpec:

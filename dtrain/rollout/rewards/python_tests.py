@@ -10,7 +10,7 @@ from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.ranges import shown
-from dtrain.rollout.rewards.find import no_column
+from dtrain.rollout.rewards.columns import no_column
 from dtrain.rollout.rewards.jail import Jail
 
 _BLOCK = re.compile(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.rollout.rewards.find import no_column
+from dtrain.rollout.rewards.columns import no_column
 
 
 def text_exact(
