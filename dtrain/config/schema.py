@@ -550,6 +550,17 @@ class Server:
 
 
 @dataclass
+class RatingModel:
+    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
+    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
+
+    path: str | None = None
+    """Its directory, or its id on the hub. null: none."""
+    weight: float = 1.0
+    """What its score counts for beside `grpo.rewards`, which may be []."""
+
+
+@dataclass
 class Tool:
     """One of `grpo.tools`."""
 
@@ -562,17 +573,6 @@ class Tool:
     schema: str | None = None
     """Of mcp, and required there: a file with what the server offers, as
     `python -m dtrain.environments.mcp "COMMAND" > FILE` writes it. Prompts tell the model of the tools in it."""
-
-
-@dataclass
-class RatingModel:
-    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
-    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
-
-    path: str | None = None
-    """Its directory, or its id on the hub. null: none."""
-    weight: float = 1.0
-    """What its score counts for beside `grpo.rewards`, which may be []."""
 
 
 @dataclass

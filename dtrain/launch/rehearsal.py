@@ -130,7 +130,7 @@ def rehearse(
     steps = found.steps or sized.train.steps
     found.notes += [] if steps is None else sizing.notes(sized, steps)
     if is_read:
-        found.ask(method.examine, columns)
+        found.ask(method.examine, columns, {split: len(one.samples) for split, one in rows.items()})
     if here and (rows or recipe.data.packing != "auto"):
         device, longest = torch.device(device_type), method.facts.longest_row(sized)
         model_config = found.ask(read_config, recipe.model.directory)

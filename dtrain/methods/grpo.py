@@ -75,7 +75,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
         ]
 
-    def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
+    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """The columns that the rewards take, and the file of the servers' key."""
         section = self.recipe.grpo
         asked = [(str(one.fn), one.options, names) for one in section.rewards for names in columns.values()]

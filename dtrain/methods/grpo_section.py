@@ -121,11 +121,10 @@ def _rewards(recipe: Recipe) -> list[str]:
     found = reward_problems(section.rewards)
     path = section.environment
     rates = section.reward_model.path
-    several = "grpo.tools" if section.tools else "grpo.environment"
-    if rates is not None and (section.tools or path is not None):
+    if rates is not None and (path is not None or section.tools):
         found.append(
-            f"grpo.reward_model rates a prompt and its completion, and {several} makes conversations of several turns: "
-            "leave one of them out"
+            "grpo.reward_model rates a prompt and one completion, and grpo.environment and grpo.tools make several "
+            "turns: leave one of them out"
         )
     if not section.rewards and path is None and rates is None:
         found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")

@@ -13,8 +13,7 @@ from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.json_files import loads, read_text
-from dtrain.rollout.rewards.columns import definition
-from dtrain.rollout.rewards.find import find_file
+from dtrain.rollout.rewards.find import definition, find_file
 
 Schema = dict[str, Any]
 

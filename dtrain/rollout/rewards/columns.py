@@ -4,12 +4,11 @@ import ast
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.rollout.rewards.find import BUILT_IN, NO_REWARD, find_file
+from dtrain.rollout.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
 from dtrain.rollout.worker import Lost, Worker
 
 OWN = ("prompts", "completions", "completion_ids")
@@ -108,26 +107,6 @@ class _Look(Worker):
         (answer,) = self._ask("signatures")
         makes, calls = answer
         return makes and Signature(**makes), Signature(**calls)
-
-
-def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
-    """What a module's source gives that name at its top, imports of the name from beside it followed: a function or
-    class, undecorated unless `decorated`, or the value that is assigned."""
-    if file.suffix != ".py":
-        return None
-    found: ast.AST | None = None
-    for one in ast.parse(decode_source(file.read_bytes())).body:
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
-            found = None if one.decorator_list and not decorated else one
-        elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
-            found = one.value
-        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
-            for alias in one.names:
-                other = file.parent / f"{one.module}.py"
-                if (alias.asname or alias.name) == function:
-                    is_there = other.is_file() and other != file
-                    found = definition(other, alias.name, decorated) if is_there else None
-    return found
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
