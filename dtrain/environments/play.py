@@ -95,7 +95,7 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
     Raises UserError."""
     section, data = recipe.grpo, recipe.data
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
-    tools = tool_schemas(section.tools)
+    tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
     opened: list[Environments] = []
 

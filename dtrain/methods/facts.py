@@ -206,7 +206,7 @@ class GrpoFacts(Facts):
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
         room = recipe.data.max_length, section.sampling.max_new_tokens
-        tools = [schema for _, schema in tool_schemas(section.tools)]
+        tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
         return PromptOptions.within(*room, section.system_prompt, tools=tools)
 
     def longest_row(self, recipe: Recipe) -> int:
