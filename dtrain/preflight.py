@@ -36,6 +36,7 @@ from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.ranges import beside
 from dtrain.rollout.rewards.find import find_file
+from dtrain.rollout.tools import tool_schema
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -429,7 +430,10 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     for key, path, what in named:
         if isinstance(path, str) and set(".:") & set(path):
             try:
-                found.append((f"{key}: {path}, from {find_file(path, what)[2]}", False))
+                origin = find_file(path, what)[2]
+                if what == "tool":
+                    tool_schema(path)
+                found.append((f"{key}: {path}, from {origin}", False))
             except UserError as error:
                 found.append((f"{key}: {error}", True))
     return found

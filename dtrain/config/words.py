@@ -269,6 +269,8 @@ OURS = by_word(
         ),
         "grpo.kwargs, {delta: 2.0}": "delta",
         "grpo.sampling, a section": "generation_kwargs",
+        "grpo.tools, [{fn: package.module.function}]": "tools tool_config_path tool_names",
+        "grpo.tool_output: in characters": "max_tool_response_length",
         "grpo.environment, the import path of a maker of environments": "rollout_func environment_factory",
         "grpo.server, a section": "vllm",
         "grpo.kwargs, {top_entropy_quantile: 0.2}": "top_entropy_quantile",
@@ -301,7 +303,7 @@ OURS = by_word(
         "grpo.show: how many completions the terminal shows; samples.jsonl has all": (
             "log_completions num_completions_to_print"
         ),
-        "grpo.max_turns": "max_tool_calling_iterations",
+        "grpo.max_turns": "max_tool_calling_iterations max_assistant_turns max_rollout_turns",
         "grpo.offload": "vllm_enable_sleep_mode",
         "grpo.max_off_policy_steps": "max_staleness max_trajectory_age_steps",
         "distill.teacher, a directory or an id of the hub": (

@@ -183,11 +183,14 @@ def _data(
     """Of each split the columns that its first rows have, and its rows where the files are small. Each file's first
     mistake is one of the problems."""
     columns: dict[str, list[str]] = {}
-    if any(one.startswith(("data.", "data=")) for one in (*known, *awaited)) or to_copy(recipe):
+    of_rows = ("data.", "data=", "grpo.tools")
+    is_told = any(one.startswith(of_rows) for one in (*known, *awaited)) or to_copy(recipe)
+    told = None if is_told else found.ask(_given, recipe)
+    if told is None:
         return columns, {}
     before = len(found.problems)
     cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
-    given = {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir}
+    given = {**told, "tokenizer": tokenizer, "cache_dir": cache_dir}
     files: list[tuple[str, Look]] = []
     for split in _splits(recipe):
         opened = found.ask(partial(looks, recipe.data, split=split, **given)) or []

@@ -258,6 +258,9 @@ class Collector:
             fields |= {f"reward/{name}": _mean(values) for name, values in parts}
         if self.episodes is not None:
             fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
+        if self.section.tools:
+            calls = (sum(one) / len(groups.samples) for one in zip(*(one.calls for one in groups.samples), strict=True))
+            fields |= zip(("tool_calls", "tool_failures"), calls, strict=True)
         return fields | lengths_of(groups.samples)
 
     def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:

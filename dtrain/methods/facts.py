@@ -14,6 +14,7 @@ from dtrain.data.prompts import PromptOptions
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
 from dtrain.ranges import is_number, shown
+from dtrain.rollout.tools import tool_schemas
 
 REWARD_MODEL = "grpo.reward_model.path"
 """The key of a model with another head than the vocabulary's."""
@@ -58,7 +59,8 @@ class Facts:
         return []
 
     def prompts(self, recipe: Recipe) -> PromptOptions | None:
-        """How the data's prompts are made, where it is prompts."""
+        """How the data's prompts are made, where it is prompts. Raises UserError for tools whose source does not
+        tell."""
         return None
 
     def labels(self, recipe: Recipe) -> int | None:
@@ -197,11 +199,14 @@ class GrpoFacts(Facts):
 
     def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
         named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+        named += [(f"grpo.tools[{i}].fn", one.fn, "tool") for i, one in enumerate(recipe.grpo.tools)]
         return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
 
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
-        return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
+        room = recipe.data.max_length, section.sampling.max_new_tokens
+        tools = tool_schemas([one.fn for one in section.tools if one.fn])
+        return PromptOptions.within(*room, section.system_prompt, tools=tools)
 
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""

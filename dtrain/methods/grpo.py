@@ -52,7 +52,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
         section = self.recipe.grpo
-        turns = section.max_turns if section.environment is not None else 1
+        turns = section.max_turns if section.environment is not None or section.tools else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
