@@ -7,6 +7,8 @@ a run fetches it once all else is right, and `validate` asks the hub for what th
 
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -428,7 +430,9 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     ]
     found = []
     for key, path, what in named:
-        if isinstance(path, str) and set(".:") & set(path):
+        if what == "server of tools":
+            found += _server(key, path)
+        elif isinstance(path, str) and set(".:") & set(path):
             try:
                 origin = find_file(path, what)[2]
                 if what == "tool":
@@ -437,6 +441,18 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
             except UserError as error:
                 found.append((f"{key}: {error}", True))
     return found
+
+
+def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
+    """Where a command leads that a run starts, as `_code` has it."""
+    if command is None:
+        return []
+    try:
+        (program, *_) = shlex.split(command)
+    except ValueError as error:
+        return [(f"{key}={command} is no command: {error or 'it is empty'}", True)]
+    file = shutil.which(program)
+    return [(f"{key}: {command}, by {file}" if file else f"{key}={command}: there is no program {program}", not file)]
 
 
 def _sources(recipe: Recipe) -> list[tuple[Source, str]]:

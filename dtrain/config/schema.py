@@ -565,8 +565,14 @@ class Tool:
     """One of `grpo.tools`."""
 
     fn: str | None = None
-    """Required. Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the
-    model what it does and takes."""
+    """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
+    it does and takes. This or `mcp` is required."""
+    mcp: str | None = None
+    """A command that starts a server of tools, which speaks the Model Context Protocol over its standard input and
+    output."""
+    schema: str | None = None
+    """Of mcp, and required there: a file with what the server offers, as
+    `python -m dtrain.environments.mcp "COMMAND" > FILE` writes it. Prompts tell the model of the tools in it."""
 
 
 @dataclass

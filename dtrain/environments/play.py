@@ -95,16 +95,15 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
     Raises UserError."""
     section, data = recipe.grpo, recipe.data
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
-    paths = [str(one.fn) for one in section.tools]
-    calls = learn_tool_format(template, tool_schemas(paths)) if paths else None
+    tools = tool_schemas(section.tools) if section.tools else []
+    calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
     opened: list[Environments] = []
 
     def start() -> None:
         made: dict[str, Any] = {"path": section.environment}
         if calls is not None:
-            parameters = {one["function"]["name"]: one["function"]["parameters"] for one in calls.tools}
-            functions = [find(path, "tool") for path in paths]
-            options = (functions, parameters, calls.form, calls.is_single, section.tool_output)
+            sources = [(find(one.fn, "tool") if one.fn else one.mcp, schema["function"]) for one, schema in tools]
+            options = (sources, calls.form, calls.is_single, section.tool_output)
             made = {"path": "dtrain.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
         environments = Environments(
             **made,

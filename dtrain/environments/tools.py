@@ -1,6 +1,7 @@
 """Tools as an environment: the calls in a completion are done, and their answers are read next.
 
-In the environments' process; a call that hangs is given up as any step is.
+In the environments' process; a call that hangs is given up as any step is, and a server that ends loses the episodes
+that ask it; another is started for the next ones.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from dtrain.data.tool_calls import FAILED, UNREAD, Parameters, ToolCall, misfit, read_calls
+from dtrain.environments.mcp import ToolServer
 from dtrain.errors import UserError
 from dtrain.ranges import nearest
 from dtrain.rollout.child import attempt, shown
@@ -20,19 +22,41 @@ from dtrain.rollout.child import attempt, shown
 class Toolbox:
     """Makes an environment of the same tools for each completion.
 
-    paths: (module, function) of each; parameters: the JSON schema of each one's arguments, by its name, in this order.
+    sources: of each tool (module, function) or the command of its server, and its schema with `name` and `parameters`.
     form, is_single: `data.tool_format.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it says
-    so. Raises UserError for what is no function of these parameters.
+    so. Raises UserError for what is no function of these parameters, and a server that has no such tool.
     """
 
-    def __init__(self, paths: Sequence[tuple[str, str]], parameters: Parameters, form: str, is_single: bool, most: int):
-        self.form, self.parameters, self._is_single, self._most = form, parameters, is_single, most
-        self._functions = {
-            name: _loaded(module, function, parameters[name])
-            for name, (module, function) in zip(parameters, paths, strict=True)
+    def __init__(
+        self,
+        sources: Sequence[tuple[tuple[str, str] | str, Mapping[str, Any]]],
+        form: str,
+        is_single: bool,
+        most: int,
+    ):
+        self.form, self._is_single, self._most = form, is_single, most
+        self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}
+        self._servers = {
+            command: ToolServer(command) for command in dict.fromkeys(one for one, _ in sources if isinstance(one, str))
         }
+        offered = {
+            command: {one["function"]["name"]: one["function"] for one in server.tools()}
+            for command, server in self._servers.items()
+        }
+        self._functions, self._served = {}, {}
+        for source, schema in sources:
+            name = schema["name"]
+            if not isinstance(source, str):
+                self._functions[name] = _loaded(*source, schema["parameters"])
+            elif offered[source].get(name) == schema:
+                self._served[name] = self._servers[source]
+            else:
+                raise UserError(f"grpo.tools: {source} offers no {name} as the file says that it does; write it anew: "
+                                f'python -m dtrain.environments.mcp "{source}"')  # fmt: skip
 
     def __call__(self, row: Mapping[str, Any], seed: int) -> "ToolUse":
+        for server in self._servers.values():
+            server.ensure()
         return ToolUse(self)
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -45,6 +69,8 @@ class Toolbox:
         problem = self._problem(call)
         if problem is not None:
             return self._cut(FAILED + problem)
+        if call.name in self._served:
+            return self._cut(self._served[call.name].answer(call.name, call.arguments))
         done = attempt(partial(_run, self._functions[call.name], call.arguments))
         if "value" in done:
             return self._cut(done["value"])
@@ -53,10 +79,12 @@ class Toolbox:
     def _problem(self, call: ToolCall) -> str | None:
         if call.problem is not None:
             return call.problem
-        if call.name not in self._functions:
-            near = nearest(call.name, self._functions)
-            meant = f"did you mean {near}?" if near else f"there are {', '.join(self._functions)}"
+        if call.name not in self.parameters:
+            near = nearest(call.name, self.parameters)
+            meant = f"did you mean {near}?" if near else f"there are {', '.join(self.parameters)}"
             return f"there is no tool {shown(call.name)}; {meant}"
+        if call.name in self._served:
+            return None  # the server says what is wrong
         known = self.parameters[call.name]["properties"]
         other = next((name for name in call.arguments if name not in known), None)
         if other is not None:

@@ -199,13 +199,14 @@ class GrpoFacts(Facts):
 
     def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
         named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
-        named += [(f"grpo.tools[{i}].fn", one.fn, "tool") for i, one in enumerate(recipe.grpo.tools)]
+        for i, one in enumerate(recipe.grpo.tools):
+            named += [(f"grpo.tools[{i}].fn", one.fn, "tool"), (f"grpo.tools[{i}].mcp", one.mcp, "server of tools")]
         return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
 
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
         room = recipe.data.max_length, section.sampling.max_new_tokens
-        tools = tool_schemas([one.fn for one in section.tools if one.fn])
+        tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
         return PromptOptions.within(*room, section.system_prompt, tools=tools)
 
     def longest_row(self, recipe: Recipe) -> int:

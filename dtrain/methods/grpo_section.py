@@ -136,9 +136,18 @@ def _rewards(recipe: Recipe) -> list[str]:
 def _tools(recipe: Recipe) -> list[str]:
     section, found = recipe.grpo, []
     for index, tool in enumerate(section.tools):
-        if not set(".:") & set(tool.fn or ""):
+        key = f"grpo.tools[{index}]"
+        if tool.mcp is not None:
+            if tool.fn is not None:
+                found.append(f"{key}: fn and mcp are two tools: give each an entry of its own")
+            if tool.schema is None:
+                found.append(
+                    f"{key}.schema is required by mcp: name a file with what the server offers, which "
+                    f'`python -m dtrain.environments.mcp "{tool.mcp}" > tools.json` writes'
+                )
+        elif not set(".:") & set(tool.fn or ""):
             named = f"={tool.fn} must be" if tool.fn else " is missing: give"
-            found.append(f"grpo.tools[{index}].fn{named} an import path, such as package.module.function")
+            found.append(f"{key}.fn{named} an import path, such as package.module.function")
     if section.tools and section.environment is not None:
         found.append("grpo.tools and grpo.environment both answer a completion: leave one of them out")
     if section.tools and section.max_turns == 1:

@@ -1,4 +1,5 @@
-"""Python functions as tools: what a model is told of them, in OpenAI's function format, read from their source.
+"""What a model is told of tools, in OpenAI's function format: of Python functions, read from their source; of servers,
+from a file.
 
 Nothing is imported or run: hints and docstring stand in the source. No torch.
 """
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dtrain.errors import UserError
+from dtrain.json_files import loads, read_text
 from dtrain.rollout.rewards.find import definition, find_file
 
 Schema = dict[str, Any]
@@ -30,22 +32,49 @@ _CONSTANTS = {str: "string", int: "integer", bool: "boolean", float: "number"}
 HINTS = "str, int, float, bool, list[..], dict[str, ..], Literal[..], Any, and unions of these with | or Optional"
 
 
-def tool_schemas(paths: Sequence[str]) -> list[Schema]:
-    """The schemas of the functions at these import paths, [{"type": "function", "function": {..}}], in their order.
+def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
+    """Each tool of `config.schema.Tool`s with the entry that names it: the schema of the function `fn`, or those in the
+    file `schema` of what a server has; {"type": "function", "function": {..}}. In their order.
 
-    Raises UserError: no such function; no docstring; a parameter without a hint, or of a kind that JSON cannot give;
-    two functions of one name.
+    Raises UserError: as `tool_schema` does; no such file, or one of something else; two tools of one name.
     """
-    found = [tool_schema(path) for path in paths]
-    names = [one["function"]["name"] for one in found]
+    named = [(one, [tool_schema(one.fn)] if one.fn else served_schemas(one.mcp, one.schema)) for one in entries]
+    found = [(one, schema) for one, schemas in named for schema in schemas]
+    names = [schema["function"]["name"] for _, schema in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"grpo.tools: two of them are named {twice}, by which the model calls them; rename one")
     return found
 
 
+def served_schemas(command: str | None, file: str | None) -> list[Schema]:
+    """The schemas in a file that was written of a server's tools. Raises UserError."""
+    if not command or not file:
+        raise UserError("grpo.tools: an entry needs fn, or mcp and schema")
+    how = f'python -m dtrain.environments.mcp "{command}" > {file}'
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"grpo.tools: there is no file {file} of what {command} offers, which every prompt tells; "
+                        f"write it: {how}")  # fmt: skip
+    try:
+        found = loads(read_text(path))
+    except ValueError as error:
+        raise UserError(f"grpo.tools: {file} is no JSON ({error}); write it anew: {how}") from None
+    are_sound = isinstance(found, list) and all(
+        isinstance(one, dict)
+        and isinstance(function := one.get("function"), dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters"), dict)
+        for one in found
+    )
+    if not are_sound or not found:
+        raise UserError(f"grpo.tools: {file} must be a list of tools in OpenAI's function format; write it anew: {how}")
+    return found
+
+
 def tool_schema(path: str) -> Schema:
-    """As `tool_schemas`, of one."""
+    """Of the function at an import path. Raises UserError: no such function; no docstring; a parameter without a hint,
+    or of a kind that JSON cannot give."""
     _, function, file = find_file(path, "tool")
     node = definition(Path(file), function, decorated=True)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

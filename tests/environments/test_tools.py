@@ -2,17 +2,21 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from transformers.utils import get_json_schema
 
 from dtrain import config
 from dtrain.cli import main
+from dtrain.config.schema import Tool
 from dtrain.data import Tokenizer
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tool_calls import FORMS, ToolCall, read_calls
 from dtrain.data.tool_format import learn_tool_format
+from dtrain.environments import mcp
 from dtrain.environments.episodes import run_episodes
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
@@ -28,7 +32,8 @@ from tests.tiny import tiny_grpo
 
 HERE = "tests.environments.toolbox"
 NAMES = ("add", "look_up", "say", "halve", "wait")
-TOOLS = tool_schemas([f"{HERE}.{name}" for name in NAMES])
+TOOLS = [tool_schema(f"{HERE}.{name}") for name in NAMES]
+SOURCES = [((HERE, one["function"]["name"]), one["function"]) for one in TOOLS]
 PARAMETERS = {one["function"]["name"]: one["function"]["parameters"] for one in TOOLS}
 FAMILIES = {  # template, what ends a turn, the form of its calls
     "qwen25": (templates.QWEN25, "<|im_end|>", 0),
@@ -47,10 +52,9 @@ def family(tmp_path, name):
     return tokenizer, ChatTemplate(source, name, tokenizer.special_tokens)
 
 
-def box(template, most=4096, names=NAMES):
+def box(template, most=4096):
     found = learn_tool_format(template, TOOLS)
-    parameters = {name: PARAMETERS[name] for name in names}
-    return Toolbox([(HERE, name) for name in names], parameters, found.form, found.is_single, most)
+    return Toolbox(SOURCES, found.form, found.is_single, most)
 
 
 def calls_of(*pairs):
@@ -88,15 +92,15 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_functions_that_make_no_tool(name):
     with pytest.raises(UserError) as error:
-        tool_schemas([f"{HERE}.{name}"])
+        tool_schemas([Tool(f"{HERE}.{name}")])
     assert REFUSED[name] in str(error.value)
 
 
 def test_two_tools_of_one_name_and_a_decorator_that_changes_arguments():
     with pytest.raises(UserError, match="two of them are named add"):
-        tool_schemas([f"{HERE}.add", f"{HERE}:add"])
+        tool_schemas([Tool(f"{HERE}.add"), Tool(f"{HERE}:add")])
     with pytest.raises(UserError, match="takes other arguments than its source says"):
-        Toolbox([(HERE, "bent")], {"bent": {"properties": {"other": {}}}}, next(iter(FORMS)), False, 9)
+        Toolbox([((HERE, "bent"), {"name": "bent", "parameters": {"properties": {"other": {}}}})], "", False, 9)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -271,12 +275,11 @@ def test_rows_that_are_not_for_tools(tmp_path, row, format, says):
 def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):
     tokenizer, template = family(tmp_path, "qwen25")
     calls, said = learn_tool_format(template, TOOLS), []
-    names = [(HERE, name) for name in NAMES]
 
     def text(name, **arguments):
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-    options = (names, PARAMETERS, calls.form, False, 10)
+    options = (SOURCES, calls.form, False, 10)
     with Environments("dtrain.environments.tools:Toolbox", options=options, whose="grpo.tools", timeout=0.5,
                       say=said.append) as environments:  # fmt: skip
         environments.make([({}, number) for number in range(4)])
@@ -390,3 +393,62 @@ def test_validate_and_preview_tell_of_tools_and_import_none(tmp_path, monkeypatc
     out = capfd.readouterr().out
     assert re.search(r"find .* Finds .* w8 w\d\d w5 w9\n", out)
     assert not (tmp_path / "harm").exists()
+
+
+SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+
+
+def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
+    """Its tools in pages, answers, failures; where it ends, those who ask lose their episodes, and others find it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mcp", SERVER])
+    mcp.main()
+    (tmp_path / "tools.json").write_text(capfd.readouterr().out)
+    tools = tool_schemas([Tool(f"{HERE}.add"), Tool(mcp=SERVER, schema="tools.json")])
+    schemas = [schema for _, schema in tools]
+    assert [one["function"]["name"] for one in schemas] == ["add", "say", "fail", "end", "wait"]
+    assert schemas[1]["function"]["description"] == "To say."
+    sources = [(one.mcp or (HERE, "add"), schema["function"]) for one, schema in tools]
+    tokenizer, template = family(tmp_path, "qwen25")
+    calls, said = learn_tool_format(template, schemas), []
+
+    def text(name, **arguments):
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    def answers(texts):
+        environments.make([({}, number) for number in range(len(texts))])
+        engine = Scripted(tokenizer, {number: [one, "So."] for number, one in enumerate(texts)})
+        episodes = run_episodes(engine, requests_for([7], len(texts), 300), environments,
+                                Observations(tokenizer, template, calls), max_turns=2, max_length=999)  # fmt: skip
+        found = [re.findall(r"<tool_response>\n(.*?)\n</tool_response>", tokenizer.decode(one.ids), re.DOTALL)
+                 for one in episodes]  # fmt: skip
+        return found, [(one.finish, one.calls, one.failures) for one in episodes]
+
+    with Environments("dtrain.environments.tools:Toolbox", options=(sources, calls.form, False, 99), whose="grpo.tools",
+                      timeout=1.0, threads=3, say=said.append) as environments:  # fmt: skip
+        given = [
+            text("say", text="ü\n") + text("add", a=1),
+            text("fail", text="a") + text("say"),
+            text("say", text="b"),
+        ]
+        found, ends = answers(given)
+        process = found[2][0].split("\n")[1]
+        assert found == [[f"ü\n\n{process}", "2"], ["error: it failed", "error: no text"], [f"b\n{process}"]]
+        assert ends == [("stop", 2, 0), ("stop", 2, 2), ("stop", 1, 0)]
+        assert answers([text("end", text="a")])[1] == [("lost", 0, 0)]
+        assert "mcp_server.py ended with status 3" in said[0]
+        found, ends = answers(given)
+        assert ends == [("stop", 2, 0), ("stop", 2, 2), ("stop", 1, 0)] and found[2][0].split("\n")[1] != process
+        assert answers([text("wait", text="a"), text("add", a=1)])[1] == [("lost", 0, 0), ("stop", 1, 0)]
+        assert answers(given)[1] == ends  # it hangs still: its process went with the threads that wait for it
+    other = {**sources[1][1], "description": "Another."}
+    with pytest.raises(UserError, match="offers no say as the file says that it does; write it anew"):
+        Toolbox([(SERVER, other)], calls.form, False, 99)
+    for command, says in (("/no/such/server", "cannot be started"), ("false", "before it answered initialize")):
+        with pytest.raises(UserError, match=says):
+            mcp.ToolServer(command)
+    with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.environ"):
+        tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
+    (tmp_path / "other.json").write_text('{"tools": []}')
+    with pytest.raises(UserError, match="other.json must be a list of tools"):
+        tool_schemas([Tool(mcp=SERVER, schema="other.json")])

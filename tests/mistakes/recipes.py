@@ -197,6 +197,13 @@ VALUES = (
     _one(f"grpo.tools=[{{fn: {TOOLS}.bare}}]", "grpo.tools[0].fn: tool", "text has no type hint", base="grpo"),
     _one(f"grpo.tools=[{{fn: {TOOLS}.sai}}]", f"{TOOLS}.sai", "defines no sai", base="grpo"),
     _one(f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.tools needs a chat template", base="grpo"),
+    _one(
+        (f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.reward_model.path=a"),
+        "grpo.environment and grpo.tools make several",
+        base="grpo",
+    ),
+    _one("grpo.tools=[{mcp: serve}]", "grpo.tools[0].schema is required", 'mcp "serve" > tools.json', base="grpo"),
+    _one("grpo.tools=[{mcp: no-such-program a, schema: b}]", "there is no program no-such-program", base="grpo"),
     _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.max_turns=1"), "grpo.max_turns=1 ends before", base="grpo"),
     _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.environment=a.b"), "leave one of them out", base="grpo"),
     _one("method=qlora", "method=qlora is none of", "did you mean sft, and the section lora={}?"),
