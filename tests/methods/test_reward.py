@@ -1,6 +1,7 @@
 """Method reward: loss and gradient against transformers' classifiers with TRL's formula, and the same numbers on every
 mesh."""
 
+import io
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from dtrain.errors import UserError
 from dtrain.launch.rehearsal import rehearse
 from dtrain.methods.reward import at_the_ends
 from dtrain.preflight import preflight
+from dtrain.preview import preview
 from dtrain.rollout.generate import load
 from tests.test_parity import MESHES, assert_parity, overrides_of
 from tests.test_trainer import metrics, run, trajectory, weights
@@ -226,6 +228,13 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
 )
 def test_mistakes_are_named_before_a_run(tmp_path, task, overrides, answer):
     assert answer in "\n".join(preflight(recipe_at(tmp_path, task, *overrides), 1))
+
+
+@pytest.mark.parametrize(("task", "shown"), [("classes", "- label 1:"), ("pairs", "- margin 0.1:\n- chosen:")])
+def test_a_preview_shows_what_a_row_is_worth(tmp_path, task, shown):
+    out = io.StringIO()
+    preview(recipe_at(tmp_path, task, "data.shuffle=false"), 2, out=out)
+    assert shown in out.getvalue()
 
 
 @pytest.mark.parametrize(
