@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tests.data import makers, templates
 from tests.environments import toolbox
 from tests.environments.test_environment import Here, Scripted, requests_for
 from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
+from tests.serve.serving import Process, controlled, key_file, make_model
 from tests.test_trainer import assert_same, interrupt, run
 from tests.tiny import tiny_grpo
 
@@ -456,3 +458,22 @@ def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
     (tmp_path / "other.json").write_text('{"tools": []}')
     with pytest.raises(UserError, match="other.json must be a list of tools"):
         tool_schemas([Tool(mcp=SERVER, schema="other.json")])
+
+
+@pytest.mark.turns(7)
+def test_a_run_with_tools_over_a_server_is_that_of_the_native_engine(tmp_path):
+    native = tiny_tools(tmp_path, name="native")
+    run(native)
+    model = make_model(tmp_path / "served", 1)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(native.model.directory / name, model / name)
+    process = Process(model, "--max-rows", "8", *controlled(tmp_path))
+    try:
+        over_http = ("grpo.engine=http", f"grpo.server.urls=[{process.url}]")
+        served = tiny_tools(tmp_path, *over_http, f"grpo.server.api_key_file={key_file(tmp_path)}", name="served")
+        run(served)
+    finally:
+        process.kill()
+    assert_same(served, native, rtol=1e-9)
+    completions = [[row["completion"] for row in lines(one, "samples")] for one in (served, native)]
+    assert completions[0] == completions[1] and any("</tool_call> w8" in text for text in completions[0])
