@@ -59,7 +59,9 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         section, rows = self.recipe.grpo, self.micro_rows
         drawn = section.prompts_per_step * section.group_size
         words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, up to {} tokens"}
-        how = "" if not isinstance(rows, Packed | DynamicShapes) else f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
+        how = ""
+        if isinstance(rows, Packed | DynamicShapes):
+            how = f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
         return [
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
             f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
