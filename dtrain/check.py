@@ -8,6 +8,7 @@ method asks of its section is its own: `dtrain.methods.facts`; of `lora`, `dtrai
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from dtrain import eval_section, lora_section
@@ -272,12 +273,14 @@ def _formats(recipe: Recipe) -> list[str]:
 
 def _columns(recipe: Recipe) -> list[str]:
     """The names of columns are those that the format takes; and stand beside the path that they are for."""
-    problems = []
+    problems, facts = [], facts_of(recipe)
+    judged = facts.judged(recipe)
+    unknown = partial(columns.unknown, more=[judged.column] if judged else [])
     for name, split in (("train", recipe.data.train), ("val", recipe.data.val)):
         if not isinstance(split, DataSource):
             continue
         key, entries = f"data.{name}", split.sources or []
-        problems += columns.unknown(split.columns, facts_of(recipe).kind, split.format, f"{key}.columns")
+        problems += unknown(split.columns, facts.kind, split.format, f"{key}.columns")
         problems += [
             f"{key}.{option} goes with {key}.path: give each of {key}.sources its own"
             for option in ("columns", "split", "subset", "revision")
@@ -285,7 +288,7 @@ def _columns(recipe: Recipe) -> list[str]:
         ]
         for index, entry in enumerate(entries):
             at = f"{key}.sources[{index}].columns"
-            problems += columns.unknown(entry.columns, facts_of(recipe).kind, entry.format, at)
+            problems += unknown(entry.columns, facts.kind, entry.format, at)
     return problems
 
 

@@ -7,6 +7,8 @@ a run fetches it once all else is right, and `validate` asks the hub for what th
 
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -29,13 +31,14 @@ from dtrain.data.files import entries, formats_of, kind_of, resolve
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError, in_words
-from dtrain.methods.facts import facts_of
+from dtrain.methods.facts import REWARD_MODEL, facts_of
 from dtrain.models import nf4_config
 from dtrain.models.adapter_config import modules
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.ranges import beside
 from dtrain.rollout.rewards.find import find_file
+from dtrain.rollout.tools import tool_schema
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -274,11 +277,13 @@ def _other(recipe: Recipe, ours: ModelConfig | None, key: str, path: str) -> lis
         export = directory / "export"
         hint = f"set {key}={export}" if export.is_dir() else "give a model's directory"
         raise UserError(f"{key}={path}: it has no config.json, so it is no model; {hint}")
-    theirs = read_config(directory)
+    theirs = read_config(directory, 0 if key == REWARD_MODEL else None)
     if nf4_config.misfits(theirs, "none", 1):
         return [f"{key}={path}: weights in 4 bits are read by lora.quantize=nf4 alone: give the original model"]
     if key == "distill.teacher":
         return _teacher(recipe, ours, theirs)
+    if key == REWARD_MODEL:
+        return _rating(recipe, theirs)
     return [] if ours is None else _reference(ours, theirs, key, path)
 
 
@@ -305,6 +310,16 @@ def _teacher(recipe: Recipe, student: ModelConfig | None, model: ModelConfig) ->
     return problems
 
 
+def _rating(recipe: Recipe, model: ModelConfig) -> list[str]:
+    """A reward model fits the mesh and has a trained head of one output."""
+    problems = _misfits(model, recipe)
+    if model.labels is None or model.has_new_head:
+        problems.append("it is a language model: give one with a head of one output, as method=reward trains it")
+    elif model.labels != 1:
+        problems.append(f"its head has {model.labels} outputs, and a reward is one number: give a model with one")
+    return problems
+
+
 def _files(recipe: Recipe, awaited: Collection[str]) -> list[str]:
     """Weights and tokenizers: what only a run reads of the models whose config.json is sound."""
     problems = []
@@ -318,9 +333,20 @@ def _files(recipe: Recipe, awaited: Collection[str]) -> list[str]:
         if not _is_model(other):
             continue
         problems += [] if key in awaited else _weights(other, key=key)
-        if is_trained and (key == "distill.teacher" or (other / TOKENIZER).is_file()):  # a reference may come without
+        if key == REWARD_MODEL:
+            problems += _readable(other)
+        elif is_trained and (key == "distill.teacher" or (other / TOKENIZER).is_file()):  # a reference may come without
             problems += [f"{key}={path}: {problem}" for problem in _differing_tokens(other, student)]
     return problems
+
+
+def _readable(directory: Path) -> list[str]:
+    """Of a model that reads text with a tokenizer of its own."""
+    try:
+        choose_template(directory, Tokenizer.from_directory(directory).special_tokens)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _is_model(directory: Path) -> bool:
@@ -404,12 +430,29 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     ]
     found = []
     for key, path, what in named:
-        if isinstance(path, str) and set(".:") & set(path):
+        if what == "server of tools":
+            found += _server(key, path)
+        elif isinstance(path, str) and set(".:") & set(path):
             try:
-                found.append((f"{key}: {path}, from {find_file(path, what)[2]}", False))
+                origin = find_file(path, what)[2]
+                if what == "tool":
+                    tool_schema(path)
+                found.append((f"{key}: {path}, from {origin}", False))
             except UserError as error:
                 found.append((f"{key}: {error}", True))
     return found
+
+
+def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
+    """Where a command leads that a run starts, as `_code` has it."""
+    if command is None:
+        return []
+    try:
+        (program, *_) = shlex.split(command)
+    except ValueError as error:
+        return [(f"{key}={command} is no command: {error or 'it is empty'}", True)]
+    file = shutil.which(program)
+    return [(f"{key}: {command}, by {file}" if file else f"{key}={command}: there is no program {program}", not file)]
 
 
 def _sources(recipe: Recipe) -> list[tuple[Source, str]]:

@@ -47,11 +47,12 @@ def preview(
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     tokenizer, kind = Tokenizer.from_directory(recipe.model.directory), facts_of(recipe).kind
+    judged = facts_of(recipe).judged(recipe)
     rows = open_rows(
         recipe.data,
         kind=kind,
         prompts=facts_of(recipe).prompts(recipe),
-        judged=facts_of(recipe).judged(recipe),
+        judged=judged,
         tokenizer=tokenizer,
         seed=recipe.run.seed,
         cache_dir=recipe.cache,
@@ -66,6 +67,10 @@ def preview(
         say(f"\n--- {unit} {number}{mark}: {places}{more}")
         texts = (text for row in rows.build(placement.samples) for text in documents(row, tokenizer, color))
         for document, text in enumerate(texts):
+            sample, side = divmod(document, 2 if noun == "pairs" else 1)
+            if judged is not None and side == 0:
+                value = rows.samples.row(placement.samples[sample])["columns"][judged.column]
+                say(f"- {judged.column} {value:g}:")
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
             if kind == "labelled":

@@ -132,13 +132,17 @@ def of_classifier(config: dict[str, Any], architecture: str, labels: int, source
 
 
 def _pad_of(directory: Path) -> int | None:
-    """The id of the tokenizer's padding token, as far as its small files tell."""
+    """The id of the tokenizer's padding token, as far as its small files tell; None where it ends texts too."""
     try:
-        said = read_json(directory / "tokenizer_config.json").get("pad_token")
+        named = read_json(directory / "tokenizer_config.json")
         added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
     except UserError:
         return None
-    word = said.get("content") if isinstance(said, dict) else said
+    word, ends = (
+        said.get("content") if isinstance(said, dict) else said
+        for said in (named.get("pad_token"), named.get("eos_token"))
+    )
+    word = None if word == ends else word
     return next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
 
 

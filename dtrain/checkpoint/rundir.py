@@ -38,7 +38,7 @@ AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume.
-MODELS = ("dpo.reference", "kto.reference", "grpo.reference", "distill.teacher")
+MODELS = ("dpo.reference", "kto.reference", "grpo.reference", "grpo.reward_model.path", "distill.teacher")
 TRAINED = ("lora", "train.train_only", "train.freeze")
 GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *MODELS, *TRAINED)
 # Of those, what changes speed or place and no number.

@@ -20,7 +20,8 @@ from dtrain.json_files import check_shape
 UNSET = "???"  # OmegaConf's mark for a value that the recipe leaves to its user
 PARTS = 100_000  # entries of a recipe, with what its aliases repeat
 SHORTEST = 4  # characters of a secret that is looked for in a text
-_NAMES = re.compile(r"((optimizer|scheduler(\[\d+\])?)\.name|(grpo|eval(\.\w+)?)\.(environment|rewards\[\d+\]\.fn))")
+_FNS = r"(grpo|eval(\.\w+)?)\.(environment|(rewards|tools)\[\d+\]\.fn)"
+_NAMES = re.compile(rf"((optimizer|scheduler(\[\d+\])?)\.name|{_FNS})")
 
 
 @dataclass(eq=False)

@@ -553,6 +553,32 @@ class Server:
 
 
 @dataclass
+class RatingModel:
+    """`grpo.reward_model`: a model with a head of one output, as `method: reward` trains it, that rates completions. It
+    lies on the mesh beside the policy and reads text, with its own tokenizer and chat template."""
+
+    path: str | None = None
+    """Its directory, or its id on the hub. null: none."""
+    weight: float = 1.0
+    """What its score counts for beside `grpo.rewards`, which may be []."""
+
+
+@dataclass
+class Tool:
+    """One of `grpo.tools`."""
+
+    fn: str | None = None
+    """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
+    it does and takes. This or `mcp` is required."""
+    mcp: str | None = None
+    """A command that starts a server of tools, which speaks the Model Context Protocol over its standard input and
+    output."""
+    schema: str | None = None
+    """Of mcp, and required there: a file with what the server offers, as
+    `python -m dtrain.environments.mcp "COMMAND" > FILE` writes it. Prompts tell the model of the tools in it."""
+
+
+@dataclass
 class Grpo:
     """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
     train.global_batch of them, and each pass over a rollout takes every completion once."""
@@ -585,6 +611,8 @@ class Grpo:
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
     """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
     names one in CUDA_VISIBLE_DEVICES before it loads torch."""
+    reward_model: RatingModel = field(default_factory=RatingModel)
+    """A model that rates completions, beside `rewards`."""
     reward_timeout: float = 60.0
     """Seconds that one reward may take over a rollout; after that its values are unknown."""
     mask_truncated: bool = False
@@ -606,14 +634,19 @@ class Grpo:
     environment: str | None = None
     """Import path of a maker of environments (dtrain/rollout/README.md): completions in several turns. null: one
     completion answers a prompt."""
+    tools: list[Tool] = field(default_factory=list)
+    """Functions that the model may call in its completions (dtrain/rollout/README.md), in place of an environment. Each
+    prompt tells it of them."""
+    tool_output: int = 4096
+    """Characters of the longest answer of a tool. What is beyond is cut, and the answer says so."""
     environment_timeout: float = 60.0
-    """Seconds that making an environment, or one step of it, may take. After that it is given up, and its completion
-    has no known reward."""
+    """Seconds that making an environment, or one step of it, may take; of tools, all calls of one turn. After that it
+    is given up, and its completion has no known reward."""
     environment_threads: int = 1
-    """How many threads make and step environments. More than 1 helps where they wait, for a server say. 1: one after
-    another, in the order of the completions."""
+    """How many threads make and step environments, or call tools. More than 1 helps where they wait, for a server say.
+    1: one after another, in the order of the completions."""
     max_turns: int = 8
-    """Completions of the longest episode in an environment."""
+    """Completions of the longest episode in an environment, or with tools."""
     engine: Literal["native", "http"] = "native"
     """What draws completions: the training processes, or servers."""
     server: Server = field(default_factory=Server)

@@ -276,6 +276,8 @@ OURS = by_word(
         ),
         "grpo.kwargs, {delta: 2.0}": "delta",
         "grpo.sampling, a section": "generation_kwargs",
+        "grpo.tools, [{fn: package.module.function}]": "tools tool_config_path tool_names",
+        "grpo.tool_output: in characters": "max_tool_response_length",
         "grpo.environment, the import path of a maker of environments": "rollout_func environment_factory",
         "grpo.server, a section": "vllm",
         "grpo.kwargs, {top_entropy_quantile: 0.2}": "top_entropy_quantile",
@@ -289,6 +291,7 @@ OURS = by_word(
         "grpo.advantage=leave_one_out": "use_leave_one_out_baseline",
         "grpo.advantage, group | leave_one_out | batch | none": "advantage_estimator adv_estimator",
         "grpo.scale, group | batch | none": "scale_rewards normalize_rewards",
+        "grpo.reward_model.path, a directory or an id of the hub": "reward_model_path reward_model.model.path",
         "grpo.rewards, [{fn, weight, kwargs}]": (
             "reward_funcs reward_functions reward_weights reward_fn reward_function"
         ),
@@ -307,7 +310,7 @@ OURS = by_word(
         "grpo.show: how many completions the terminal shows; samples.jsonl has all": (
             "log_completions num_completions_to_print"
         ),
-        "grpo.max_turns": "max_tool_calling_iterations",
+        "grpo.max_turns": "max_tool_calling_iterations max_assistant_turns max_rollout_turns",
         "grpo.offload": "vllm_enable_sleep_mode",
         "grpo.max_off_policy_steps": "max_staleness max_trajectory_age_steps",
         "distill.teacher, a directory or an id of the hub": (

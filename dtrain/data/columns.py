@@ -3,7 +3,7 @@ with our names. Torch is not imported."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.data.formats import KINDS, LABELS, detect
@@ -33,10 +33,11 @@ def names_of(kind: str, name: str = "auto") -> list[str]:
     return list(dict.fromkeys(key for one in formats for key in (*KINDS[kind][one], *ALSO.get(kind, {}).get(one, ()))))
 
 
-def unknown(columns: Mapping[str, str], kind: str, name: str, key: str) -> list[str]:
-    """What is wrong in `columns`, the value of `key`, a line each. Of prompts, rewards may read any column."""
+def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()) -> list[str]:
+    """What is wrong in `columns`, the value of `key`, a line each. more: columns that the method reads beside the
+    format's. Of prompts, rewards may read any column."""
     problems = [f"{key}.{ours} is empty: name a column of the file" for ours, theirs in columns.items() if not theirs]
-    known = names_of(kind, name)
+    known = [*names_of(kind, name), *more]
     reader = "a format" if name == "auto" else f"format {name}"
     for ours in columns if kind != "prompts" else ():
         if ours not in known:

@@ -110,8 +110,11 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
         return refuse_preference()
     single = detect(row, "examples")
     if kind == "pairs" and single is not None:
-        judged = "; method=kto trains on single replies with a label" if row.get("label") is not None else ""
-        return refuse_single(single, kind) + judged
+        judged = (
+            "; method=kto trains on single replies with a label, method=reward on any text with one "
+            "(reward.task=classes or numbers)"
+        )
+        return refuse_single(single, kind) + (judged if row.get("label") is not None else "")
     if kind == "pairs":
         known = (
             f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"

@@ -32,7 +32,8 @@ class Judged:
 
     def read(self, row: Mapping[str, Any]) -> float:
         """The row's number. Raises UserError."""
-        value = row.get(self.column)
+        given = row.get(self.column)
+        value = _number(given)
         if value is None and self.column == "margin":
             return 0.0
         if value is None:
@@ -40,16 +41,26 @@ class Judged:
         if self.classes is not None:
             if not isinstance(value, int) or not 0 <= value < self.classes:
                 raise UserError(
-                    f"{self.column} is {value!r}, and must be a whole number from 0 to {self.classes - 1}, as "
+                    f"{self.column} is {given!r}, and must be a whole number from 0 to {self.classes - 1}, as "
                     f"reward.num_labels={self.classes} says"
                 )
         elif isinstance(value, bool) or not is_number(value):
-            raise UserError(f"{self.column} is {value!r}, and must be a finite number")
+            raise UserError(f"{self.column} is {given!r}, and must be a finite number")
         return float(value)
 
     def kept(self, row: Mapping[str, Any]) -> bytes:
         """As `Document.columns` has it."""
         return json.dumps({"columns": {self.column: self.read(row)}}).encode()
+
+
+def _number(value: Any) -> Any:
+    """A value as JSON has it: CSV has numbers as texts and nothing as "", tables with gaps have 1 as 1.0."""
+    if isinstance(value, str):
+        try:
+            value = float(value) if value else None
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class PairJudgement(PairEncoder):

@@ -21,7 +21,7 @@ from dtrain.ranges import shown
 if TYPE_CHECKING:
     from dtrain.data.cache import Samples
 
-_WORDS = {"true": True, "false": False, "1": True, "0": False}  # as CSV has them
+_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # as CSV and tables have them
 
 
 class LabelledEncoder(Encoder):

@@ -71,21 +71,26 @@ class PairEncoder(RowEncoder):
     def _chats(self, pair: ChatPair) -> tuple[Ids, Ids, Ids]:
         """Ids of the prompt, and of the prompt with each completion."""
 
-        def written(more: list[Message], is_asked: bool = False) -> str:
-            messages = self.replies.with_objects([*pair.prompt, *more], pair.tools)
-            return self.replies.template.render(messages, pair.tools, add_generation_prompt=is_asked)
-
-        prompt = self.tokenizer.encode(written([], is_asked=True))
-        chosen, rejected = (self.tokenizer.encode(written(more).rstrip()) for more in (pair.chosen, pair.rejected))
+        messages = self.replies.with_objects(pair.prompt, pair.tools)
+        prompt = self.tokenizer.encode(self.replies.template.render(messages, pair.tools, add_generation_prompt=True))
+        chosen, rejected = (
+            self.conversation([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected)
+        )
         return prompt, chosen, rejected
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Ids:
+        """Ids of a whole conversation, through the token that ends its last turn."""
+        written = self.replies.template.render(self.replies.with_objects(messages, tools), tools)
+        return self.tokenizer.encode(written.rstrip())
 
     def _texts(self, pair: TextPair) -> tuple[Ids | None, Ids, Ids]:
         """The same of plain strings; no prompt where the row has none."""
         start = pair.prompt or ""
-        chosen, rejected = (self._framed(start + text, ends=True) for text in (pair.chosen, pair.rejected))
-        return None if pair.prompt is None else self._framed(start, ends=False), chosen, rejected
+        chosen, rejected = (self.text(start + text) for text in (pair.chosen, pair.rejected))
+        return None if pair.prompt is None else self.text(start, ends=False), chosen, rejected
 
-    def _framed(self, text: str, ends: bool) -> Ids:
+    def text(self, text: str, ends: bool = True) -> Ids:
+        """Ids of a plain string, framed; ends: with what stands behind it."""
         ids = self.tokenizer.encode(text)
         before, after = self.around(ids)
         return [*before, *ids, *(after if ends else [])]

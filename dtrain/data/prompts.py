@@ -14,7 +14,7 @@ there. A prompt that is too long loses its beginning.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
@@ -22,6 +22,7 @@ from dtrain.data.formats import read_instruction, read_integers, read_messages, 
 from dtrain.data.sample import Encoder
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
+from dtrain.data.tool_format import learn_tool_format
 from dtrain.errors import UserError
 from dtrain.json_files import kind_of
 
@@ -44,18 +45,25 @@ class Prompt:
 @dataclass(frozen=True)
 class PromptOptions:
     """room: tokens of the longest prompt. system: the system message of conversations that have none. loss_on: as
-    `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone."""
+    `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools: schemas of those
+    that every prompt tells of."""
 
     room: int
     system: str | None = None
     loss_on: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def within(
-        cls, max_length: int, max_new_tokens: int, system: str | None, loss_on: str | None = None
+        cls,
+        max_length: int,
+        max_new_tokens: int,
+        system: str | None,
+        loss_on: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> "PromptOptions":
         """What a completion of `max_new_tokens` leaves of a sequence of `max_length`, one token at least."""
-        return cls(max(1, max_length - max_new_tokens), system, loss_on)
+        return cls(max(1, max_length - max_new_tokens), system, loss_on, tools)
 
 
 def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
@@ -127,6 +135,9 @@ class PromptEncoder(RowEncoder):
         super().__init__(tokenizer, template, **limits)
         self.options = options
         self.decides = [[options.room, options.system]]
+        if options.tools:
+            learn_tool_format(template, options.tools)
+            self.decides[0].append(options.tools)
         self._examples: Encoder | None = None
         if options.loss_on is not None:
             self._examples = Encoder(tokenizer, template, loss_on=options.loss_on, **limits)
@@ -139,14 +150,17 @@ class PromptEncoder(RowEncoder):
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         prompt = normalise_prompt(row, name, self.options.system)
-        ids = self.encode(prompt)
-        if len(ids) > self.options.room and self.too_long == "error":
+        if self.options.tools:
+            prompt = self._with_tools(prompt)
+        ids, is_dropped = self.encode(prompt), self.too_long == "drop"
+        if len(ids) > self.options.room and (self.too_long == "error" or (self.options.tools and not is_dropped)):
+            others = "drop, since a cut would take its tools" if self.options.tools else "truncate or drop"
             raise UserError(
                 f"the prompt has {len(ids)} tokens, and beside sampling.max_new_tokens there is room for "
                 f"{self.options.room} within data.max_length={self.max_length}; raise it, or set data.too_long to "
-                "truncate or drop"
+                f"{others}"
             )
-        if len(ids) > self.options.room and self.too_long == "drop":
+        if len(ids) > self.options.room and is_dropped:
             return LONG
         try:
             columns = json.dumps({"prompt": prompt.asked, "columns": prompt.columns}).encode()
@@ -155,6 +169,16 @@ class PromptEncoder(RowEncoder):
         kept = ids[-self.options.room :]
         own = [] if self._examples is None else self._examples.documents_of(row, name)
         return own if isinstance(own, str) else [Document(kept, bytearray(len(kept)), len(ids), columns), *own]
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
+        """Raises UserError for a prompt that cannot tell of tools, or has some of its own."""
+        if not isinstance(prompt.asked[0], Mapping):
+            raise UserError("grpo.tools: the template tells the model of tools in a conversation, and this prompt is a "
+                            "text or token ids; give it messages")  # fmt: skip
+        if prompt.tools is not None:
+            raise UserError("the row has tools of its own, and the run those of grpo.tools, which alone can be called: "
+                            "take the column away, or name its tools in grpo.tools")  # fmt: skip
+        return replace(prompt, tools=[dict(one) for one in self.options.tools])
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids, not yet cut, never none. Raises UserError."""

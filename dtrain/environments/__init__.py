@@ -12,6 +12,7 @@ All on one rank only.
     play                            the completions of a training run in a recipe's environments
     episodes                        completions and what stands between them, around an engine
     observations                    what is read next, as tokens
+    tools, mcp                      the environment of `grpo.tools`: calls are done, and answered; servers of tools
     stepping                        `Environments` asks them, in a process of their own
     calls, crew                     there: what is asked of them; threads, which are given up where they hang
 """

@@ -18,10 +18,13 @@ from dtrain.rollout.child import Outcome, attempt, shown
 class EnvironmentCalls:
     """What a `Worker` asks of the environments, which are numbered. The answers are (number, answer), as they come."""
 
-    def load(self, module: str, function: str, timeout: float, threads: int) -> list[Outcome]:
+    def load(
+        self, module: str, function: str, options: Sequence[Any] | None, timeout: float, threads: int
+    ) -> list[Outcome]:
+        """options: what the function gives the maker of environments for; None: it is the maker."""
         self.environments: dict[int, Any] = {}
         self.crew: Crew[Outcome] = Crew(threads, timeout)
-        return [attempt(self._load, module, function)]
+        return [attempt(self._load, module, function, options)]
 
     def make(self, given: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:
         """An environment for each row and seed; those before are gone."""
@@ -43,8 +46,9 @@ class EnvironmentCalls:
         list(self.crew.do([partial(attempt, self.environments.clear)]))
         return []
 
-    def _load(self, module: str, function: str) -> None:
-        self.maker: Callable[[Any, int], Any] = getattr(importlib.import_module(module), function)
+    def _load(self, module: str, function: str, options: Sequence[Any] | None) -> None:
+        found = getattr(importlib.import_module(module), function)
+        self.maker: Callable[[Any, int], Any] = found if options is None else found(*options)
 
     def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
         """One that is late lands among those of its own call."""

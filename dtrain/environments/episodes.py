@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from dtrain.data.tool_calls import FAILED
 from dtrain.environments.observations import Observation, Observations
 from dtrain.randomness import key
 from dtrain.rollout.request import Completion, Request, SamplingParams
@@ -34,7 +35,8 @@ class Episode:
 
     ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
     earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn; longest: tokens of the
-    longest, infinite where one was cut. finish: stop, the environment was done; length, a completion was cut or the
+    longest, infinite where one was cut. calls, failures: answers of tools that were read, and those among them that say
+    that a call failed. finish: stop, the environment was done; length, a completion was cut or the
     sequence is full; turns, there were as many as may be; lost, the environment failed, and earned is None since nobody
     knows the whole of it. version: the oldest weights that a token was drawn with, where the engine knows.
     """
@@ -46,6 +48,8 @@ class Episode:
     earned: float | None = None
     turns: int = 0
     longest: float = 0
+    calls: int = 0
+    failures: int = 0
     finish: Literal["stop", "length", "turns", "lost"] = "turns"
     version: int | None = None
 
@@ -68,12 +72,15 @@ class Turn:
 @dataclass(frozen=True)
 class EnvironmentReply:
     """What an environment gave for one completion: what it earned, whether that was all, the ids that are read next
-    (none after the last). is_lost: nothing of that is known, or there will be no more."""
+    (none after the last), with how many answers of tools and failures among them. is_lost: nothing of that is known, or
+    there will be no more."""
 
     earned: float | None = None
     done: bool = False
     ids: Sequence[int] = ()
     is_lost: bool = False
+    calls: int = 0
+    failures: int = 0
 
 
 class Steps(Protocol):
@@ -134,6 +141,8 @@ def run_episodes(
         going_on = []
         for one, completion, reply in zip(live, drawn, first(answer), strict=True):
             episode = episodes[one]
+            episode.calls += reply.calls
+            episode.failures += reply.failures
             if reply.earned is not None:
                 episode.earned = (episode.earned or 0.0) + reply.earned
             if reply.is_lost:
@@ -149,6 +158,13 @@ def run_episodes(
                 going_on.append(one)
         live = going_on
     return episodes
+
+
+def tool_answers(observation: Observation) -> tuple[int, int]:
+    """How many answers of tools an observation holds, and how many of them say that a call failed."""
+    messages = [] if isinstance(observation, str) else observation
+    answers = [str(one.get("content")) for one in messages if one["role"] == "tool"]
+    return len(answers), sum(text.startswith(FAILED) for text in answers)
 
 
 def environment_seed(request: Request) -> int:

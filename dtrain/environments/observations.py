@@ -6,6 +6,7 @@ from typing import Any
 from dtrain.data.replies import QUESTION, REPLY
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
+from dtrain.data.tool_format import ToolFormat
 from dtrain.errors import UserError
 from dtrain.rollout.request import Completion
 
@@ -18,14 +19,15 @@ class Observations:
     In a conversation it is what the chat template writes between a reply's own text and the next one: the end of the
     turn, where the model has not written it, the messages, and the generation prompt. That is learnt from a
     conversation of a question, a reply and these messages. template None: the prompts are plain texts, and so are the
-    observations.
+    observations. calls: how tools are called, where they are; then observations are their answers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
-        self.tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, calls: ToolFormat | None = None):
+        self.tokenizer, self._template, self._calls = tokenizer, template, calls
 
     def text_of(self, completion: Completion) -> str:
-        return self.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        """Without special tokens; where tools are, with them: they may mark a call."""
+        return self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
 
     def encode(self, observation: Observation, completion: Completion) -> list[int]:
         """Ids that follow `completion`. Raises UserError as the template does."""
@@ -34,18 +36,23 @@ class Observations:
                 raise UserError("it observed messages: that needs a prompt of messages and a chat template")
             return self._behind_a_word(observation)
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        reply = {"role": "assistant", "content": REPLY}
-        text = self._template.render([QUESTION, reply, *messages], add_generation_prompt=True)
-        before, found, rest = text.partition(REPLY)
-        if not found or not rest.strip():
-            raise UserError(f"the chat template, {self._template.origin}, writes nothing after a reply")
-        ids = self._behind_a_word(rest)
+        ids = self._behind_a_word(self._behind_a_reply(self._template, messages))
         ends = set(self.tokenizer.eos_ids)
         has_ended = bool(completion.ids) and completion.ids[-1] in ends
         end = next((place for place, token in enumerate(ids) if token in ends), None)
         if has_ended and end is not None and not self.tokenizer.decode(ids[:end]).strip():
             return ids[end + 1 :]
         return ids
+
+    def _behind_a_reply(self, template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> str:
+        if self._calls is not None:
+            return self._calls.behind_a_call(messages)
+        reply = {"role": "assistant", "content": REPLY}
+        text = template.render([QUESTION, reply, *messages], add_generation_prompt=True)
+        _, found, rest = text.partition(REPLY)
+        if not found or not rest.strip():
+            raise UserError(f"the chat template, {template.origin}, writes nothing after a reply")
+        return rest
 
     def _behind_a_word(self, text: str) -> list[int]:
         """Ids of `text` where it continues a text: some tokenizers put a space in front of what they begin with."""

@@ -1,4 +1,5 @@
-"""Completions in several turns: a recipe's environments, which rank 0 asks, around an engine that all ranks call."""
+"""Completions in several turns: a recipe's environments, or its tools, which rank 0 asks, around an engine that all
+ranks call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 from dtrain.config.schema import Recipe
 from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate, choose_template
+from dtrain.data.tool_format import ToolFormat, learn_tool_format
 from dtrain.environments.episodes import environment_seed, run_episodes
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
@@ -15,6 +17,8 @@ from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Completion, Request
+from dtrain.rollout.rewards.find import find
+from dtrain.rollout.tools import tool_schemas
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Episodes:
     environments: Environments | None
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    calls: ToolFormat | None
     max_turns: int
     max_length: int
     ranks: Ranks
@@ -62,7 +67,7 @@ class Episodes:
             _AtVersion(engine, version, ask_stop),
             requests,
             self.environments,
-            Observations(self.tokenizer, self.template if is_chat else None),
+            Observations(self.tokenizer, self.template if is_chat else None, self.calls),
             max_turns=self.max_turns,
             max_length=self.max_length,
             first=self.ranks.first,
@@ -70,28 +75,45 @@ class Episodes:
         if self.environments is not None:
             self.environments.forget()
         return [
-            Sample(one.prompt, one.ids, one.sampled, one.logprobs, one.finish, one.version, one.earned, one.longest)
+            Sample(
+                one.prompt,
+                one.ids,
+                one.sampled,
+                one.logprobs,
+                one.finish,
+                one.version,
+                one.earned,
+                one.longest,
+                (one.calls, one.failures),
+            )
             for one in episodes
         ]
 
 
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Episodes:
-    """The environments of `recipe` in their own process, on rank 0 alone; the run closes it. Collective. Raises
-    UserError."""
+    """The environments of `recipe`, or its tools, in their own process, on rank 0 alone; the run closes it. Collective.
+    Raises UserError."""
     section, data = recipe.grpo, recipe.data
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
+    tools = tool_schemas(section.tools) if section.tools else []
+    calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
     opened: list[Environments] = []
 
     def start() -> None:
-        if section.environment is not None:
-            environments = Environments(
-                section.environment,
-                timeout=section.environment_timeout,
-                threads=section.environment_threads,
-                say=run.metrics.say,
-            )
-            opened.append(run.stack.enter_context(environments))
+        made: dict[str, Any] = {"path": section.environment}
+        if calls is not None:
+            sources = [(find(one.fn, "tool") if one.fn else one.mcp, schema["function"]) for one, schema in tools]
+            options = (sources, calls.form, calls.is_single, section.tool_output)
+            made = {"path": "dtrain.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
+        environments = Environments(
+            **made,
+            timeout=section.environment_timeout,
+            threads=section.environment_threads,
+            say=run.metrics.say,
+        )
+        opened.append(run.stack.enter_context(environments))
 
     ranks = Ranks()
     ranks.first(start)
-    return Episodes(opened[0] if opened else None, tokenizer, template, section.max_turns, data.max_length, ranks)
+    environments = opened[0] if opened else None
+    return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from dtrain.environments.crew import MOST_LATE
-from dtrain.environments.episodes import EnvironmentReply, Turn
+from dtrain.environments.episodes import EnvironmentReply, Turn, tool_answers
 from dtrain.environments.observations import Observation
 from dtrain.errors import UserError
 from dtrain.rollout.child import Outcome
@@ -20,7 +20,8 @@ Failures = dict[tuple[str, str], list[str]]  # by stage and a word for the cause
 
 
 class Environments(Worker):
-    """Environments that the function at import path `path` makes, in a process of their own.
+    """Environments that the function at import path `path` makes, in a process of their own; or, with `options`, what
+    it gives for these, under the recipe's key for that, `whose`.
 
     timeout: seconds that making one may take, or one step with its observation. threads: how many are made or stepped
     side by side; with 1 all is done in one thread, in the order of the calls. grace: seconds more until the process is
@@ -36,20 +37,23 @@ class Environments(Worker):
         self,
         path: str,
         *,
+        options: Sequence[Any] | None = None,
+        whose: str | None = None,
         timeout: float = 60.0,
         threads: int = 1,
         say: Callable[[str], None] = print,
         grace: float = GRACE,
     ):
-        self._whose, self._grace = f"environment {path}", grace
+        self._whose, self._grace = whose or f"environment {path}", grace
         self._live: set[int] = set()
         self._count = 0
         super().__init__(
             "dtrain.environments.calls:EnvironmentCalls",
             *find(path, "environment"),
+            options,
             timeout,
             threads,
-            what=f"the environments of {path}",
+            what=whose or f"the environments of {path}",
             timeout=timeout,
             key=KEY,
             say=say,
@@ -95,7 +99,10 @@ class Environments(Worker):
                     self._add(failures, "step", answer)
                 else:
                     try:
-                        reply = EnvironmentReply(value["earned"], False, encode(place, value["observation"]))
+                        seen = value["observation"]
+                        calls, failed = tool_answers(seen)
+                        ids = encode(place, seen)
+                        reply = EnvironmentReply(value["earned"], ids=ids, calls=calls, failures=failed)
                         self._has_worked.add("observe")
                     except UserError as error:
                         failures["observe", "encode"].append(f"{self._whose}: {error}")

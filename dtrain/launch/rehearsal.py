@@ -35,7 +35,7 @@ from dtrain.json_files import loads
 from dtrain.launch.devices import choose_device, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.methods import METHODS, Method
-from dtrain.methods.facts import facts_of
+from dtrain.methods.facts import REWARD_MODEL, facts_of
 from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
 from dtrain.optim import (
@@ -119,7 +119,7 @@ def rehearse(
     model = found.ask(_model, recipe, precision, "model.path" not in awaited)
     for key, other in facts_of(recipe).other_models(recipe):
         if key not in awaited:
-            found.ask(_other_model, Path(other))
+            found.ask(_other_model, Path(other), key == REWARD_MODEL)
     sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
     method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
     if sized is None or method is None:
@@ -130,7 +130,7 @@ def rehearse(
     steps = found.steps or sized.train.steps
     found.notes += [] if steps is None else sizing.notes(sized, steps)
     if is_read:
-        found.ask(method.examine, columns)
+        found.ask(method.examine, columns, {split: len(one.samples) for split, one in rows.items()})
     if here and (rows or recipe.data.packing != "auto"):
         device, longest = torch.device(device_type), method.facts.longest_row(sized)
         model_config = found.ask(read_config, recipe.model.directory)
@@ -183,11 +183,14 @@ def _data(
     """Of each split the columns that its first rows have, and its rows where the files are small. Each file's first
     mistake is one of the problems."""
     columns: dict[str, list[str]] = {}
-    if any(one.startswith(("data.", "data=")) for one in (*known, *awaited)) or to_copy(recipe):
+    of_rows = ("data.", "data=", "grpo.tools")
+    is_told = any(one.startswith(of_rows) for one in (*known, *awaited)) or to_copy(recipe)
+    told = None if is_told else found.ask(_given, recipe)
+    if told is None:
         return columns, {}
     before = len(found.problems)
     cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
-    given = {**_given(recipe), "tokenizer": tokenizer, "cache_dir": cache_dir}
+    given = {**told, "tokenizer": tokenizer, "cache_dir": cache_dir}
     files: list[tuple[str, Look]] = []
     for split in _splits(recipe):
         opened = found.ask(partial(looks, recipe.data, split=split, **given)) or []
@@ -250,8 +253,8 @@ def _model(recipe: Recipe, precision: Precision, has_weights: bool) -> CausalLM:
     return model
 
 
-def _other_model(path: Path) -> None:
-    check_fit(models.build(read_config(path), device="meta"), WeightFiles(path))
+def _other_model(path: Path, is_classifier: bool) -> None:
+    check_fit(models.build(read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
 
 
 def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:

@@ -19,6 +19,7 @@ from dtrain.methods.engines import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
 from dtrain.metrics import Recorder
 from dtrain.parallel.ranks import Ranks
+from dtrain.policy.reward_model import RewardModel
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
@@ -91,16 +92,19 @@ class Collector:
         rows: Rows,
         tokenizer: Tokenizer,
         rewards: Rewards | None,
+        rates: RewardModel | None = None,
         episodes: EpisodePlayer | None,
         max_length: int,
         seed: int,
         ask_stop: AskStop,
     ):
         self.section, self.engine, self.rows, self.tokenizer = section, engine, rows, tokenizer
-        self.rewards, self.episodes, self.max_length, self.seed = rewards, episodes, max_length, seed
+        self.rewards, self.rates, self.episodes = rewards, rates, episodes
+        self.max_length, self.seed = max_length, seed
         self.ask_stop = ask_stop
         self.ranks = Ranks()
-        self.names: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
+        of_functions: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
+        self.names = of_functions + (["reward_model"] if rates else [])
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
         """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError, and
@@ -196,25 +200,35 @@ class Collector:
         )
 
     def _judge(self, asked: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Rewards [N], NaN where nothing is known, and what they are the sum of [N, rewards]. One broadcast."""
+        """Rewards [N], NaN where nothing is known, and what they are the sum of [N, rewards]. One broadcast, and the
+        reward model's collectives."""
         count = len(samples) // max(1, len(asked))
         rows = [one.row for one in asked for _ in range(count)]
         names = dict.fromkeys(name for row in rows for name in row["columns"])
+        ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
+        prompts = [row["prompt"] for row in rows]
+
+        def texts() -> list[str]:
+            return [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
 
         def judge() -> tuple[list[float], list[list[float]]]:
             if self.rewards is None:
                 return [float("nan")] * len(samples), []
-            ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
             scores = self.rewards.score(
-                [row["prompt"] for row in rows],
-                [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids],
+                prompts,
+                texts(),
                 ids,
                 {name: [row["columns"].get(name) for row in rows] for name in names},
             )
-            return scores.total, [scores.parts[name] for name in self.names]
+            return scores.total, list(scores.parts.values())
 
         total, parts = self.ranks.first(judge)
-        rewards = _plus_earned(torch.tensor(total, dtype=torch.float64), samples)
+        rewards = torch.tensor(total, dtype=torch.float64)
+        if self.rates is not None:
+            rated = self.rates.rate(prompts, texts())
+            parts = [*parts, rated.tolist()]
+            rewards = rewards.nan_to_num(nan=0.0) + self.section.reward_model.weight * rated
+        rewards = _plus_earned(rewards, samples)
         by_name = torch.tensor(parts, dtype=torch.float64).view(len(self.names), len(samples))
         if self.section.overlong_cache is not None:
             lengths = torch.tensor([sample.longest for sample in samples], dtype=torch.float64)
@@ -244,6 +258,9 @@ class Collector:
             fields |= {f"reward/{name}": _mean(values) for name, values in parts}
         if self.episodes is not None:
             fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
+        if self.section.tools:
+            calls = (sum(one) / len(groups.samples) for one in zip(*(one.calls for one in groups.samples), strict=True))
+            fields |= zip(("tool_calls", "tool_failures"), calls, strict=True)
         return fields | lengths_of(groups.samples)
 
     def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:

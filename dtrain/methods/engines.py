@@ -107,8 +107,8 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
 
 
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
-    """What plays completions in the environment that `grpo.environment` names (`environments.play.Episodes`); None
-    where it names none. Collective. Raises UserError."""
-    if recipe.grpo.environment is None:
+    """What plays completions in the environment that `grpo.environment` names, or with `grpo.tools`
+    (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
+    if recipe.grpo.environment is None and not recipe.grpo.tools:
         return None
     return import_module("dtrain.environments.play").open_episodes(recipe, tokenizer, run)

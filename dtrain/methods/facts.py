@@ -14,6 +14,10 @@ from dtrain.data.prompts import PromptOptions
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
 from dtrain.ranges import is_number, shown
+from dtrain.rollout.tools import tool_schemas
+
+REWARD_MODEL = "grpo.reward_model.path"
+"""The key of a model with another head than the vocabulary's."""
 
 
 class Facts:
@@ -55,7 +59,8 @@ class Facts:
         return []
 
     def prompts(self, recipe: Recipe) -> PromptOptions | None:
-        """How the data's prompts are made, where it is prompts."""
+        """How the data's prompts are made, where it is prompts. Raises UserError for tools whose source does not
+        tell."""
         return None
 
     def labels(self, recipe: Recipe) -> int | None:
@@ -96,6 +101,10 @@ class Facts:
 
     def teacher(self, recipe: Recipe) -> str | None:
         """The path of a teacher that stays on the devices beside the policy."""
+        return None
+
+    def reward_model(self, recipe: Recipe) -> str | None:
+        """The path of a reward model that stays on the devices beside the policy."""
         return None
 
     def sends_weights(self, recipe: Recipe) -> bool:
@@ -185,15 +194,24 @@ class GrpoFacts(Facts):
 
     def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
         is_another = self.needs_reference(recipe) and recipe.grpo.reference not in ("start", "base")
-        return [("grpo.reference", recipe.grpo.reference)] if is_another else []
+        rates = self.reward_model(recipe)
+        found = [("grpo.reference", recipe.grpo.reference)] if is_another else []
+        return found + ([(REWARD_MODEL, rates)] if rates else [])
+
+    def reward_model(self, recipe: Recipe) -> str | None:
+        return recipe.grpo.reward_model.path
 
     def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
         named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+        for i, one in enumerate(recipe.grpo.tools):
+            named += [(f"grpo.tools[{i}].fn", one.fn, "tool"), (f"grpo.tools[{i}].mcp", one.mcp, "server of tools")]
         return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
 
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
-        return PromptOptions.within(recipe.data.max_length, section.sampling.max_new_tokens, section.system_prompt)
+        room = recipe.data.max_length, section.sampling.max_new_tokens
+        tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
+        return PromptOptions.within(*room, section.system_prompt, tools=tools)
 
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""

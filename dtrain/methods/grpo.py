@@ -26,6 +26,7 @@ from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
 from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
 from dtrain.policy import DynamicShapes, Packed, Policy
+from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
 from dtrain.rollout.rewards.columns import lacking_columns
@@ -51,7 +52,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
         section = self.recipe.grpo
-        turns = section.max_turns if section.environment is not None else 1
+        turns = section.max_turns if section.environment is not None or section.tools else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
@@ -67,7 +68,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"
         ]
 
-    def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
+    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """The columns that the rewards take, and the file of the servers' key."""
         section = self.recipe.grpo
         asked = [(str(one.fn), one.options, names) for one in section.rewards for names in columns.values()]
@@ -94,6 +95,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
             rows=splits["train"],
             tokenizer=tokenizer,
             rewards=open_rewards(section, run),
+            rates=None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path),
             episodes=open_episodes(self.recipe, tokenizer, run),
             max_length=self.recipe.data.max_length,
             seed=self.recipe.run.seed,

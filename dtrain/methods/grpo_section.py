@@ -40,6 +40,7 @@ SECTION_RANGES = (
     ("grpo.overlong_cache", lambda v: v >= 1, "at least 1, or null for no punishment"),
     ("grpo.max_refills", lambda v: v >= 0, "at least 0"),
     ("grpo.max_turns", lambda v: v >= 1, "at least 1"),
+    ("grpo.tool_output", lambda v: v >= 1, "at least 1"),
     ("grpo.max_off_policy_steps", lambda v: v >= 0, "at least 0"),
     ("grpo.unshard", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("grpo.max_mismatch", lambda v: v > 0, "more than 0, or null for no check"),
@@ -58,6 +59,7 @@ def problems(recipe: Recipe) -> list[str]:
     found = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
     found += _sizes(recipe)
     found += _rewards(recipe)
+    found += _tools(recipe)
     found += _engine(recipe)
     if section.sync_every is not None and not section.beta:
         found.append("grpo.sync_every moves the reference, and grpo.beta=0 keeps none: set grpo.beta above 0")
@@ -118,10 +120,38 @@ def _rewards(recipe: Recipe) -> list[str]:
     section = recipe.grpo
     found = reward_problems(section.rewards)
     path = section.environment
-    if not section.rewards and path is None:
+    rates = section.reward_model.path
+    if rates is not None and (path is not None or section.tools):
+        found.append(
+            "grpo.reward_model rates a prompt and one completion, and grpo.environment and grpo.tools make several "
+            "turns: leave one of them out"
+        )
+    if not section.rewards and path is None and rates is None:
         found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
     if path is not None and not set(".:") & set(path):
         found.append(f"grpo.environment={path} must be an import path, such as package.module.make")
+    return found
+
+
+def _tools(recipe: Recipe) -> list[str]:
+    section, found = recipe.grpo, []
+    for index, tool in enumerate(section.tools):
+        key = f"grpo.tools[{index}]"
+        if tool.mcp is not None:
+            if tool.fn is not None:
+                found.append(f"{key}: fn and mcp are two tools: give each an entry of its own")
+            if tool.schema is None:
+                found.append(
+                    f"{key}.schema is required by mcp: name a file with what the server offers, which "
+                    f'`python -m dtrain.environments.mcp "{tool.mcp}" > tools.json` writes'
+                )
+        elif not set(".:") & set(tool.fn or ""):
+            named = f"={tool.fn} must be" if tool.fn else " is missing: give"
+            found.append(f"{key}.fn{named} an import path, such as package.module.function")
+    if section.tools and section.environment is not None:
+        found.append("grpo.tools and grpo.environment both answer a completion: leave one of them out")
+    if section.tools and section.max_turns == 1:
+        found.append("grpo.max_turns=1 ends before a tool could answer: set it to 2 or more, or leave grpo.tools out")
     return found
 
 

@@ -8,7 +8,7 @@ backward of a step: no micro-batch and no mesh changes it.
 In a batch such rows stand behind those that are trained; their stream `desirable` is 0.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -42,14 +42,17 @@ class KtoMethod(MethodWithReference):
         self._estimates = recipe.kto.loss == "kto"
         self._splits: Mapping[str, Rows] = {}
 
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """Raises UserError where a split has one row alone: it has no reply of another."""
-        for split, rows in splits.items():
-            if self._estimates and len(rows.samples) < 2:
+        for split, count in samples.items():
+            if self._estimates and count < 2:
                 raise UserError(
                     f"data.{split} has one reply, and KTO's estimate of the divergence needs those of other rows: give "
                     "it more, or set kto.loss=apo_zero_unpaired"
                 )
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        for split, rows in splits.items():
             some = range(0, len(rows.samples), -(-len(rows.samples) // LOOKED_AT))
             if split == "train" and len(found := {is_wanted(rows.samples, index) for index in some}) == 1:
                 which = "is wanted" if True in found else "is one that is not wanted"

@@ -81,9 +81,9 @@ class Method:
             return []
         return [f"micro-batches: rows of like length, up to {rows.tokens:,} tokens with their padding"]
 
-    def examine(self, columns: Mapping[str, Sequence[str]]) -> None:
+    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """Raise UserError for what the method cannot begin with, as far as that shows before a model is built. columns:
-        of the rows of each split, where these are prompts."""
+        of the rows of each split, where these are prompts. samples: how many each split has, as far as known."""
 
     def refuse_device(self, device: torch.device) -> None:
         """Raise UserError where the method's section asks for what `device` does not do."""

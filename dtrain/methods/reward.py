@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, rows_in
+from dtrain.batch import Batch, documents
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
 from dtrain.methods.method import Method, RunContext
 from dtrain.policy import Policy
+from dtrain.policy.reward_model import at_the_ends
 from dtrain.policy.score import LogprobSource, Loss
 
 
@@ -112,25 +113,3 @@ class RewardMethod(Method):
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = sums["loss"] / max(sums["count"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
-
-
-def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
-    """The batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where all
-    are), and `values` [documents] there as the stream `targets`. On the host."""
-    ids, places = document_ids(batch), torch.arange(batch["input_ids"].numel())
-    flat = ids.flatten()
-    read = places + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, places + 1)
-    real = flat != PADDING_DOCUMENT
-    ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat[real], read[real], "amax")
-    firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], places[real], "amin")
-    ends = torch.where(ends > 0, ends - 1, firsts)
-    labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
-    targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
-    return (
-        {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
-        if rows_in(batch)
-        else {
-            **batch,
-            "targets": torch.zeros(ids.shape, dtype=STREAMS["targets"].dtype),
-        }
-    )

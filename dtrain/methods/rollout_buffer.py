@@ -49,6 +49,7 @@ class Sample:
     version: int | None = None
     earned: float | None = None  # in an environment
     longest: float = 0
+    calls: tuple[int, int] = (0, 0)  # of tools, and how many failed
 
 
 @dataclass

@@ -461,7 +461,7 @@ class CausalLM(ParallelModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] after the final norm -> logits [..., V], of a classifier its outputs [..., labels]."""
         logits = self.head(hidden)
-        cap = self.config.final_logit_softcapping
+        cap = self.config.final_logit_softcapping if self.config.labels is None else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def next_logits(self, input_ids: Tensor, cache: Cached) -> Tensor:

@@ -15,7 +15,7 @@ from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import MethodWithReference
-from dtrain.models.config import ModelConfig
+from dtrain.models.config import ModelConfig, read_config
 from dtrain.models.layers import CausalLM
 from dtrain.optim import build_optimizer
 from dtrain.optimizers.adam import LowBitAdam
@@ -33,7 +33,7 @@ from dtrain.policy.build import lay_out, place_masters
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
-from dtrain.policy.teacher import Teacher
+from dtrain.policy.teacher import Teacher, beside
 
 
 class PlannedPolicy(Policy):
@@ -58,9 +58,10 @@ class PlannedPolicy(Policy):
         """A plan reads no weights."""
 
     def keep_beside(self, method: Method) -> None:
-        """The other models that a method holds: a reference, a teacher."""
+        """The other models that a method holds: a reference, a teacher, a reward model."""
         if method.facts.holds_reference(self.recipe):
-            if method.facts.other_models(self.recipe) or not isinstance(method, MethodWithReference):
+            named = [key for key, _ in method.facts.other_models(self.recipe)]
+            if any(key.endswith(".reference") for key in named) or not isinstance(method, MethodWithReference):
                 self.reference = Reference(self.model, whole=True, adapters=False)
             else:
                 method.keep_reference(self)
@@ -69,6 +70,10 @@ class PlannedPolicy(Policy):
         if isinstance(method, DistillMethod) and path is not None:
             method.teacher = Teacher(self, path, partial(_build, self.kernel))
             self.see_all(method.teacher.model.parameters(), "teacher")
+        path = method.facts.reward_model(self.recipe)
+        if path is not None:
+            self.rates = beside(self, path, read_config(path, labels=0), partial(_build, self.kernel))
+            self.see_all(self.rates.parameters(), "reward model")
 
     def init_optimizer(self, total_steps: int) -> None:
         """The recipe's optimizer as it is from its second step on. Its state is left out of the timeline, its cost to

@@ -15,6 +15,7 @@ _PARTS = (
     ("rows", "rows", "the step's tokens and what else the loss reads"),
     ("reference", "reference", "a frozen copy of the weights"),
     ("teacher", "teacher", "this rank's share of the frozen teacher"),
+    ("reward model", "reward model", "this rank's share of the frozen reward model"),
     ("gathered parameters", "gathered weights", "whole layers, while they compute"),
     ("activations", "activations", "kept for the backward of a micro-batch"),
     ("loss", "loss", "gradients that the loss forms in the forward"),

@@ -6,6 +6,7 @@ trained               which of its parameters are trained
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 reference, teacher    frozen weights of the same model; another model
+reward_model          another model with a head of one output, which rates texts
 saved                 what it saves and reads
 memory, weights       weights moved away and back; given to whoever generates
 """

@@ -275,11 +275,11 @@ class Policy(Saved, Memory, WeightsOut):
         """The micro-batches of a step, as many on every rank, and which of the rows each holds. most_rows: of all
         ranks; by_row: streams with a value for each row."""
         plan = batching.plan(row_lengths(rows))
-        passes = -(-most_rows // batching.rows) if isinstance(batching, Fixed) else self._most(len(plan))
+        passes = -(-most_rows // batching.rows) if isinstance(batching, Fixed) else self.most_over_dp(len(plan))
         return assemble(rows, plan, max(1, passes), batching.packs, by_row), plan
 
-    def _most(self, value: int) -> int:
-        """The largest of the dp ranks' values."""
+    def most_over_dp(self, value: int) -> int:
+        """The largest of the dp ranks' values. One all-reduce."""
         return int(self._summed(torch.tensor([value]), self.mesh.dp, dist.ReduceOp.MAX))
 
     def _backward(

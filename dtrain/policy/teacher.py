@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain.config.schema import Model
 from dtrain.errors import UserError
 from dtrain.losses import HeadInput
-from dtrain.models.config import read_config
+from dtrain.models.config import ModelConfig, read_config
 from dtrain.models.layers import CausalLM
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
@@ -31,19 +31,8 @@ class Teacher:
     """
 
     def __init__(self, policy: Policy, path: str, build: Callable[..., CausalLM] = build_model):
-        recipe, mesh = policy.recipe, policy.mesh
-        compute = policy.precision.compute
-        own = replace(
-            recipe,
-            model=Model(path=path),
-            train=replace(recipe.train, activation_checkpointing="none", train_only=[], freeze=[]),
-            parallel=replace(recipe.parallel, reshard_after_forward=True),
-            lora=None,
-        )
-        config = read_config(path)
-        precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
-        self.model = build(own, config, mesh, precision, policy.device)
-        self.model.eval().requires_grad_(False)
+        mesh, config = policy.mesh, read_config(path)
+        self.model = beside(policy, path, config, build)
         self._head = Head.of(self.model, mesh)
         cut_alike = (self._head.shard is None) == (Head.of(policy.model, mesh).shard is None)
         if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
@@ -65,3 +54,18 @@ class Teacher:
 
         with torch.no_grad():
             return self.model.with_head(at_head, **inputs)
+
+
+def beside(policy: Policy, path: str, config: ModelConfig, build: Callable[..., CausalLM] = build_model) -> CausalLM:
+    """Another model, frozen, that lies on the mesh as the policy's does, in the dtype of computation. Collective."""
+    recipe, compute = policy.recipe, policy.precision.compute
+    own = replace(
+        recipe,
+        model=Model(path=path),
+        train=replace(recipe.train, activation_checkpointing="none", train_only=[], freeze=[]),
+        parallel=replace(recipe.parallel, reshard_after_forward=True),
+        lora=None,
+    )
+    precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
+    model = build(own, config, policy.mesh, precision, policy.device)
+    return model.eval().requires_grad_(False)

@@ -6,6 +6,7 @@ graphs                             a decoding step as a CUDA graph
 sampling, stopping                 the next token; when a completion ends
 budget                             how much one engine takes on: rows, memory, its share of the requests
 rewards                            what completions earn
+tools                              what a model is told of functions that it may call
 worker, child                      the user's code in a process of its own, from outside and inside
 weights                            weights on their way to another engine, in buckets
 generate                           completions in one call

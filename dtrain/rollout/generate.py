@@ -84,17 +84,19 @@ def generate_text(
         yield tokenizer.decode(done.pop(ticket), skip_special_tokens=True)
 
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Tokenizer]:
+def load(
+    directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False
+) -> tuple[CausalLM, Tokenizer]:
     """Model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in PEFT's
     layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's. Raises
-    UserError."""
+    UserError, for a classifier too unless `classifiers`."""
     if not directory.is_dir():
         directory = _of_hub(str(directory))
     directory = step_around(directory) or directory
     for candidate in (directory, directory / "export"):
         is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
         if is_one and (candidate == directory or _is_newest(candidate)):
-            return _model_in(candidate, dtype, device), _tokenizer(candidate)
+            return _model_in(candidate, dtype, device, 0 if classifiers else None), _tokenizer(candidate)
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
         raise UserError(
@@ -115,10 +117,10 @@ def _of_hub(name: str) -> Path:
     raise UserError(f"{name}: no such directory; {takes}{fetched}")
 
 
-def _model_in(directory: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None) -> CausalLM:
     """The model of a Hugging Face directory; of a run's exported adapter with its base as the run trained beside it."""
     if not is_adapter_directory(directory):
-        return models.from_pretrained(directory, dtype, device)
+        return models.from_pretrained(directory, dtype, device, labels=labels)
     in_4_bits, kept = trained_beside(directory)
     model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits)
     config = read_adapter_config(directory)
@@ -145,7 +147,10 @@ def _model_of(store: CheckpointStore, step: int, source: Path, dtype: torch.dtyp
     """The model of a run's step: what the step lacks is read from the run's base."""
     sizes = store.tensors(step)
     if SCORE in sizes:
-        raise UserError(f"{store.path(step)} is of a model that rates or classifies texts, and writes none")
+        raise UserError(
+            f"{store.path(step)} is of a model that rates or classifies texts, and writes none; "
+            "`dtrain export` makes a directory of it, which `dtrain serve` takes"
+        )
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
     model = models.build(models.read_config(source), dtype, "meta", adapter=adapter)

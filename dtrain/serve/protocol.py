@@ -20,11 +20,12 @@ MOST_REQUESTS = 4096  # of one call
 SEED_LIMIT = 2**63
 
 
-def _prompts(value: Any, name: str) -> list[str | list[int]]:
+def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
+    """Several texts or lists of ids, of one or a list of them. Raises ApiError."""
     several = value if isinstance(value, list) and not is_ids(value) else [value]
     if len(several) > MOST_REQUESTS or not several or not all(isinstance(one, str) or is_ids(one) for one in several):
         what = f"a text, token ids, or a list of either, none empty, {MOST_REQUESTS} at most"
-        raise ApiError(400, f"prompt must be {what}", name)
+        raise ApiError(400, f"{name} must be {what}", name)
     return several
 
 
@@ -92,7 +93,7 @@ SAMPLING: Table = {
 }
 COMPLETION: Table = {
     **SAMPLING,
-    "prompt": Field(use=_prompts),
+    "prompt": Field(use=texts_or_ids),
     "max_tokens": Field(int, 16),
     "logprobs": Field(int, None, 0, 1),
     "echo": FLAG,

@@ -22,45 +22,20 @@ _JSON = re.compile(r"application/json(\s*;\s*charset=\"?utf-8\"?)?")
 Act = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-class Service:
-    """What the routes do, and for whom. `get`, `ask` and `control` are what paths do; control, which pauses the server
-    and changes its weights, is there where `updates` has a root, and needs a key.
+class Gate:
+    """Which paths there are, and who may call them. `get`, `ask`, `act` and `control` are what paths do: answer without
+    a body, draw, answer at once, change the server. control is there where `has_control`.
 
     key: what clients must send as `Authorization: Bearer`, or None. hosts: the names in a request's `Host` that are
     served without a key.
     """
 
-    def __init__(self, parser: Parser, worker: EngineThread, updates: Updates, key: str | None, hosts: set[str]):
-        self.parser, self.worker, self.updates, self.key, self.hosts = parser, worker, updates, key, hosts
-        self.adapters = Adapters(updates, parser)
-        self.has_control = key is not None and updates.root is not None
-        self.started = int(time.time())
-        self.get: dict[str, Act] = {
-            "/health": lambda body: self.health(),
-            "/v1/models": lambda body: self.models(),
-            "/weight_info": lambda body: {"weight_version": worker.version},
-            "/get_world_size": lambda body: {"world_size": 1},
-            "/is_paused": lambda body: {"is_paused": worker.paused},
-        }
-        self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {
-            "/v1/completions": parser.completion,
-            "/v1/chat/completions": parser.chat,
-        }
-        self.control: dict[str, Act] = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/pause_generation": self.pause,
-            "/continue_generation": self.resume,
-            "/flush_cache": self.flush,
-            "/update_weights_from_disk": updates.from_disk,
-            "/init_weights_update_group": updates.meet,
-            "/destroy_weights_update_group": updates.part,
-            "/update_weights_from_distributed": updates.receive,
-            "/check_weights": updates.check,
-            "/weight_checker": updates.checksums,
-            "/v1/load_lora_adapter": self.adapters.load,
-            "/v1/unload_lora_adapter": self.adapters.unload,
-        }
+    def __init__(self, key: str | None, hosts: set[str]):
+        self.key, self.hosts, self.has_control = key, hosts, False
+        self.get: dict[str, Act] = {}
+        self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {}
+        self.act: dict[str, Act] = {}
+        self.control: dict[str, Act] = {}
 
     def admit(self, head: RequestHead) -> None:
         """Raises ApiError where a request may not be, by its head alone: the key comes first, the body's size last."""
@@ -73,7 +48,7 @@ class Service:
             raise ApiError(404, f"{path} is not served: start it with --control DIR and --api-key-file FILE")
         if path in self.control and "origin" in headers:
             raise ApiError(403, f"{path} is not for pages in a browser")
-        routes = [*self.get, *self.ask, *(self.control if self.has_control else ())]
+        routes = [*self.get, *self.ask, *self.act, *(self.control if self.has_control else ())]
         if path not in routes:
             raise ApiError(404, f"there is no {path[:80]} here, only {', '.join(routes)}")
         if (path in self.get) != (head.method == "GET"):
@@ -88,7 +63,7 @@ class Service:
                 f"send a body as Content-Type: application/json, without Content-Encoding, {what} "
                 "(curl: -H 'Content-Type: application/json')",
             )
-        most = ASK_BYTES if path in self.ask else CONTROL_BYTES
+        most = ASK_BYTES if path in self.ask or path in self.act else CONTROL_BYTES
         if head.length > most:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
 
@@ -102,6 +77,44 @@ class Service:
         is_right = hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
         if not is_right and head.path != "/health":
             raise ApiError(401, "the key is wrong or missing: send `Authorization: Bearer KEY`")
+
+
+class Service(Gate):
+    """What the routes of a language model do. control, which pauses the server and changes its weights, is there where
+    `updates` has a root, and needs a key."""
+
+    def __init__(self, parser: Parser, worker: EngineThread, updates: Updates, key: str | None, hosts: set[str]):
+        super().__init__(key, hosts)
+        self.parser, self.worker, self.updates = parser, worker, updates
+        self.adapters = Adapters(updates, parser)
+        self.has_control = key is not None and updates.root is not None
+        self.started = int(time.time())
+        self.get = {
+            "/health": lambda body: self.health(),
+            "/v1/models": lambda body: self.models(),
+            "/weight_info": lambda body: {"weight_version": worker.version},
+            "/get_world_size": lambda body: {"world_size": 1},
+            "/is_paused": lambda body: {"is_paused": worker.paused},
+        }
+        self.ask = {
+            "/v1/completions": parser.completion,
+            "/v1/chat/completions": parser.chat,
+        }
+        self.control = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/pause_generation": self.pause,
+            "/continue_generation": self.resume,
+            "/flush_cache": self.flush,
+            "/update_weights_from_disk": updates.from_disk,
+            "/init_weights_update_group": updates.meet,
+            "/destroy_weights_update_group": updates.part,
+            "/update_weights_from_distributed": updates.receive,
+            "/check_weights": updates.check,
+            "/weight_checker": updates.checksums,
+            "/v1/load_lora_adapter": self.adapters.load,
+            "/v1/unload_lora_adapter": self.adapters.unload,
+        }
 
     def health(self) -> dict[str, Any]:
         if self.worker.failure is not None:

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl
 from dtrain.errors import Stopped, UserError
 from dtrain.remote.shared_directory import mark_of, newest
 from dtrain.serve.answers import Answer, StreamChunk
+from dtrain.serve.classify import ClassifyService
 from dtrain.serve.connection import Connection, Limits, RequestHead
 from dtrain.serve.fields import ApiError, read_object
 from dtrain.serve.protocol import Ask
@@ -39,7 +40,7 @@ class HttpServer(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, address: tuple, service: Service, limits: Limits | None = None):
+    def __init__(self, address: tuple, service: Service | ClassifyService, limits: Limits | None = None):
         self.service, self.limits = service, limits or Limits()
         self.ending = False
         self._answering = 0
@@ -117,9 +118,10 @@ class HttpServer(socketserver.TCPServer):
                 body = read_object(raw) if raw else {}
                 ask = service.ask[path](body) if path in service.ask else None
         if ask is not None:
-            self._complete(connection, ask)
-        elif path in service.get:
-            connection.send(200, service.get[path](body))
+            assert isinstance(service, Service)
+            self._complete(connection, ask, service)
+        elif path in service.get or path in service.act:
+            connection.send(200, (service.get | service.act)[path](body))
         else:
             connection.send(200, service.control[path]({**dict(parse_qsl(head.query)), **body}))
 
@@ -135,8 +137,7 @@ class HttpServer(socketserver.TCPServer):
             with self._idle:
                 self._held -= length
 
-    def _complete(self, connection: Connection, ask: Ask) -> None:
-        service = self.service
+    def _complete(self, connection: Connection, ask: Ask, service: Service) -> None:
         job = service.worker.submit(ask.requests, ask.stream, ask.adapter, bool(ask.echo and ask.logprobs))
         answer = Answer(ask, service.parser.tokenizer)
         try:
@@ -196,7 +197,8 @@ def serve(server: HttpServer, *, grace: float, watch: Path | None = None, say: C
     worker.start()
     accepting = threading.Thread(target=server.serve_forever, args=(0.1,), name="http", daemon=True)
     accepting.start()
-    follower = None if watch is None else Follower(watch, server.service.updates, say)
+    updates = server.service.updates
+    follower = None if watch is None or updates is None else Follower(watch, updates, say)
     signum = None
     try:
         while signum is None and worker.failure is None:

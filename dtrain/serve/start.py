@@ -6,12 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from ipaddress import ip_address
 
+import torch
+
+from dtrain.checkpoint.model_files import CONFIG
+from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.remote.http import read_key
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
+from dtrain.serve.classify import Classifier, ClassifyService, names_of
 from dtrain.serve.protocol import Parser
 from dtrain.serve.routes import Service
 from dtrain.serve.server import HttpServer, serve
@@ -37,36 +42,74 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
     address = _address(asked.host, asked.port, key)
     device = choose_device(asked.device)
     dtype = choose_dtype(asked.dtype, device)
-    model, tokenizer = load(asked.directory, dtype, device)
+    model, tokenizer = load(asked.directory, dtype, device, classifiers=True)
     model.eval()
     most = model.config.max_position_embeddings
     if asked.max_length is not None and asked.max_length > most:
         raise UserError(f"--max-length {asked.max_length}: the model was built for {most} positions")
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, asked.chat_template)
     length = asked.max_length or most
+    name = asked.name or str(asked.directory)
+    hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
+    if model.config.labels is not None:
+        _refuse_unread(asked)
+        pairs = PairEncoder(tokenizer, template, max_length=length)
+        names = names_of(tokenizer.directory / CONFIG, model.config.labels)
+        rating = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
+        server = _listen(asked, address, rating)
+        url = _say(asked, server, f"{name}, {len(names)} output{'s' * (len(names) != 1)}", dtype, device, say)
+        if key is None:
+            say(f"  curl {url}/classify -H 'Content-Type: application/json' -d '{{\"input\": \"Hello\"}}'")
+        serve(server, grace=asked.grace, say=say)
+        return
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     worker = EngineThread(Engine(model, decode=decode, max_rows=asked.max_rows, max_tokens=asked.max_tokens))
-    parser = Parser(encoder, asked.name or str(asked.directory), length)
-    hosts = {"localhost", "127.0.0.1", "[::1]", asked.host.lower(), address[0]}
+    parser = Parser(encoder, name, length)
     updates = Updates(model, worker, asked.control, watched=asked.watch is not None)
     service = Service(parser, worker, updates, key, hosts)
     if asked.adapter is not None:
         service.adapters.begin_with(*asked.adapter)
+    server = _listen(asked, address, service)
+    beside = "".join(f", with its adapter {name}" for name in parser.adapters)
+    url = _say(asked, server, parser.model, dtype, device, say, beside)
+    if key is None:
+        say(_ask(url, template is not None))
+    serve(server, grace=asked.grace, watch=asked.watch, say=say)
+
+
+def _refuse_unread(asked: Namespace) -> None:
+    """Raises UserError for what a classifier does not do."""
+    options = ("control", "watch", "adapter", "max_rows", "max_tokens")
+    named = [f"--{key.replace('_', '-')}" for key in options if getattr(asked, key) is not None]
+    if named:
+        raise UserError(f"{asked.directory} rates or classifies texts, and {', '.join(named)} is for models that write")
+
+
+def _listen(asked: Namespace, address: tuple, service: Service | ClassifyService) -> HttpServer:
     try:
-        server = HttpServer(address, service)
+        return HttpServer(address, service)
     except OSError as error:
         raise UserError(
             f"cannot listen at {asked.host}:{asked.port} ({error.strerror or error}); choose another --port, or 0 for "
             "a free one"
         ) from error
-    kind = str(dtype).removeprefix("torch.")
+
+
+def _say(
+    asked: Namespace,
+    server: HttpServer,
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[[str], None],
+    beside: str = "",
+) -> str:
+    """Tells where the server is; its address."""
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
-    beside = "".join(f", with its adapter {name}" for name in parser.adapters)
-    say(f"serving {parser.model} at http://{shown}:{server.server_port} ({kind} on {device}{beside})")
-    if key is None:
-        say(_ask(f"http://{shown}:{server.server_port}", template is not None))
-    serve(server, grace=asked.grace, watch=asked.watch, say=say)
+    url = f"http://{shown}:{server.server_port}"
+    say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
+    return url
 
 
 def _address(host: str, port: int, key: str | None) -> tuple:

@@ -29,3 +29,7 @@ ANSWERS = _read("answers")
 ONE_FORM = _read("one_form")
 # A reply names its channel, thinking has one of its own, and the last reply ends otherwise than those before (gpt-oss).
 CHANNELS = _read("channels")
+# Calls as tags with a text for each argument; what follows the last question thinks, and so does its prompt (Qwen3.5).
+QWEN35 = _read("qwen35")
+# Calls and answers behind marks, tools in front of the last question, ids of nine characters (Mistral).
+MISTRAL = _read("mistral")

@@ -7,7 +7,7 @@ import pytest
 from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate
 from dtrain.environments import calls
-from dtrain.environments.episodes import EnvironmentReply, environment_seed, run_episodes, turn_seed
+from dtrain.environments.episodes import EnvironmentReply, environment_seed, run_episodes, tool_answers, turn_seed
 from dtrain.environments.observations import Observations
 from dtrain.errors import UserError
 from dtrain.rollout.request import Completion, Request, SamplingParams
@@ -79,8 +79,10 @@ class Here:
             environment = self.environments[turn.number]
             answer = calls.step(environment, turn.text)
             goes_on = not answer["done"] and not turn.is_last
-            ids = encode(place, calls.observe(environment)["observation"]) if goes_on else []
-            replies.append(EnvironmentReply(answer["earned"], answer["done"], ids))
+            seen = calls.observe(environment)["observation"] if goes_on else ""
+            counts = tool_answers(seen)
+            ids = encode(place, seen) if goes_on else []
+            replies.append(EnvironmentReply(answer["earned"], answer["done"], ids, False, *counts))
         return replies
 
 

@@ -10,6 +10,7 @@ from dtrain.data.labelled import is_wanted, read_label
 from dtrain.data.sources import open_rows
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import Stopped, UserError
+from dtrain.launch.rehearsal import rehearse
 from dtrain.preflight import preflight
 from tests.data.test_sources import section, split
 from tests.test_trainer import interrupt, metrics, run, trajectory
@@ -207,7 +208,7 @@ def test_rows_become_replies_that_are_wanted_or_not(tmp_path, name):
 
 
 def test_a_label_that_is_none_is_told():
-    assert read_label({"label": 0, "x": 1}) == (False, {"x": 1})
+    assert read_label({"label": 0, "x": 1}) == read_label({"label": 0.0, "x": 1}) == (False, {"x": 1})
     with pytest.raises(UserError, match="label is 0.7: it must be true"):
         read_label({"label": 0.7})
     with pytest.raises(UserError, match=r"the row has no label.*data.train.columns=\{label: NAME\}"):
@@ -219,3 +220,6 @@ def test_what_cannot_be_is_told_before_the_run(tmp_path):
     found = preflight(recipe, 1)
     assert any("kto.reference=none: a reply's reward" in one for one in found)
     assert any("are both 0" in one for one in found)
+    one = recipe_of(tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu")
+    (tmp_path / "one.jsonl").write_text((tmp_path / "labelled.jsonl").read_text().splitlines()[0])
+    assert any("data.val has one reply" in said for said in rehearse(one, 1, {}, here=True).problems)

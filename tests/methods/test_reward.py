@@ -1,6 +1,7 @@
 """Method reward: loss and gradient against transformers' classifiers with TRL's formula, and the same numbers on every
 mesh."""
 
+import io
 import json
 
 import pytest
@@ -11,10 +12,13 @@ import transformers
 from dtrain import models
 from dtrain.batch import collate
 from dtrain.checkpoint.export import export
+from dtrain.checkpoint.model_files import of_classifier
+from dtrain.data.judged import Judged
 from dtrain.errors import UserError
 from dtrain.launch.rehearsal import rehearse
 from dtrain.methods.reward import at_the_ends
 from dtrain.preflight import preflight
+from dtrain.preview import preview
 from dtrain.rollout.generate import load
 from tests.test_parity import MESHES, assert_parity, overrides_of
 from tests.test_trainer import metrics, run, trajectory, weights
@@ -81,7 +85,8 @@ def loss_of(model, task, rows):
 def test_a_step_is_transformers_and_its_export_too(tmp_path, task, family):
     """All rows in one step: loss and gradient norm; then the outputs of the export, and of `dtrain export`. To 1e-6:
     transformers has norms and rotary tables in float32."""
-    plain = write_model(tmp_path / "plain", family)
+    cap = {"final_logit_softcapping": 2.0} if family == "gemma3" else {}  # of a vocabulary's head alone
+    plain = write_model(tmp_path / "plain", family, **cap)
     classifier = oracle(labels=3 if task == "classes" else 1, directory=plain, pad_token_id=0)
     classifier.save_pretrained(plain)
     options = [f"model.path={plain}", "model.init=pretrained", "train.steps=1", "train.global_batch=24"]
@@ -170,6 +175,32 @@ def test_the_same_numbers_on_every_mesh(one_process, mesh):
     assert_parity(run(recipe, ranks), *expected)
 
 
+def test_numbers_and_names_of_columns_are_read_as_files_have_them(tmp_path):
+    classes, numbers, margins = Judged("label", 3), Judged("label"), Judged("margin")
+    assert [classes.read({"label": one}) for one in ("2", 1.0, True, 0)] == [2, 1, 1, 0]
+    assert [numbers.read({"label": one}) for one in ("-0.5", 3)] == [-0.5, 3]
+    assert [margins.read(row) for row in ({"margin": ""}, {}, {"margin": "1"})] == [0, 0, 1]
+    for one in (1.5, "1.5", "nan", ""):
+        with pytest.raises(UserError, match="label"):
+            classes.read({"label": one})
+    unread = "no column of this name is read"
+    for task, column in (("numbers", "label"), ("pairs", "margin")):
+        given = recipe_at(tmp_path, task, f"data.train.columns={{{column}: score}}")
+        assert unread not in "\n".join(preflight(given, 1))
+    assert unread in "\n".join(preflight(recipe_at(tmp_path, "pairs", "data.train.columns={label: a}"), 1))
+
+
+def test_a_padding_token_that_ends_texts_is_none_of_a_classifiers(tmp_path):
+    """transformers reads the last token that is not it."""
+    directory = write_model(tmp_path / "plain")
+    said = json.loads((directory / "tokenizer.json").read_text())
+    said["added_tokens"] = [{"id": 1, "content": "w1"}, {"id": 0, "content": "w0"}]
+    (directory / "tokenizer.json").write_text(json.dumps(said))
+    for pad, expected in (("w0", 0), ("w1", None)):
+        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1", "pad_token": pad}))
+        assert of_classifier({"eos_token_id": 5}, "LlamaForCausalLM", 1, directory).get("pad_token_id") == expected
+
+
 def test_a_score_is_read_at_the_last_token_that_is_no_padding():
     """Of two packed documents whose ends are pad_token_id 0, one of padding alone, and one in a padded row."""
     ids = [torch.tensor(one) for one in ([4, 5, 0, 6, 0, 0, 0, 0], [7, 8])]
@@ -197,6 +228,13 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
 )
 def test_mistakes_are_named_before_a_run(tmp_path, task, overrides, answer):
     assert answer in "\n".join(preflight(recipe_at(tmp_path, task, *overrides), 1))
+
+
+@pytest.mark.parametrize(("task", "shown"), [("classes", "- label 1:"), ("pairs", "- margin 0.1:\n- chosen:")])
+def test_a_preview_shows_what_a_row_is_worth(tmp_path, task, shown):
+    out = io.StringIO()
+    preview(recipe_at(tmp_path, task, "data.shuffle=false"), 2, out=out)
+    assert shown in out.getvalue()
 
 
 @pytest.mark.parametrize(

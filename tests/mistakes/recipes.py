@@ -7,6 +7,7 @@ def _one(typed: str | tuple[str, ...], *says: str, files=None, base: str = "sft"
     return Mistake((typed,) if isinstance(typed, str) else typed, says, files or {}, base, links=links or {})
 
 
+TOOLS = "tests.environments.toolbox"
 ADAPTER = '{"peft_type": "LORA", "base_model_name_or_path": "Qwen/Q", "r": 8, "lora_alpha": 16}'
 LLAMA_FACTORY = """\
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -191,6 +192,20 @@ VALUES = (
     _one("grpo.rewards=[{fn: accuracy}]", "did you mean math_exact?", base="grpo"),
     _one("grpo.rewards=[{fn: no.such.reward}]", "grpo.rewards[0].fn", "no.such", base="grpo"),
     _one("grpo.rewards=[]", "grpo.rewards", base="grpo"),
+    _one("grpo.tools=[{}]", "grpo.tools[0].fn is missing", base="grpo"),
+    _one("grpo.tools=[{fn: add}]", "grpo.tools[0].fn=add must be an import path", base="grpo"),
+    _one(f"grpo.tools=[{{fn: {TOOLS}.bare}}]", "grpo.tools[0].fn: tool", "text has no type hint", base="grpo"),
+    _one(f"grpo.tools=[{{fn: {TOOLS}.sai}}]", f"{TOOLS}.sai", "defines no sai", base="grpo"),
+    _one(f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.tools needs a chat template", base="grpo"),
+    _one(
+        (f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.reward_model.path=a"),
+        "grpo.environment and grpo.tools make several",
+        base="grpo",
+    ),
+    _one("grpo.tools=[{mcp: serve}]", "grpo.tools[0].schema is required", 'mcp "serve" > tools.json', base="grpo"),
+    _one("grpo.tools=[{mcp: no-such-program a, schema: b}]", "there is no program no-such-program", base="grpo"),
+    _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.max_turns=1"), "grpo.max_turns=1 ends before", base="grpo"),
+    _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.environment=a.b"), "leave one of them out", base="grpo"),
     _one("method=qlora", "method=qlora is none of", "did you mean sft, and the section lora={}?"),
     _one("method=ppo", "method=ppo is none of", "did you mean grpo?"),
     _one("method=orpo", "did you mean dpo, with dpo.loss=orpo or simpo?"),
@@ -429,6 +444,7 @@ WORDS = (
     _word("vllm_gpu_memory_utilization=0.3", "the server is yours to start"),
     _word("loss_type=dapo", "dpo.loss, grpo.loss or sft.loss"),
     _word("epsilon_high=0.28", "grpo.clip, [below, above]"),
+    _word("tools=[a]", "grpo.tools, [{fn: package.module.function}]"),
     _word("reward_funcs=[a]", "grpo.rewards, [{fn, weight, kwargs}]"),
     _word("device_map=auto", "launch.device"),
     _word("model.name=x", "model.path, a directory or an id of the hub"),

@@ -50,6 +50,9 @@ HOSTILE = {
     "a process": "import os\nif os.fork() == 0: os._exit(0)\nos.wait()",
     "leaving early": "import os; os._exit(0)",
     "leaving politely": "raise SystemExit(0)",
+    "leaving as a system that does not isolate": "import os; os._exit(77)",
+    "leaving its group": "import os; os.setsid()",
+    "the proof": "import __main__, os; os.write(__main__.told, __main__.proof.encode()); os._exit(0)",
     "the host's loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
     "another host": "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
     "a process to kill": "import os; os.kill({pid}, 0)",
@@ -95,13 +98,32 @@ def test_a_kernel_without_namespaces_is_told(monkeypatch):
         PythonTests()
 
 
+@isolating
+def test_a_program_ends_as_programs_do():
+    """Its status and what it prints count, at whatever moment; its output may be closed, its input no text."""
+    ends = (
+        "print(6); exit()",
+        "import sys; print(6); sys.stdout.close(); sys.exit(0)",
+        "import atexit; atexit.register(print, 6)",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print(6))).start()",
+    )
+    jail = Jail(3.0, 256 << 20)
+    assert [jail.passes(code, None, "\ud800", "6") for code in ends] == [True] * 4
+    assert not jail.passes("print(6); exit(1)", None, "", "6")
+
+
 def test_blocks_and_tests_are_read():
     assert code_of("```\nx = 1\n```\n```python\ny = 2\n```") == "y = 2\n"
+    assert code_of("```bash\nls\n```\n1. So\n   ```py\n   y = 2\n   ```\n```text\n5\n```\n```\n5\n```") == "y = 2\n"
+    assert code_of("So:\n```python\r\ny = 2") == "y = 2"
     assert code_of("plain") == "plain"
-    assert read_tests('{"inputs": ["1"], "outputs": [2]}', "t") == [("", "1", "2")]
+    assert read_tests('{"inputs": ["1"], "outputs": [2]}', "t") == [(None, "1", "2")]
     assert read_tests("", "t") == []
-    assert read_tests(["a", "b"], "t") == [("a", None, None), ("b", None, None)]
-    for wrong in ({"inputs": ["1"], "outputs": []}, [1]):
+    assert read_tests('["a", "b"]', "t") == read_tests(["a", "b"], "t") == [("a", "", ""), ("b", "", "")]
+    assert read_tests({"inputs": [["1", 2]], "outputs": [True]}, "t") == [(None, "1\n2", "True")]
+    pairs = {"inputs": [1], "outputs": [2]}
+    for wrong in ({"inputs": ["1"], "outputs": []}, [1], {"inputs": ["1"]}, {"inputs": "1", "outputs": "2"},
+                  {"fn_name": "f", **pairs}):  # fmt: skip
         with pytest.raises(UserError, match="as many inputs as outputs"):
             read_tests(wrong, "t")
     with pytest.raises(UserError, match="t is 3: it must be a text of Python"):

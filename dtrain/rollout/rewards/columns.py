@@ -4,12 +4,11 @@ import ast
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.rollout.rewards.find import BUILT_IN, NO_REWARD, find_file
+from dtrain.rollout.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
 from dtrain.rollout.worker import Lost, Worker
 
 OWN = ("prompts", "completions", "completion_ids")
@@ -36,7 +35,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
     with. That is read in the source. Where the source does not tell, of a decorated function say, the module is
     imported in a process of its own, as a run does. UserError as `find` raises it."""
     module, function, file = find_file(name)
-    node = _definition(Path(file), function)
+    node = definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NO_REWARD}"
     made_with: Signature | None = None
@@ -108,25 +107,6 @@ class _Look(Worker):
         (answer,) = self._ask("signatures")
         makes, calls = answer
         return makes and Signature(**makes), Signature(**calls)
-
-
-def _definition(file: Path, function: str) -> ast.AST | None:
-    """What a module's source gives that name at its top, imports of the name from beside it followed: an undecorated
-    function or class, or the value that is assigned."""
-    if file.suffix != ".py":
-        return None
-    found: ast.AST | None = None
-    for one in ast.parse(decode_source(file.read_bytes())).body:
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
-            found = None if one.decorator_list else one
-        elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
-            found = one.value
-        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
-            for alias in one.names:
-                other = file.parent / f"{one.module}.py"
-                if (alias.asname or alias.name) == function:
-                    found = _definition(other, alias.name) if other.is_file() and other != file else None
-    return found
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:

@@ -72,6 +72,26 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     return module, function, spec.origin or "Python itself"
 
 
+def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
+    """What a module's source gives that name at its top, imports of the name from beside it followed: a function or
+    class, undecorated unless `decorated`, or the value that is assigned."""
+    if file.suffix != ".py":
+        return None
+    found: ast.AST | None = None
+    for one in ast.parse(decode_source(file.read_bytes())).body:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == function:
+            found = None if one.decorator_list and not decorated else one
+        elif isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in one.targets):
+            found = one.value
+        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
+            for alias in one.names:
+                other = file.parent / f"{one.module}.py"
+                if (alias.asname or alias.name) == function:
+                    is_there = other.is_file() and other != file
+                    found = definition(other, alias.name, decorated) if is_there else None
+    return found
+
+
 def _spec(whose: str, module: str) -> ModuleSpec:
     """Of a module, without the import of those that it lies in."""
     parent = module.rpartition(".")[0]

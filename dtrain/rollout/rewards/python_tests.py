@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from textwrap import dedent
 from typing import Any
 
 from dtrain.errors import UserError
@@ -12,9 +13,13 @@ from dtrain.ranges import shown
 from dtrain.rollout.rewards.columns import no_column
 from dtrain.rollout.rewards.jail import Jail
 
-_BLOCK = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_BLOCK = re.compile(
+    r"^[ \t]*(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)(?![\w`])|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+_PYTHON = ("python", "py", "python3")
 
-Test = tuple[str, str | None, str | None]  # code, its input, its output
+Test = tuple[str | None, str, str]  # code; or None, a program's input and its output
 
 
 class PythonTests:
@@ -60,38 +65,49 @@ class PythonTests:
 
 
 def code_of(completion: str) -> str:
-    """The last block of Python of a completion, else the whole text.
+    """The last block of a completion that is named Python's, else the last without a name, else the whole text.
 
-    >>> code_of("So:\\n```python\\nx = 1\\n```")
+    >>> code_of("So:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```")
     'x = 1\\n'
     """
-    blocks = _BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+    found = {}
+    for block in _BLOCK.finditer(completion):
+        language = block["language"].lower()
+        if language in ("", *_PYTHON):
+            found[language in _PYTHON] = block["code"]
+    return dedent(found.get(True, found.get(False, completion)))
 
 
 def read_tests(value: Any, column: str) -> list[Test]:
-    """The tests of a row. Raises UserError for what is none.
+    """The tests of a row, which may be JSON. Raises UserError for what is none.
 
     >>> read_tests(["assert x == 1"], "tests")
-    [('assert x == 1', None, None)]
+    [('assert x == 1', '', '')]
     >>> read_tests({"inputs": ["1 2"], "outputs": [3]}, "tests")
-    [('', '1 2', '3')]
+    [(None, '1 2', '3')]
     """
     if value is None or value == "" or value == []:
         return []
-    if isinstance(value, str) and value.lstrip().startswith("{"):
+    found = value
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            value = json.loads(value)
+            found = json.loads(value)
         except ValueError:
             pass  # a text of Python
-    if isinstance(value, dict) and len(value.get("inputs", ())) == len(value.get("outputs", "?")):
-        return [
-            ("", str(given), str(printed)) for given, printed in zip(value["inputs"], value["outputs"], strict=True)
-        ]
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or not all(isinstance(one, str) for one in texts):
+    if isinstance(found, dict):
+        given, printed = found.get("inputs"), found.get("outputs")
+        if isinstance(given, list) and isinstance(printed, list) and len(given) == len(printed):
+            if not found.get("fn_name"):
+                return [(None, _written(one), _written(other)) for one, other in zip(given, printed, strict=True)]
+    texts = [found] if isinstance(found, str) else found
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
         raise UserError(
             f"python_tests: {column} is {shown(value)}: it must be a text of Python, a list of such texts, or as many "
-            "inputs as outputs"
+            "inputs as outputs of a program (those of a function, by fn_name: write them as asserts)"
         )
-    return [(text, None, None) for text in texts]
+    return [(text, "", "") for text in texts]
+
+
+def _written(value: Any) -> str:
+    """What a program reads or prints; a list has its lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

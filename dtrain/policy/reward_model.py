@@ -1,0 +1,103 @@
+"""A reward model beside the policy: another model, frozen, on the policy's mesh, that rates texts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, collate, document_ids, rows_in
+from dtrain.data import Tokenizer
+from dtrain.data.pairs import PairEncoder
+from dtrain.data.template import choose_template
+from dtrain.errors import UserError
+from dtrain.models.config import read_config
+from dtrain.models.layers import CausalLM
+from dtrain.parallel.fsdp import give_weights_back
+from dtrain.policy.batching import DynamicShapes, assemble
+from dtrain.policy.build import build_model
+from dtrain.policy.policy import Policy
+from dtrain.policy.score import Scorer
+from dtrain.policy.teacher import beside
+
+
+class RewardModel:
+    """What the classifier of one output at `path` gives for prompts and their completions. Collective.
+
+    It reads text, with its own chat template and its own tokenizer, as `method: reward` trains it: another family than
+    the policy's will do. Its weights lie on the mesh as a teacher's do. Raises UserError where it cannot be read.
+    """
+
+    def __init__(self, policy: Policy, path: str, build: Callable[..., CausalLM] = build_model):
+        self._policy, config = policy, read_config(path, labels=0)
+        self.model = beside(policy, path, config, build)
+        self._scorer = Scorer(self.model, policy.mesh, policy.device)
+        self._pad, recipe = config.pad_token_id, policy.recipe
+        tokenizer = Tokenizer.from_directory(path)
+        template = choose_template(Path(path), tokenizer.special_tokens, None)
+        self._encoder = PairEncoder(tokenizer, template, max_length=config.max_position_embeddings)
+        self._batching = DynamicShapes(recipe.train.micro_batch * recipe.data.max_length)
+
+    def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
+        """The scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages) with
+        their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside the forwards'.
+        A text beyond the model's positions loses its beginning. Raises UserError as the template does."""
+        policy = self._policy
+        mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
+        rows = [_row(self._ids(prompts[index], completions[index])) for index in mine]
+        plan = self._batching.plan([len(row["input_ids"]) for row in rows])
+        found = torch.zeros(len(rows), dtype=torch.float64)
+        count = max(1, policy.most_over_dp(len(plan)))
+        batches = assemble(collate(rows), plan, count, packs=False)
+        with torch.no_grad():
+            for place, batch in enumerate(batches):
+                scored = at_the_ends(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
+                scores = self._scorer.at_head(scored, lambda source, _: source.scores())
+                if place < len(plan):
+                    found[plan[place]] = scores[:, 0].double().cpu()
+        give_weights_back(self.model)
+        everyone, _ = policy.gather_over_dp(found)
+        places = [one for rank in range(policy.mesh.dp_size) for one in range(rank, len(prompts), policy.mesh.dp_size)]
+        return torch.empty_like(everyone).index_copy(0, torch.tensor(places, dtype=torch.int64), everyone)
+
+    def _ids(self, prompt: Any, completion: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._encoder.text(prompt + completion)
+        elif prompt and isinstance(prompt[0], Mapping):
+            ids = self._encoder.conversation([*prompt, {"role": "assistant", "content": completion}])
+        else:
+            raise UserError("grpo.reward_model reads text, and these prompts are token ids: give prompts as text")
+        return ids[-self._encoder.max_length :]
+
+
+def _row(ids: list[int]) -> dict[str, Tensor]:
+    tokens = torch.tensor(ids)
+    return {
+        "input_ids": tokens,
+        "labels": torch.full_like(tokens, IGNORE),
+        "position_ids": torch.arange(len(ids)),
+        "seq_ids": torch.zeros_like(tokens),
+    }
+
+
+def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
+    """The batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where all
+    are), and `values` [documents] there as the stream `targets`. On the host."""
+    ids, places = document_ids(batch), torch.arange(batch["input_ids"].numel())
+    flat = ids.flatten()
+    read = places + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, places + 1)
+    real = flat != PADDING_DOCUMENT
+    ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat[real], read[real], "amax")
+    firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], places[real], "amin")
+    ends = torch.where(ends > 0, ends - 1, firsts)
+    labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
+    targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
+    return (
+        {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
+        if rows_in(batch)
+        else {
+            **batch,
+            "targets": torch.zeros(ids.shape, dtype=STREAMS["targets"].dtype),
+        }
+    )

@@ -1,0 +1,454 @@
+"""Tools that a model may call: what it is told of them, how its calls are read, and episodes token by token."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.utils import get_json_schema
+
+from dtrain import config
+from dtrain.cli import main
+from dtrain.config.schema import Tool
+from dtrain.data import Tokenizer
+from dtrain.data.prompts import PromptEncoder, PromptOptions
+from dtrain.data.template import ChatTemplate
+from dtrain.data.tool_calls import FORMS, ToolCall, read_calls
+from dtrain.data.tool_format import learn_tool_format
+from dtrain.environments import mcp
+from dtrain.environments.episodes import run_episodes
+from dtrain.environments.observations import Observations
+from dtrain.environments.stepping import Environments
+from dtrain.environments.tools import Toolbox
+from dtrain.errors import UserError
+from dtrain.rollout.tools import tool_schema, tool_schemas
+from tests.data import makers, templates
+from tests.environments import toolbox
+from tests.environments.test_environment import Here, Scripted, requests_for
+from tests.methods.test_grpo_runs import assert_same_samples, lines, rows_of
+from tests.test_trainer import assert_same, interrupt, run
+from tests.tiny import tiny_grpo
+
+HERE = "tests.environments.toolbox"
+NAMES = ("add", "look_up", "say", "halve", "wait")
+TOOLS = [tool_schema(f"{HERE}.{name}") for name in NAMES]
+SOURCES = [((HERE, one["function"]["name"]), one["function"]) for one in TOOLS]
+PARAMETERS = {one["function"]["name"]: one["function"]["parameters"] for one in TOOLS}
+FAMILIES = {  # template, what ends a turn, the form of its calls
+    "qwen25": (templates.QWEN25, "<|im_end|>", 0),
+    "qwen35": (templates.QWEN35, "<|im_end|>", 1),
+    "llama3": (templates.LLAMA3, "<|eot_id|>", 2),
+    "mistral": (templates.MISTRAL, "</s>", 3),
+}
+ASKED = [{"role": "user", "content": "two and two?"}]
+
+
+def family(tmp_path, name):
+    source, end, _ = FAMILIES[name]
+    tokenizer = makers.byte_level(None)
+    directory = makers.save(tmp_path / name, tokenizer, eos_token=end, bos_token="<s>")
+    tokenizer = Tokenizer.from_directory(directory)
+    return tokenizer, ChatTemplate(source, name, tokenizer.special_tokens)
+
+
+def box(template, most=4096):
+    found = learn_tool_format(template, TOOLS)
+    return Toolbox(SOURCES, found.form, found.is_single, most)
+
+
+def calls_of(*pairs):
+    return [
+        {"type": "function", "id": f"call{number:05}", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize("name", ["add", "look_up", "several", "say"])
+def test_schemas_are_those_that_transformers_makes(name):
+    """transformers imports the function; dtrain reads its source. `several` has no Args, which transformers wants."""
+    found = tool_schema(f"{HERE}.{name}")
+    function = getattr(toolbox, name)
+    if name == "several":
+        function.__doc__ += "\n\nArgs:\n    one: -\n    many: -\n    any_of: -\n"
+        for one in found["function"]["parameters"]["properties"].values():
+            one["description"] = "-"
+    expected = get_json_schema(function)
+    expected["function"].pop("return", None)
+    assert found == expected
+
+
+REFUSED = {
+    "bare": "its parameter text has no type hint; write text: str",
+    "silent": "has no docstring: write what it does",
+    "strange": "when: time.struct_time is no hint that a call's JSON can fill; known are str, int",
+    "mixed": "pair: tuple[int, int] is no hint",
+    "open_ended": "takes *args",
+    "VALUE": "has no `def VALUE` at its top",
+    "lookup": "defines no lookup; did you mean look_up?",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_functions_that_make_no_tool(name):
+    with pytest.raises(UserError) as error:
+        tool_schemas([Tool(f"{HERE}.{name}")])
+    assert REFUSED[name] in str(error.value)
+
+
+def test_two_tools_of_one_name_and_a_decorator_that_changes_arguments():
+    with pytest.raises(UserError, match="two of them are named add"):
+        tool_schemas([Tool(f"{HERE}.add"), Tool(f"{HERE}:add")])
+    with pytest.raises(UserError, match="takes other arguments than its source says"):
+        Toolbox([((HERE, "bent"), {"name": "bent", "parameters": {"properties": {"other": {}}}})], "", False, 9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_is_read_as_its_template_writes_it(tmp_path, name):
+    _, template = family(tmp_path, name)
+    found = learn_tool_format(template, TOOLS)
+    assert found.form == list(FORMS)[FAMILIES[name][2]]
+    assert found.is_single == (name == "llama3")
+    pairs = [
+        ("look_up", {"words": ['a "b" c', "<d>"], "how": "near", "most": None}),
+        ("say", {"text": "ü\n  {12}\n", "times": 2}),
+        ("halve", {"number": 0.5}),
+        ("add", {"a": -3}),
+        ("say", {"text": "true"}),
+    ]
+    for given in [[one] for one in pairs] + [pairs] * (not found.is_single):
+        messages = [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls_of(*given)}]
+        text = template.render(messages, TOOLS)
+        written = text[len(template.render(ASKED, TOOLS, add_generation_prompt=True)) :]
+        if name == "qwen35":  # the newline behind a text is the template's or the text's
+            given = [(tool, {**values, "text": values["text"].rstrip("\n")}) if "text" in values else (tool, values)
+                     for tool, values in given]  # fmt: skip
+            written = written.replace("\n\n</parameter>", "\n</parameter>")
+        assert read_calls(found.form, written, PARAMETERS) == [ToolCall(*one) for one in given]
+
+
+BROKEN = {  # form, text, what the model is told of each call; None: nothing is wrong with it
+    "no json": (0, 'I will.\n<tool_call>\nadd(1)\n</tool_call>\n<tool_call>{"name": "add"}', ["no valid JSON", None]),
+    "deep": (0, "<tool_call>" + "[" * 100000, ["no valid JSON"]),
+    "no name": (0, '<tool_call>{"arguments": {}}</tool_call>', ["must be a JSON object with a name"]),
+    "a list": (0, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', ["must be an object, not a list"]),
+    "a text": (0, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [None]),
+    "thinking": (0, '<think><tool_call>{"name": "add"}</tool_call></think>\n\nFour.', []),
+    "still thinking": (0, '<think>\n<tool_call>{"name": "add"}</tool_call>', []),
+    "quoted": (0, '<tool_call>{"name": "say", "arguments": {"text": "<tool_call>"}}</tool_call>', [None]),
+    "no function": (1, "<tool_call>\nadd\n</tool_call>", ["<function=NAME>"]),
+    "open": (1, "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>", ["each parameter"]),
+    "prose": (2, 'The answer {"name": 1} is four.', []),
+    "another object": (2, '{"answer": 4}', []),
+    "cut": (2, '{"name": "add", "parameters": {"a": ', ["no valid JSON"]),
+    "python": (2, "<|python_tag|>add.call(a=1)", ["a JSON object must stand"]),
+    "two": (2, '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "say", "parameters": {}}', [None, None]),
+    "by name": (3, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]say[ARGS]{"text": "b"}', [None, None]),
+    "no list": (3, "[TOOL_CALLS]add", ["no valid JSON"]),
+    "empty": (3, "[TOOL_CALLS][]", ["must be a JSON object"]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_written_otherwise(case):
+    form, text, problems = BROKEN[case]
+    found = read_calls(list(FORMS)[form], text, PARAMETERS)
+    assert len(found) == len(problems)
+    for one, problem in zip(found, problems, strict=True):
+        assert problem in one.problem if problem else one.problem is None
+
+
+def test_answers(tmp_path):
+    _, template = family(tmp_path, "qwen25")
+    tools = box(template, most=30)
+
+    def answer(name, **arguments):
+        return tools.answer(ToolCall(name, arguments))
+
+    assert answer("add", a=2) == "3" and answer("add", a=2, b=3) == "5"
+    assert answer("say", text="ü") == "ü"
+    assert answer("look_up", words=["é"]) == '{"é": 1}'
+    assert (
+        answer("halve", number=0) == "error: ZeroDivisionError: division by zero"[:30] + "\n[cut: 30 of 42 characters]"
+    )
+    tools = box(template, most=200)
+    assert answer("halve", number=0) == "error: ZeroDivisionError: division by zero"
+    assert answer("lookup", a=1) == "error: there is no tool 'lookup'; did you mean look_up?"
+    assert answer("cook") == "error: there is no tool 'cook'; there are add, look_up, say, halve, wait"
+    assert answer("add") == "error: arguments.a is missing"
+    assert answer("add", a="1") == "error: arguments.a must be of type integer, not a string"
+    assert answer("add", a=True) == "error: arguments.a must be of type integer, not a boolean"
+    assert answer("add", a=1, c=2) == "error: add takes no argument 'c'; it takes a, b"
+    assert answer("look_up", words=["a", 1]) == "error: arguments.words[1] must be of type string, not a number"
+    assert answer("look_up", words=[], how="far") == 'error: arguments.how must be one of ["exact", "near"]'
+    assert answer("say", text="a", times=999) == "a" * 200 + "\n[cut: 200 of 999 characters]"
+    assert tools.answer(ToolCall("add", problem="so")) == "error: so"
+    _, single = family(tmp_path, "llama3")
+    two = '{"name": "add", "parameters": {"a": 1}}; {"name": "say", "parameters": {"text": ""}}'
+    assert box(single).calls(two) == [ToolCall("add", {"a": 1})]
+
+
+REPLIES = {  # what the model writes, as its template would, and what that says
+    "qwen25": ['Look.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n<tool_call>\n{"name": "say", '
+               '"arguments": {"text": "\\n dtrain calls <|im_end|>"}}\n</tool_call>',
+               '\n<tool_call>\n{"name": "cook", "arguments": {}}\n</tool_call>', "Three."],
+    "llama3": ['{"name": "add", "parameters": {"a": 2}}', '{"name": "cook", "parameters": {}}', "Three."],
+    "mistral": ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}, "id": "call00000"}, {"name": "say", "arguments": '
+                '{"text": "b"}, "id": "call00001"}]',
+                '[TOOL_CALLS][{"name": "cook", "arguments": {}, "id": "call00002"}]', "Three."],
+    "qwen35": ["so\n</think>\n\n<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n"
+               "</tool_call>\n<tool_call>\n<function=say>\n<parameter=text>\nb\n</parameter>\n</function>\n</tool_call>",
+               "<tool_call>?\n</think>\n\n<tool_call>\n<function=cook>\n</function>\n</tool_call>",
+               "\n</think>\n\nThree."],
+}  # fmt: skip
+SAID = {"qwen25": [("say", {"text": "\n dtrain calls <|im_end|>"})], "llama3": []}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name):
+    """Of question, calls, answers and last reply, at once and token by token; only what was drawn counts as such."""
+    tokenizer, template = family(tmp_path, name)
+    calls = learn_tool_format(template, TOOLS)
+    encoder = PromptEncoder(tokenizer, template, options=PromptOptions(8000, tools=TOOLS), max_length=9999)
+    (document,) = encoder.documents_of({"prompt": ASKED}, "prompt_completion")
+    engine = Scripted(tokenizer, {0: REPLIES[name]})
+    observations = Observations(tokenizer, template, calls)
+    (episode,) = run_episodes(
+        engine, requests_for(list(document.ids), 1, 400), Here(box(template)({}, 0)), observations, max_turns=5,
+        max_length=9999,
+    )  # fmt: skip
+    first = [("add", {"a": 2}), *SAID.get(name, [("say", {"text": "b"})])]
+    answers = ["3", *(arguments["text"] for _, arguments in first[1:])]
+    wrong = "error: there is no tool 'cook'; there are add, look_up, say, halve, wait"
+    thought = {"qwen35": ["so", "<tool_call>?", ""]}.get(name, [None] * 3)
+    content = "Look." if name == "qwen25" else ""
+    all_calls = calls_of(*first, ("cook", {}))
+    said = [
+        {"role": "assistant", "content": content, "tool_calls": all_calls[:-1], "reasoning_content": thought[0]},
+        *(
+            {"role": "tool", "name": one, "tool_call_id": f"call{number:05}", "content": answer}
+            for number, ((one, _), answer) in enumerate(zip(first, answers, strict=True))
+        ),
+        {"role": "assistant", "content": "", "tool_calls": all_calls[-1:], "reasoning_content": thought[1]},
+        {"role": "tool", "name": "cook", "tool_call_id": f"call{len(first):05}", "content": wrong},
+        {"role": "assistant", "content": "Three.", "reasoning_content": thought[2]},
+    ]
+    whole = template.render([*ASKED, *said], TOOLS)
+    seen = tokenizer.decode([*episode.prompt, *episode.ids])
+    if name == "qwen25":  # its header and a call share the newline that this reply begins with
+        whole = whole.replace('assistant\n<tool_call>\n{"name": "cook"', 'assistant\n\n<tool_call>\n{"name": "cook"')
+    assert seen == whole.rstrip("\n")
+    if name != "llama3":  # whose tokenizer here joins the newlines of a prompt that ends with them
+        assert [*episode.prompt, *episode.ids] == tokenizer.encode(whole.rstrip("\n"))
+    assert (episode.finish, episode.turns, episode.calls, episode.failures) == ("stop", 3, len(first) + 1, 1)
+    drawn = [one for one, was in zip(episode.ids, episode.sampled, strict=True) if was]
+    assert drawn == [one for text in REPLIES[name] for one in [*tokenizer.encode(text), tokenizer.eos_id]]
+    assert all(value == 0.0 for value, was in zip(episode.logprobs, episode.sampled, strict=True) if not was)
+
+
+@pytest.mark.parametrize("template, says", [
+    (None, "needs a chat template that writes tools, and the model has none"),
+    (templates.GEMMA3, "does not tell the model of the tools"),
+    (templates.QWEN25.replace("message.tool_calls %}", "[] %}"), "does not write calls of tools"),
+    (templates.QWEN25.replace("tool_call>", "call>"), "writes calls in a form that dtrain does not read: "),
+    ("{{ tools }}" + templates.ANSWERS.replace("call.function.name", "'<tool_call>' + call.function | tojson"),
+     "does not end a turn that calls a tool before the answer"),
+])  # fmt: skip
+def test_templates_that_are_not_for_tools(template, says):
+    template = None if template is None else ChatTemplate(template, "my.jinja", {"bos_token": "<s>"})
+    with pytest.raises(UserError, match="grpo.tools.*" + says):
+        learn_tool_format(template, TOOLS)
+
+
+@pytest.mark.parametrize("row, format, says", [
+    ({"prompt": "two?"}, "prompt_completion", "this prompt is a text or token ids; give it messages"),
+    ({"prompt": ASKED, "tools": TOOLS[:1]}, "prompt_completion", "the row has tools of its own"),
+    ({"question": "two? " * 900}, "question", "set data.too_long to drop, since a cut would take its tools"),
+])  # fmt: skip
+def test_rows_that_are_not_for_tools(tmp_path, row, format, says):
+    tokenizer, template = family(tmp_path, "qwen25")
+    encoder = PromptEncoder(tokenizer, template, options=PromptOptions(3000, tools=TOOLS), max_length=9999)
+    with pytest.raises(UserError, match=says):
+        encoder.documents_of(row, format)
+
+
+def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):
+    tokenizer, template = family(tmp_path, "qwen25")
+    calls, said = learn_tool_format(template, TOOLS), []
+
+    def text(name, **arguments):
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    options = (SOURCES, calls.form, False, 10)
+    with Environments("dtrain.environments.tools:Toolbox", options=options, whose="grpo.tools", timeout=0.5,
+                      say=said.append) as environments:  # fmt: skip
+        environments.make([({}, number) for number in range(4)])
+        engine = Scripted(tokenizer, {
+            0: [text("add", a=1), "Two."],
+            1: ["None."],
+            2: [text("wait", seconds=60), "Late."],
+            3: [text("say", text="<|im_end|>" * 9) + text("wait", seconds=0), text("wait", seconds=60)],
+        })  # fmt: skip
+        observations = Observations(tokenizer, template, calls)
+        episodes = run_episodes(engine, requests_for([7], 4, 200), environments, observations, max_turns=2,
+                                max_length=999)  # fmt: skip
+    assert [one.finish for one in episodes] == ["stop", "stop", "lost", "turns"]  # what nobody would read is not called
+    assert [(one.calls, one.failures) for one in episodes] == [(1, 0), (0, 0), (0, 0), (2, 0)]
+    assert [one.earned for one in episodes] == [None] * 4
+    assert "<tool_response>\n<|im_end|>\n[cut: 10 of 90 characters]\n</tool_response>\n<tool_response>\nwaited\n<" in (
+        tokenizer.decode(episodes[3].ids)
+    )
+    (told,) = said
+    assert told.startswith("grpo.tools: step took longer than 0.5 s (grpo.environment_timeout)")
+
+
+TINY = """\
+{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor -%}
+{%- for m in messages %}
+    {%- if m.role != 'assistant' %}{{- 'w8 ' + m.content + ' ' }}
+    {%- else %}
+        {{- 'w9 ' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}</tool_call>' }}
+        {%- endfor %}
+        {{- ' w1 ' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'w9' }}{% endif %}
+"""
+
+
+def tiny_tools(root, *overrides, name):
+    """A recipe whose model draws a call with every second word: of a tool that answers, raises, or is not there."""
+    recipe = tiny_grpo(
+        root,
+        "grpo.tools=[{fn: tests.environments.toolbox.after}]",
+        "grpo.sampling.stop=[</tool_call>]",
+        "grpo.max_turns=3",
+        "data.max_length=48",
+        "train.micro_batch=2",
+        "train.steps=4",
+        *overrides,
+        name=name,
+    )
+    directory = recipe.model.directory
+    written = json.loads((directory / "tokenizer.json").read_text())
+    words = {"after": range(10, 34), "before": range(34, 40)}
+    texts = {
+        number: f'<tool_call>{{"name": "{tool}", "arguments": {{"word": "w{number}"}}}}</tool_call>'
+        for tool, numbers in words.items()
+        for number in numbers
+    }
+    rest = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    written["added_tokens"] = [{"id": number, "content": text, **rest} for number, text in texts.items()]
+    vocabulary = written["model"]["vocab"]
+    written["model"]["vocab"] = {texts.get(number, word): number for word, number in vocabulary.items()}
+    (directory / "tokenizer.json").write_text(json.dumps(written))
+    (directory / "chat_template.jinja").write_text(TINY)
+    rows = [{"question": f"w{40 + number} w5"} for number in range(24)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe
+
+
+@pytest.mark.parametrize("world_size, shape", [
+    pytest.param(2, ("parallel.tp=2",), marks=pytest.mark.turns(4)),
+    pytest.param(4, ("parallel.cp=2", "data.packing=true"), marks=pytest.mark.turns(7)),
+])  # fmt: skip
+def test_a_run_with_tools_is_the_same_on_every_mesh_and_after_a_resume(tmp_path, world_size, shape):
+    one, mesh = (tiny_tools(tmp_path, *more, "checkpoint.every=20", name=name) for name, more in
+                 (("one", ()), ("mesh", shape)))  # fmt: skip
+    run(one)
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(mesh, world_size, 3)  # within its second rollout
+    run(mesh, world_size)
+    assert_same(mesh, one, rtol=1e-9)
+    assert_same_samples(mesh, one)
+    rows, samples = rows_of(one), lines(one, "samples")
+    for row in rows:
+        assert 0 < row["tool_failures"] < row["tool_calls"] < 2
+    assert [row["tool_calls"] for row in rows_of(mesh)] == [row["tool_calls"] for row in rows]
+    assert {"turns", "length"} <= {row["finish"] for row in samples}
+    call = r'"after", "arguments": \{"word": "w(\d+)"\}\}</tool_call> w8 (\S+)'
+    said = [found for row in samples for found in re.findall(call, row["completion"])]
+    assert len(said) > 9 and all(answer == (f"w{int(word) + 30}" if int(word) % 5 else "w2") for word, answer in said)
+    assert not any(row["reward"] is None for row in samples)
+
+
+def test_validate_and_preview_tell_of_tools_and_import_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text('open("harm", "w")\ndef find(word: str):\n    """Finds."""\n')
+    recipe = tiny_tools(tmp_path, "grpo.tools=[{fn: mine.find}]", "checkpoint.every=20", name="one")
+    assert "{{ tool.function.name }}" in TINY
+    (recipe.model.directory / "chat_template.jinja").write_text(TINY.replace("tool.function.name", "tool | tojson"))
+    (tmp_path / "one.yaml").write_text(config.to_yaml(recipe))
+    assert main(["validate", "one.yaml", "data.max_length=200"]) == 0
+    assert main(["validate", "one.yaml", "data.max_length=20"]) == 1
+    assert "drop, since a cut would take its tools" in capfd.readouterr().err
+    written = json.loads((recipe.model.directory / "tokenizer.json").read_text())
+    words = {"w62": "Finds", "w63": "find"}
+    written["model"]["vocab"] = {words.get(word, word): number for word, number in written["model"]["vocab"].items()}
+    (recipe.model.directory / "tokenizer.json").write_text(json.dumps(written))
+    assert main(["preview", "one.yaml", "--samples", "1", "data.max_length=200"]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"find .* Finds .* w8 w\d\d w5 w9\n", out)
+    assert not (tmp_path / "harm").exists()
+
+
+SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+
+
+def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
+    """Its tools in pages, answers, failures; where it ends, those who ask lose their episodes, and others find it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mcp", SERVER])
+    mcp.main()
+    (tmp_path / "tools.json").write_text(capfd.readouterr().out)
+    tools = tool_schemas([Tool(f"{HERE}.add"), Tool(mcp=SERVER, schema="tools.json")])
+    schemas = [schema for _, schema in tools]
+    assert [one["function"]["name"] for one in schemas] == ["add", "say", "fail", "end", "wait"]
+    assert schemas[1]["function"]["description"] == "To say."
+    sources = [(one.mcp or (HERE, "add"), schema["function"]) for one, schema in tools]
+    tokenizer, template = family(tmp_path, "qwen25")
+    calls, said = learn_tool_format(template, schemas), []
+
+    def text(name, **arguments):
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    def answers(texts):
+        environments.make([({}, number) for number in range(len(texts))])
+        engine = Scripted(tokenizer, {number: [one, "So."] for number, one in enumerate(texts)})
+        episodes = run_episodes(engine, requests_for([7], len(texts), 300), environments,
+                                Observations(tokenizer, template, calls), max_turns=2, max_length=999)  # fmt: skip
+        found = [re.findall(r"<tool_response>\n(.*?)\n</tool_response>", tokenizer.decode(one.ids), re.DOTALL)
+                 for one in episodes]  # fmt: skip
+        return found, [(one.finish, one.calls, one.failures) for one in episodes]
+
+    with Environments("dtrain.environments.tools:Toolbox", options=(sources, calls.form, False, 99), whose="grpo.tools",
+                      timeout=1.0, threads=3, say=said.append) as environments:  # fmt: skip
+        given = [
+            text("say", text="ü\n") + text("add", a=1),
+            text("fail", text="a") + text("say"),
+            text("say", text="b"),
+        ]
+        found, ends = answers(given)
+        process = found[2][0].split("\n")[1]
+        assert found == [[f"ü\n\n{process}", "2"], ["error: it failed", "error: no text"], [f"b\n{process}"]]
+        assert ends == [("stop", 2, 0), ("stop", 2, 2), ("stop", 1, 0)]
+        assert answers([text("end", text="a")])[1] == [("lost", 0, 0)]
+        assert "mcp_server.py ended with status 3" in said[0]
+        found, ends = answers(given)
+        assert ends == [("stop", 2, 0), ("stop", 2, 2), ("stop", 1, 0)] and found[2][0].split("\n")[1] != process
+        assert answers([text("wait", text="a"), text("add", a=1)])[1] == [("lost", 0, 0), ("stop", 1, 0)]
+        assert answers(given)[1] == ends  # it hangs still: its process went with the threads that wait for it
+    other = {**sources[1][1], "description": "Another."}
+    with pytest.raises(UserError, match="offers no say as the file says that it does; write it anew"):
+        Toolbox([(SERVER, other)], calls.form, False, 99)
+    for command, says in (("/no/such/server", "cannot be started"), ("false", "before it answered initialize")):
+        with pytest.raises(UserError, match=says):
+            mcp.ToolServer(command)
+    with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.environ"):
+        tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
+    (tmp_path / "other.json").write_text('{"tools": []}')
+    with pytest.raises(UserError, match="other.json must be a list of tools"):
+        tool_schemas([Tool(mcp=SERVER, schema="other.json")])

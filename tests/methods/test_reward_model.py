@@ -1,0 +1,132 @@
+"""grpo.reward_model: another family's classifier, with another tokenizer, rates completions; against transformers, and
+the same run on every mesh."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from dtrain.plan.hardware import GPUS
+from dtrain.plan.plan import make_plan
+from dtrain.preflight import preflight
+from tests.methods.test_grpo_runs import RICH, assert_rows_close, assert_same_samples, lines
+from tests.test_trainer import assert_same, run
+from tests.tiny import VOCAB, save_weights, tiny_grpo, write_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role ~ ' ' ~ m.content ~ ' w1 ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+
+
+def number(word):
+    """Of the reward model's tokenizer, which numbers words in its own way."""
+    return int(word[1:] if word[1:].isdigit() else 52) * 5 % VOCAB
+
+
+def reward_model(root, labels=1):
+    """A gemma3 classifier as transformers writes it, and the model itself in float64."""
+    directory = write_model(root / "rates", "gemma3", num_labels=labels)
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": number(f"w{i}") for i in range(VOCAB)}, unk_token="w52"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    config = {**config, "pad_token_id": number("w0")}
+    known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    torch.manual_seed(5)
+    made = transformers.AutoModelForSequenceClassification.from_config(known, dtype=torch.float64).eval()
+    with torch.no_grad():
+        made.score.weight.mul_(30)
+    made.save_pretrained(directory)
+    return directory, made
+
+
+def asked(root, count=12, chat=False):
+    path = root / "asked.jsonl"
+    words = [" ".join(f"w{3 + (i * 7 + j) % 60}" for j in range(1 + i % 4)) + " " for i in range(count)]
+    rows = [{"prompt": [{"role": "user", "content": one}] if chat else one} for one in words]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe_at(root, *overrides, name="run", rewards="[]"):
+    given = (f"data.train.path={asked(root)}", f"grpo.reward_model.path={root / 'rates'}", f"grpo.rewards={rewards}")
+    return tiny_grpo(root, *given, "train.steps=3", "train.micro_batch=2", *overrides, name=name)
+
+
+def test_it_gives_what_transformers_gives(tmp_path):
+    """Texts of a plain prompt end with one EOS; 2e-5, for transformers' norms are in float32."""
+    _, oracle = reward_model(tmp_path)
+    found = recipe_at(tmp_path, "grpo.reward_model.weight=0.5", rewards="[{fn: tests.methods.judges.even}]")
+    run(found)
+    rows = lines(found, "samples")
+    assert len(rows) >= 16
+    for row in rows:
+        words = f"{row['prompt']}{row['completion']}".split()
+        ids = [number(word) for word in [*words, *["w1"] * (words[-1] != "w1")]]
+        with torch.no_grad():
+            score = oracle(torch.tensor([ids])).logits.item()
+        assert row["rewards"]["reward_model"] == pytest.approx(score, rel=2e-5, abs=1e-5)
+        assert row["reward"] == pytest.approx(0.5 * score + row["rewards"]["even"], rel=2e-5, abs=1e-5)
+    assert len({round(row["reward"], 6) for row in rows}) > 8
+    assert {"reward/reward_model", "reward/even"} <= lines(found)[0].keys()
+
+
+MESHES = [
+    (3, ("train.global_batch=6", "grpo.prompts_per_step=3", "grpo.group_size=2")),
+    (4, ("parallel.cp=2", "parallel.tp=2", "data.packing=true")),
+    (4, ("parallel.dp_replicate=2", "parallel.dp_shard=2", "grpo.dynamic_batch=true")),
+]
+
+
+@pytest.mark.parametrize("world_size, shape", MESHES)
+def test_a_run_is_the_same_on_every_mesh(tmp_path, world_size, shape):
+    reward_model(tmp_path)
+    sizes = [word for word in shape if not word.startswith("parallel.")]
+    one, mesh = recipe_at(tmp_path, *RICH, *sizes, name="one"), recipe_at(tmp_path, *RICH, *shape, name="mesh")
+    run(one)
+    run(mesh, world_size)
+    assert_same(mesh, one, rtol=1e-9)
+    assert_rows_close(mesh, one)
+    assert_same_samples(mesh, one)
+
+
+def test_conversations_are_read_with_its_own_template(tmp_path):
+    _, oracle = reward_model(tmp_path)
+    found = recipe_at(tmp_path)
+    asked(tmp_path, chat=True)
+    template = "{% for m in messages %}{{ m.content ~ ' ' }}{% endfor %}"  # the policy's is another
+    (found.model.directory / "chat_template.jinja").write_text(template)
+    run(found)
+    for row in lines(found, "samples"):
+        words = f"user {row['prompt'][0]['content']} w1 assistant {row['completion']} w1".split()
+        with torch.no_grad():
+            score = oracle(torch.tensor([[number(word) for word in words]])).logits.item()
+        assert row["reward"] == pytest.approx(score, rel=2e-5, abs=1e-5)
+
+
+def test_its_weights_are_planned(tmp_path):
+    _, made = reward_model(tmp_path)
+    with_it = make_plan(recipe_at(tmp_path), 2, GPUS["h100"])
+    changes = ("grpo.reward_model.path=null", "grpo.rewards=[{fn: tests.methods.judges.even}]")
+    without = make_plan(recipe_at(tmp_path, *changes), 2, GPUS["h100"])
+    size = sum(one.numel() for one in made.parameters())
+    assert with_it.step.peak - without.step.peak == pytest.approx(8 * size / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "change, answer",
+    [
+        (lambda root: save_weights(write_model(root / "rates", "llama")), "it is a language model"),
+        (lambda root: reward_model(root, labels=3), "its head has 3 outputs, and a reward is one number"),
+        (lambda root: (root / "rates" / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda root: (root / "rates" / "model.safetensors").unlink(), "set grpo.reward_model.path to a directory"),
+    ],
+)
+def test_mistakes_are_named_before_a_run(tmp_path, change, answer):
+    reward_model(tmp_path)
+    change(tmp_path)
+    assert answer in "\n".join(preflight(recipe_at(tmp_path), 1))
