@@ -91,6 +91,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += eval_section.problems(recipe)
     problems += _few_bits(recipe)
     problems += _muon(recipe)
+    problems += _dynamic(recipe)
     problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
     if world_size >= 1 and not any(key.startswith("parallel.") for key, _ in wrong):
         of_mesh, shape = mesh_problems(recipe, world_size)
@@ -102,6 +103,11 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
             replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
             problems += batch_problems(recipe, replicate * shard)
     return problems
+
+
+def _dynamic(recipe: Recipe) -> list[str]:
+    is_wrong = recipe.train.dynamic_batch and recipe.data.packing
+    return ["train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out"] * bool(is_wrong)
 
 
 def _varlen(recipe: Recipe) -> list[str]:

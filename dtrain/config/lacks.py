@@ -35,7 +35,7 @@ NEEDLESS = by_word(
             "save_safetensors cpu_ram_efficient_loading sync_module_states fsdp_cpu_ram_efficient_loading"
         ),
         "a packed row is whole, and other rows are padded to the longest": (
-            "pad_to_sequence_len pad_to_max_length pad_to_multiple_of group_by_length length_column_name "
+            "pad_to_sequence_len pad_to_max_length pad_to_multiple_of length_column_name "
             "sample_packing_eff_est sample_packing_group_size sample_packing_bin_size packing_strategy "
             "multipack_real_batches"
         ),

@@ -195,6 +195,9 @@ class Train:
     grpo all completions of a rollout; the terminal says which."""
     micro_batch: int = 4
     """Rows that a rank holds in memory at once. Under dpo without packing: pairs, which are two rows each."""
+    dynamic_batch: bool = False
+    """For `data.packing: false`. A micro-batch holds rows of similar length: as many as fit, with their padding, where
+    micro_batch rows of max_length tokens would; the ranks' shares of a batch are alike in tokens. No number changes."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """What the model computes in. auto: bfloat16 on cuda, float32 on cpu. Trained weights are kept in float32, or as
     `masters` says; under float64 in float64."""
@@ -659,7 +662,7 @@ class Grpo:
     """engine=native on CUDA: each step of decoding is one captured graph, not some seventy kernels a layer.
     Weights are gathered once. A completion has room for max_new_tokens from its beginning. Not under parallel.tp."""
     dynamic_batch: bool = False
-    """For `data.packing: false`. A micro-batch holds completions of similar length: as many as fit, with their padding,
+    """As `train.dynamic_batch`: a micro-batch holds completions of similar length, as many as fit, with their padding,
     into micro_batch × max_length tokens. false: it holds micro_batch completions."""
     offload: bool = False
     """The optimizer's state, and with engine=http the weights, wait in host memory while completions are drawn."""

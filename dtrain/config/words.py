@@ -128,6 +128,13 @@ OURS = by_word(
             "per_device_train_batch_size micro_batch_size train_micro_batch_size device_batch_size "
             "per_gpu_train_batch_size"
         ),
+        "train.dynamic_batch, with data.packing=false": (
+            "use_dynamic_bsz use_dynamic_batch use_dynamic_batch_size dynamic_batching group_by_length"
+        ),
+        "train.micro_batch: under train.dynamic_batch a micro-batch has up to micro_batch × data.max_length tokens": (
+            "ppo_max_token_len_per_gpu max_token_len_per_gpu log_prob_max_token_len_per_gpu train_mb_tokens "
+            "logprob_mb_tokens max_tokens_per_gpu train_max_tokens_per_gpu"
+        ),
         "train.micro_batch: it counts for validation too": "per_device_eval_batch_size eval_batch_size",
         "train.micro_batch: `dtrain plan RECIPE --search` finds it": "auto_find_batch_size",
         "train.dtype=bfloat16": "bf16 bfloat16 load_in_16bit",

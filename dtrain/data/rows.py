@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.batch import IGNORE, ROW_STREAMS
 from dtrain.data.cache import Samples
-from dtrain.data.order import Order, pack, permute
+from dtrain.data.order import Order, deal, pack, permute
 from dtrain.errors import UserError
 from dtrain.randomness import key
 
@@ -189,8 +189,8 @@ def row_of(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
 class GlobalBatch:
     """One step's rows. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
 
-    rows      those of this data-parallel rank's placements, i of the global batch with i % dp_size == dp_rank; may be
-              none in a short last batch
+    rows      those of this data-parallel rank's placements, in the global batch's order; may be none in a short last
+              batch
     samples   the samples that these rows hold, in the rows' order
     size      placements of the whole global batch
     cursor    where the next batch begins
@@ -210,6 +210,9 @@ class Batches:
 
     A batch may span epochs; where `rows` ends, the last one may be short. With num_workers > 0 that many processes
     make rows ahead of time; the sequence is the same.
+
+    by_length: False: a rank takes placement i of the global batch with i % dp_size == dp_rank. True: for samples; the
+    ranks' placements are alike in tokens, and at most as many as before on the fullest rank.
     """
 
     rows: Rows
@@ -219,6 +222,7 @@ class Batches:
     dp_size: int = 1
     cursor: Cursor = Cursor()
     num_workers: int = 0
+    by_length: bool = False
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if self.num_workers == 0:
@@ -244,10 +248,19 @@ class Batches:
         number = 0
         while group := list(islice(placements, self.global_batch)):
             if number % step == first:
-                mine = [placement.samples for placement in group[self.dp_rank :: self.dp_size]]
+                mine = [placement.samples for placement in self._share(group)]
                 rows = [row for samples in mine for row in self.rows.build(samples)]
                 yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].after, group[-1].epochs)
             number += 1
+
+    def _share(self, group: list[Placement]) -> list[Placement]:
+        """This rank's."""
+        if not self.by_length:
+            return group[self.dp_rank :: self.dp_size]
+        samples = torch.tensor([placement.samples[0] for placement in group])
+        most = -(-len(group) // self.dp_size)  # so that it makes no more micro-batches than fixed ones would be
+        dealt = deal(self.rows.samples.lengths(samples).tolist(), self.dp_size, most)
+        return [group[index] for index in dealt[self.dp_rank]]
 
 
 class _Flat(IterableDataset):

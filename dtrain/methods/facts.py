@@ -75,6 +75,10 @@ class Facts:
         """Rows of a batch that one of `train.global_batch` is: a pair that is not packed is two."""
         return 2 if self.kind == "pairs" and not recipe.data.packing else 1
 
+    def is_dynamic(self, recipe: Recipe) -> bool:
+        """Whether a number of tokens bounds a micro-batch, not one of rows."""
+        return recipe.train.dynamic_batch
+
     def automatic_batch(self, recipe: Recipe, rows: int) -> int:
         """What `train.global_batch=auto` is, where the first pass over the data has so many rows."""
         return automatic_batch(rows)
@@ -212,6 +216,9 @@ class GrpoFacts(Facts):
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""
         return recipe.data.max_length * (recipe.train.micro_batch if recipe.data.packing else 1)
+
+    def is_dynamic(self, recipe: Recipe) -> bool:
+        return recipe.train.dynamic_batch or recipe.grpo.dynamic_batch
 
     def automatic_batch(self, recipe: Recipe, rows: int) -> int:
         return recipe.grpo.prompts_per_step * recipe.grpo.group_size

@@ -56,20 +56,13 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
-    def micro_rows(self) -> int | DynamicShapes | Packed:
-        """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
-        size = self.recipe.train.micro_batch
-        tokens = size * self.recipe.data.max_length
-        if self.recipe.data.packing:
-            return Packed(self.facts.longest_row(self.recipe))
-        return DynamicShapes(tokens) if self.recipe.grpo.dynamic_batch else size
-
-    @property
     def choices(self) -> list[str]:
         section, rows = self.recipe.grpo, self.micro_rows
         drawn = section.prompts_per_step * section.group_size
         words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, up to {} tokens"}
-        how = "" if isinstance(rows, int) else f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
+        how = ""
+        if isinstance(rows, Packed | DynamicShapes):
+            how = f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
         return [
             f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
             f"{self._steps(drawn)} optimizer step{'s' * (self._steps(drawn) > 1)}{how}"

@@ -12,13 +12,13 @@ from torch import Tensor
 from dtrain.batch import Batch, collate
 from dtrain.config.schema import Dpo, Grpo, Kto, Recipe
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
+from dtrain.data.order import deal
 from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
 from dtrain.methods.rollout_buffer import Buffer, Position
 from dtrain.metrics import Recorder
-from dtrain.policy import Batching, Policy
+from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.rollout.budget import deal
 
 if TYPE_CHECKING:
     from dtrain.methods.collect import Collector, Rollout
@@ -68,12 +68,18 @@ class Method:
     @property
     def micro_rows(self) -> int | Batching:
         """Rows of a batch that make one micro-batch, or how else they are made."""
-        return self.recipe.train.micro_batch * self._rows_of_a_sample
+        of_a_sample = self._rows_of_a_sample
+        rows = self.recipe.train.micro_batch * of_a_sample
+        is_dynamic = self.facts.is_dynamic(self.recipe)
+        return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if is_dynamic else rows
 
     @property
     def choices(self) -> list[str]:
         """What the terminal is told of the method's sizes when a run starts."""
-        return []
+        rows = self.micro_rows
+        if not isinstance(rows, DynamicShapes):
+            return []
+        return [f"micro-batches: rows of like length, up to {rows.tokens:,} tokens with their padding"]
 
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """Raise UserError for what the method cannot begin with, as far as that shows before a model is built. columns:
@@ -106,6 +112,7 @@ class Method:
                 dp_size=policy.mesh.dp_size,
                 cursor=cursor,
                 num_workers=self.recipe.data.num_workers,
+                by_length=self.facts.is_dynamic(self.recipe),
             )
         )
 
@@ -147,7 +154,8 @@ class Method:
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         """This dp rank's part of all of `rows`, as many batches on every rank."""
         size, mesh = self.recipe.train.batch, policy.mesh
-        parts = Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+        by_length = self.facts.is_dynamic(self.recipe)
+        parts = Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length)
         return (self.batch(part, "val") for part in parts)
 
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -211,6 +219,11 @@ class RolloutMethod(Method):
         self._position = Position()
         self._is_over = False  # the data's epochs
         self._measured: dict[str, float] = {}
+
+    @property
+    def micro_rows(self) -> int | Batching:
+        """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
+        return Packed(self.facts.longest_row(self.recipe)) if self.recipe.data.packing else super().micro_rows
 
     @property
     def rollouts(self) -> Grpo:

@@ -20,7 +20,7 @@ from dtrain.methods.distill import DistillMethod
 from dtrain.methods.engines import open_engine
 from dtrain.methods.method import RolloutMethod, RunContext
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.policy import Packed, Policy
+from dtrain.policy import Policy
 
 
 class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
@@ -37,18 +37,13 @@ class OnPolicyDistillMethod(RolloutMethod, DistillMethod):
         return Grpo(prompts_per_step=prompts, group_size=1, rewards=[], sampling=section.sampling)
 
     @property
-    def micro_rows(self) -> int | Packed:
-        """Packed, a micro-batch is one row of micro_batch · max_length tokens."""
-        size = self.recipe.train.micro_batch
-        return Packed(self.facts.longest_row(self.recipe)) if self.recipe.data.packing else size
-
-    @property
     def choices(self) -> list[str]:
         drawn, share = self.rollouts.prompts_per_step, self.recipe.distill.student_share
         steps = self._steps(drawn)
         theirs = "all" if share == 1 else f"{share:g} of them"
         plural = "s" * (steps > 1)
-        return [f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"]
+        said = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
+        return [said, *super().choices]
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the teacher and the engine."""

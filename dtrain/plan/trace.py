@@ -101,7 +101,7 @@ def full_rows(recipe: Recipe, method: Method, micro_batches: int) -> list[Row]:
     pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the masks
     are those of packing."""
     length = method.facts.row_length(recipe)
-    count = micro_batches * (method.micro_rows if isinstance(method.micro_rows, int) else recipe.train.micro_batch)
+    count = micro_batches * recipe.train.micro_batch * method.facts.rows_of_a_sample(recipe)
     documents = 2 if recipe.data.packing and method.kind != "prompts" else 1
     places = torch.arange(length)
     seq_ids = places * documents // length

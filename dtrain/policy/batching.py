@@ -159,18 +159,25 @@ class Fixed:
 
 @dataclass(frozen=True)
 class DynamicShapes:
-    """Rows of like length together, as many as fill `tokens` with their padding; a longer row stands alone."""
+    """Rows of like length together, as many as fill `tokens` with their padding; a longer row stands alone.
+
+    rows_of_a_sample: rows that follow one another and stay neighbours, as long as their longest."""
 
     tokens: int
+    rows_of_a_sample: int = 1
     packs = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         found: list[list[int]] = []
-        for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-            if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= self.tokens:
-                found[-1].append(index)
+        size, widest = self.rows_of_a_sample, 0
+        samples = [range(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
+        longest = [max(lengths[row] for row in sample) for sample in samples]
+        for index in sorted(range(len(samples)), key=lambda index: (-longest[index], index)):
+            if found and (len(found[-1]) + len(samples[index])) * widest <= self.tokens:
+                found[-1] += samples[index]
             else:
-                found.append([index])
+                found.append([*samples[index]])
+                widest = longest[index]
         return found
 
 

@@ -1,7 +1,7 @@
 """What one engine takes on: its share of the requests, the rows it decodes together, and the memory of their keys.
 
-Shares are of like cost, and the same on every rank that asks: `deal` is for any items; `share_out` for requests, the
-samples of one prompt together where that is even.
+Shares (`share_out`) are of like cost, and the same on every rank that asks; the samples of one prompt stay together
+where that is even.
 Rows: decoding reads every weight once per step, whatever the rows, until the products are bound by arithmetic. A CPU is
 there at a few dozen rows, and more of them only push keys and values out of its caches; a GPU at some hundreds.
 Memory: on a GPU four fifths of what is free once the weights are there, the rest for logits and activations; on a CPU a
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtrain.data.order import deal
 from dtrain.models.config import LINEAR, ModelConfig
 from dtrain.models.layers import CausalLM
 from dtrain.rollout.request import Request
@@ -96,22 +97,6 @@ def share_out(requests: Sequence[Request], places: int) -> list[list[int]]:
         if best[0] <= _SLACK * mean or parts >= largest:
             return best[1]
         parts *= 2
-
-
-def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
-    """The indices of each place, ascending: the dearest first, each to the place with the least so far.
-
-    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
-    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
-    """
-    shares: list[list[int]] = [[] for _ in range(places)]
-    loads = [0.0] * places
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        free = [place for place in range(places) if most is None or len(shares[place]) < most]
-        place = min(free, key=lambda place: (loads[place], place))
-        loads[place] += costs[index]
-        shares[place].append(index)
-    return [sorted(share) for share in shares]
 
 
 def _work(requests: Sequence[Request], piece: list[int]) -> float:

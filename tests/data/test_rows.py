@@ -137,6 +137,25 @@ def test_ranks_share_the_same_batches(samples, dp_size):
             assert ranks[rank][number] == (all_rows[rank::dp_size], size, cursor, epoch)
 
 
+def test_ranks_by_length_share_the_same_batches_alike_in_tokens(samples):
+    rows = make(samples, packing=False, epochs=1)
+    alone = list(Batches(rows, global_batch=8))
+    ranks = [list(Batches(rows, global_batch=8, dp_rank=r, dp_size=4, by_length=True)) for r in range(4)]
+    for whole, *parts in zip(alone, *ranks, strict=True):
+        assert sorted(one for part in parts for one in part.samples) == sorted(whole.samples)
+        assert all((part.cursor, part.epoch, part.size) == (whole.cursor, whole.epoch, whole.size) for part in parts)
+        assert max(len(part.rows) for part in parts) == -(-whole.size // 4)
+        for part in parts:
+            places = [whole.samples.index(one) for one in part.samples]
+            assert places == sorted(places)
+            assert [listed(row) for row in part.rows] == [listed(whole.rows[place]) for place in places]
+    spread = [[sum(len(row["input_ids"]) for row in part.rows) for part in parts] for parts in zip(*ranks, strict=True)]
+    lengths = [[len(row["input_ids"]) for row in whole.rows] for whole in alone]
+    assert all(max(of) - min(of) <= max(longest) for of, longest in zip(spread, lengths, strict=True))
+    ahead = Batches(rows, global_batch=8, dp_rank=1, dp_size=4, num_workers=1, by_length=True)
+    assert [batch.samples for batch in ahead] == [batch.samples for batch in ranks[1]]
+
+
 def test_batches_span_epochs_and_resume_anywhere(samples):
     rows = make(samples, epochs=3)
     whole = collect(Batches(rows, global_batch=5))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtrain.batch import IGNORE
+from dtrain.data.order import deal
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.rollout.budget import deal
 
 SAMPLES = [
     Sample([5, 6], [7, 8, 9], [True, False, True], [-0.1, 0.0, -0.3], "stop"),

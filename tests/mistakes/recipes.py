@@ -240,6 +240,7 @@ VALUES = (
     _one("metrics.wandb=true", "metrics.wandb=true must be text or null", "such as metrics.wandb=my-project"),
     _one("run.name=yes", "run.name=true must be text or null", "write a name, such as run.name=first"),
     _one("checkpoint.init_from=true", "checkpoint.init_from=true must be", "write a run's directory"),
+    _one("train.dynamic_batch=true", "train.dynamic_batch=true is for padded rows: set data.packing=false"),
     _one("data.packing=maybe", "data.packing=maybe must be auto, true or false"),
     _one("train.freeze=[nothing.*]", "train.freeze", "nothing.*"),
 )
@@ -435,6 +436,7 @@ WORDS = (
     _word("random_state=3407", "run.seed"),
     _word("assistant_only_loss=true", "data.loss_on=assistant"),
     _word("padding_free=true", "data.packing"),
+    _word("use_dynamic_bsz=true", "train.dynamic_batch"),
     _word("num_generations=8", "grpo.group_size"),
     _word("max_completion_length=256", "grpo.sampling.max_new_tokens"),
     _word("sampling.max_tokens=256", "grpo.sampling.max_new_tokens"),

@@ -101,7 +101,7 @@ def peaks_of_a_step(rank, recipe, world_size):
 CASES = {
     "one process": (1, []),
     "dp2, computed again": (2, ["train.activation_checkpointing=full"]),
-    "tp2, padded": (2, ["parallel.tp=2", "data.packing=false"]),
+    "tp2, by tokens": (2, ["parallel.tp=2", "data.packing=false", "train.dynamic_batch=true"]),
     "dpo": (1, ["method=dpo", "train.micro_batch=1"]),
     "cp2 dp2, selective": (4, ["parallel.cp=2", "train.activation_checkpointing=selective"]),
     "dp2, kept gathered, mixed": (2, ["parallel.reshard_after_forward=false", "train.dtype=bfloat16"]),

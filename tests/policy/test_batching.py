@@ -36,6 +36,12 @@ def test_every_row_is_in_one_place_and_none_is_too_full(making, lengths):
         assert len(own) == 1 or full <= getattr(making, "tokens", full)
 
 
+def test_the_rows_of_a_sample_stay_neighbours():
+    lengths = [3, 4, 9, 1, 2, 2, 5, 8, 1, 1]
+    plan = DynamicShapes(2 * 10, 2).plan(lengths)
+    assert plan == [[2, 3], [6, 7], [0, 1, 4, 5], [8, 9]]
+
+
 @pytest.mark.parametrize("making", MAKINGS)
 def test_what_was_gathered_goes_back_to_its_place(making):
     batch = collate([row(length, start=10 * length) for length in (5, 1, 9, 2)]) | {"reward": torch.arange(4.0)}
