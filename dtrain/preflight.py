@@ -299,9 +299,14 @@ def _reference(ours: ModelConfig, theirs: ModelConfig, key: str, path: str) -> l
     return []
 
 
+def _beside(recipe: Recipe, model: ModelConfig) -> Recipe:
+    """As another model on the mesh reads it: one without experts lies over ep as over the rest of its ranks."""
+    return replace(recipe, parallel=replace(recipe.parallel, ep=1)) if model.experts is None else recipe
+
+
 def _teacher(recipe: Recipe, student: ModelConfig | None, model: ModelConfig) -> list[str]:
     """A teacher fits the mesh and has the student's vocabulary."""
-    problems = _misfits(model, recipe)
+    problems = _misfits(model, _beside(recipe, model))
     if student is not None and model.vocab_size != student.vocab_size:
         problems.append(
             f"its vocab_size is {model.vocab_size}, and model.path's {student.vocab_size}: their distributions cannot "
@@ -312,7 +317,7 @@ def _teacher(recipe: Recipe, student: ModelConfig | None, model: ModelConfig) ->
 
 def _rating(recipe: Recipe, model: ModelConfig) -> list[str]:
     """A reward model fits the mesh and has a trained head of one output."""
-    problems = _misfits(model, recipe)
+    problems = _misfits(model, _beside(recipe, model))
     if model.labels is None or model.has_new_head:
         problems.append("it is a language model: give one with a head of one output, as method=reward trains it")
     elif model.labels != 1:

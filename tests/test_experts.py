@@ -18,6 +18,7 @@ from dtrain.models.moe import SparseMLP, share_routing
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.preflight import preflight
 from dtrain.trainer import Trainer
 from tests.models.oracle import VARIANTS
 from tests.test_trainer import metrics, run, trajectory, weights
@@ -148,6 +149,16 @@ def test_other_families_read_their_files_and_train_as_one_process(family, tmp_pa
     expected = weights(one)
     for name, mine in weights(ours).items():
         assert (mine - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+
+
+@pytest.mark.turns(7)
+def test_a_teacher_without_experts_lies_beside_a_student_over_ep(tmp_path):
+    teacher = save_weights(write_model(tmp_path / "teacher", "llama", tied=False))
+    shape = ["method=distill", f"distill.teacher={teacher}"]
+    one = run(recipe_of(tmp_path, "one", 1, shape, "true"))
+    options = [*shape, "parallel.ep=2", "parallel.tp=2"]
+    assert preflight(recipe_of(tmp_path, "four", 4, options, "true"), 4) == []
+    assert_same(run(recipe_of(tmp_path, "four", 4, options, "true"), 4), trajectory(one))
 
 
 @pytest.mark.turns(7)

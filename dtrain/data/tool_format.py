@@ -21,12 +21,13 @@ _TOLD = {"role": "tool", "name": NAME, "content": ANSWER}
 @dataclass(frozen=True)
 class ToolFormat:
     """form: the name of what reads the calls (`tool_calls.FORMS`). is_single: whether the template writes one call a
-    turn at most. ending: what ends a turn."""
+    turn at most. thinks: whether the generation prompt opens the thinking. ending: what ends a turn."""
 
     replies: Replies
     tools: Messages
     form: str
     is_single: bool
+    thinks: bool
     ending: str
 
     def behind_a_call(self, answers: Messages) -> str:
@@ -68,7 +69,7 @@ def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFor
     end = text.find(ending, text.rindex(MARK)) if ending else -1
     if not ending or ANSWER not in text or not 0 <= end < text.index(ANSWER):
         raise _unfit(template, "does not end a turn that calls a tool before the answer")
-    return ToolFormat(replies, tools, form, is_single, ending)
+    return ToolFormat(replies, tools, form, is_single, prompt.rstrip().endswith("<think>"), ending)
 
 
 def _unfit(template: ChatTemplate, why: str) -> UserError:

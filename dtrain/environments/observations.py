@@ -26,8 +26,10 @@ class Observations:
         self.tokenizer, self._template, self._calls = tokenizer, template, calls
 
     def text_of(self, completion: Completion) -> str:
-        """Without special tokens; where tools are, with them: they may mark a call."""
-        return self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
+        """Without special tokens; where tools are, with them, since they may mark a call, and behind the opening of the
+        thinking that the prompt ends with."""
+        text = self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
+        return f"<think>{text}" if self._calls is not None and self._calls.thinks else text
 
     def encode(self, observation: Observation, completion: Completion) -> list[int]:
         """Ids that follow `completion`. Raises UserError as the template does."""

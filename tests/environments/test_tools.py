@@ -22,6 +22,7 @@ from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
 from dtrain.environments.tools import Toolbox
 from dtrain.errors import UserError
+from dtrain.rollout.request import Completion
 from dtrain.rollout.tools import tool_schema, tool_schemas
 from tests.data import makers, templates
 from tests.environments import toolbox
@@ -109,6 +110,7 @@ def test_a_call_is_read_as_its_template_writes_it(tmp_path, name):
     found = learn_tool_format(template, TOOLS)
     assert found.form == list(FORMS)[FAMILIES[name][2]]
     assert found.is_single == (name == "llama3")
+    assert found.thinks == (name == "qwen35")
     pairs = [
         ("look_up", {"words": ['a "b" c', "<d>"], "how": "near", "most": None}),
         ("say", {"text": "ü\n  {12}\n", "times": 2}),
@@ -241,6 +243,8 @@ def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name)
     if name != "llama3":  # whose tokenizer here joins the newlines of a prompt that ends with them
         assert [*episode.prompt, *episode.ids] == tokenizer.encode(whole.rstrip("\n"))
     assert (episode.finish, episode.turns, episode.calls, episode.failures) == ("stop", 3, len(first) + 1, 1)
+    silent = Completion(tokenizer.encode("<tool_call>\n<function=add>\n</function>\n</tool_call>"), [], "stop")
+    assert len(read_calls(list(FORMS)[1], observations.text_of(silent), PARAMETERS)) == (name != "qwen35")  # it thinks
     drawn = [one for one, was in zip(episode.ids, episode.sampled, strict=True) if was]
     assert drawn == [one for text in REPLIES[name] for one in [*tokenizer.encode(text), tokenizer.eos_id]]
     assert all(value == 0.0 for value, was in zip(episode.logprobs, episode.sampled, strict=True) if not was)
