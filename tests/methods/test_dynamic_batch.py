@@ -5,9 +5,9 @@ import pytest
 from dtrain.errors import Stopped
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.trainer import train
-from tests.methods import test_distill, test_dpo_runs, test_kto, test_reward
+from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.test_trainer import assert_same, interrupt, metrics, run
-from tests.tiny import tiny_recipe, write_rows
+from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 
 SFT = ("train.steps=null", "train.epochs=2", "train.global_batch=6")  # 2 · 31 rows: the last batch has 2
 VAL = ("data.val.path=${data.train.path}", "train.validate_every=2")
@@ -27,6 +27,9 @@ def recipe_of(root, kind, *overrides, name):
         "dpo over the batch": (test_dpo_runs.recipe_of, (*dpo, "dpo.loss=[sigmoid,aot]")),
         "kto": (test_kto.recipe_of, VAL),
         "pairs": (lambda *given, name: test_reward.recipe_at(given[0], "pairs", *given[1:], name=name), VAL),
+        "on-policy": (test_on_policy.recipe_at, ("train.steps=4", *VAL)),
+        "grpo": (tiny_grpo, ("train.steps=3", "grpo.prompts_per_step=6")),
+        "dropout": (tiny_recipe, ("train.steps=3", "lora={rank: 2, dropout: 0.3}")),
         "distill": (test_distill.recipe_at, ("train.steps=4", *VAL)),
     }
     make, fixed = kinds[kind]
@@ -51,6 +54,7 @@ def assert_all(found, expected):
         *(("sft", mesh) for mesh in ("dp3", "cp2 tp2", "hsdp")),
         *(("dpo", "hsdp"), ("dpo over the batch", "dp3"), ("dpo with dpo.precompute=true", "dp2")),
         *(("kto", "dp3"), ("kto", "hsdp"), ("pairs", "dp2"), ("distill", "hsdp")),
+        *(("on-policy", "dp2"), ("grpo", "dp2"), ("dropout", "dp3")),
     ],
 )
 def test_every_method_has_the_numbers_of_fixed_micro_batches(tmp_path, kind, mesh):
