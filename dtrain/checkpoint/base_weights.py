@@ -140,6 +140,10 @@ class BaseWeights:
         self._coded = {f"{name}.weight": layer for name, layer in layers.items()}
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the files have it: a language model's have no head of rewards or classes."""
+        return name in self._sources
+
     def dtype_of(self, name: str) -> torch.dtype:
         """That of the files; of weights that they have in 4 bits what these were computed in."""
         return self.files.stored[self._sources[name].name].dtype or self._coded[name].weight_dtype

@@ -16,7 +16,7 @@ from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, joined, layout_of, matrix_of, write_entries
 from dtrain.checkpoint.merged import exact_names, wider
 from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
-from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory
+from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, outputs_in
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.checkpoint.training_state import SCORE, aliases, model_tensors
@@ -82,12 +82,13 @@ def _model(layout: Layout, labels: int = 0) -> CausalLM:
 def _export_adapter(source: Path, out: Path, dtype: torch.dtype | None, form: str, original_base: bool) -> str:
     base = base_of(source)
     layout = layout_of(base)
-    model = _model(layout)
+    labels = outputs_in(source) or 0
+    model = _model(layout, labels)
     adapter = StoredAdapter.of(source, model)
     if form != "merged":
         return _write_form(adapter, form, out, [base, source], dtype, f"the adapter {source}")
     in_4_bits, kept = (False, None) if original_base else trained_beside(source)
-    weights = BaseWeights(_model(layout), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
+    weights = BaseWeights(_model(layout, labels), WeightFiles(base), kept, in_4_bits=in_4_bits, whole=adapter.whole)
     entries = list(_entries(model, layout, dtype, {}, None, weights, adapter))
     layout = Layout(base, _unquantized(layout.config), layout.files, companions=source)
     write_entries(model, entries, layout, out, ranks=Ranks(alone=True))
@@ -166,11 +167,14 @@ def _entries(
         dtype = asked and wider(asked, name in exact)
         if name in saved and read is not None:
             own, weight = saved[name][1], partial(read, name)
-        elif base is not None:
+        elif base is not None and name in base:
             own, weight = base.dtype_of(name), partial(base.read, name)
+        elif adapter is not None and adapter.saves(name):
+            weight = partial(adapter.read, name)
+            own = weight().dtype
         else:
             raise ValueError(f"{name} is nowhere")
-        if base is not None and adapter is not None:
+        if base is not None and name in base and adapter is not None:
             own = base.dtype_of(name)
         act: Callable[[], Tensor] = weight if adapter is None else adapter.merged(name, weight, dtype or own)
         return Entry(name, tuple(tensors[name].shape), dtype or own, act)

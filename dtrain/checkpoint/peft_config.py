@@ -159,7 +159,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         saved = sorted(in_tower(name) for name in config.saved(modules(model)))
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
         BASE: base,
         "inference_mode": True,
         "r": config.rank,
@@ -203,6 +203,13 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     if not path.is_file():
         raise UserError(_no_weights(directory))
     return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
+
+
+def outputs_in(directory: Path) -> int | None:
+    """How many outputs the head of rewards or classes has that an adapter's file holds; None where it holds none.
+    Raises UserError."""
+    shape = stored_shapes(directory).get(f"{_PREFIX}score.weight")
+    return shape[0] if shape else None
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -449,7 +456,7 @@ def _means_layers(value: Any) -> bool:
 # Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.
 _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
-    "task_type": (None, lambda v: v in (None, "CAUSAL_LM"), f"CAUSAL_LM: {_MERGE}"),
+    "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
     "r": (8, lambda v: _is_natural(v) and v > 0, "a whole number, at least 1"),
     "lora_alpha": (8, _is_number, "a number"),
     "lora_dropout": (0.0, lambda v: v is None or (_is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),

@@ -16,6 +16,8 @@ from dtrain.methods import dpo_section, grpo_section
 from dtrain.ranges import is_number, shown
 from dtrain.rollout.tools import tool_schemas
 
+HEAD = "score"
+"""The module of a classifier that gives its outputs."""
 REWARD_MODEL = "grpo.reward_model.path"
 """The key of a model with another head than the vocabulary's."""
 
@@ -352,8 +354,11 @@ class RewardFacts(Facts):
             )
         if section.task != "pairs" and section.center_rewards_coefficient is not None:
             found.append("reward.center_rewards_coefficient is read with reward.task=pairs alone: leave it out")
-        if recipe.lora is not None:
-            found.append("lora: method=reward trains the model's own weights: leave it out, or set train.train_only")
+        if recipe.lora is not None and recipe.lora.path is None and HEAD not in recipe.lora.modules_to_save:
+            named = ", ".join([*recipe.lora.modules_to_save, HEAD])
+            found.append(
+                f"lora: the head of rewards is trained whole beside the adapter: set lora.modules_to_save=[{named}]"
+            )
         if recipe.eval is not None:
             found.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
         if recipe.moe.balance:

@@ -111,14 +111,14 @@ def from_pretrained(
     """
     from dtrain.checkpoint.adapter_files import read_adapter
     from dtrain.checkpoint.huggingface import read_weights
-    from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_adapter_config
+    from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, outputs_in, read_adapter_config
 
     if not is_adapter_directory(path):
         model = build(read_config(path, labels), dtype, device)
         read_weights(model, path)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
-    config = read_config(base)
+    config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels)
     model = build(config, dtype, "meta", adapter=adapter)
     if nf4 or config.unquantized is not None:  # the base is in 4 bits
         quantize_linears(model, dtype, adapter.saved(linears(config)))

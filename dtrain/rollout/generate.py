@@ -122,7 +122,7 @@ def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels:
     if not is_adapter_directory(directory):
         return models.from_pretrained(directory, dtype, device, labels=labels)
     in_4_bits, kept = trained_beside(directory)
-    model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits)
+    model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels)
     config = read_adapter_config(directory)
     _round([one for name, one in model_tensors(model).items() if not peft_names(name, config, model.config)], kept)
     return model

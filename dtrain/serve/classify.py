@@ -146,7 +146,7 @@ class ClassifyService(Gate):
 
 
 def names_of(config: Path, labels: int) -> list[str]:
-    """The outputs' names, by a config.json's id2label."""
-    named = read_json(config).get("id2label")
+    """The outputs' names, by a config.json's id2label; an adapter has none."""
+    named = read_json(config).get("id2label") if config.is_file() else {}
     named = named if isinstance(named, dict) else {}
     return [str(named.get(str(index), f"LABEL_{index}")) for index in range(labels)]

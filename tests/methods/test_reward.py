@@ -4,6 +4,7 @@ mesh."""
 import io
 import json
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +133,33 @@ def test_a_language_model_begins_one_whose_body_stays(tmp_path):
     assert 1e-4 < moved < 0.1  # three steps of at most 1e-2 from where the seed drew it
 
 
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("begins", ["a language model", "a classifier"])
+def test_an_adapter_beside_the_head(tmp_path, begins):
+    """One process and dp2·tp2 to 1e-9; the adapter in PEFT, merged by transformers' names, and read here: equal."""
+    plain = save_weights(write_model(tmp_path / "plain", "qwen3"))
+    if begins == "a classifier":
+        oracle(directory=plain, pad_token_id=0).save_pretrained(plain)
+    options = [f"model.path={plain}", "model.init=pretrained", "lora={rank: 4, modules_to_save: [score]}"]
+    options += ["train.steps=10", "checkpoint.every=10", "optimizer.lr=1e-2", "train.global_batch=4"]
+    one = run(recipe_at(tmp_path, "pairs", *options, "train.micro_batch=4", name="one"))
+    two = run(recipe_at(tmp_path, "pairs", *options, "train.micro_batch=2", "parallel.tp=2", name="two"), 4)
+    assert_parity(two, trajectory(one), weights(one))
+    export(one.run.directory, tmp_path / "out")
+    export(one.run.directory, tmp_path / "alone", form="adapter")
+    export(tmp_path / "alone", tmp_path / "merged")
+    auto, ids = transformers.AutoModelForSequenceClassification, torch.tensor([[3, 4, 5, 1]])
+    base = auto.from_pretrained(plain, num_labels=1, dtype=torch.float64, pad_token_id=0)
+    with torch.no_grad():
+        before = base(ids).logits.clone()
+        theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "alone")).eval()(ids).logits
+        mine = models.from_pretrained(tmp_path / "alone", torch.float64, labels=0)(ids)[0, -1:]
+        merged = [auto.from_pretrained(tmp_path / out, dtype=torch.float64)(ids).logits for out in ("out", "merged")]
+    assert (theirs - before).abs().max() > 0.1
+    for found in (mine, *merged):
+        torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_weights_of_another_head_are_refused(tmp_path):
     rates = run(recipe_at(tmp_path, "numbers", "checkpoint.every=3", name="rates"))
     speaks = run(tiny_recipe(tmp_path, "train.steps=3", "checkpoint.every=3", name="speaks"))
@@ -222,7 +250,8 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
         ("classes", ["reward.num_labels=1"], "there is nothing to tell from one class"),
         ("numbers", ["reward.num_labels=4"], "reward.task=numbers has one output"),
         ("pairs", ["reward.center_rewards_coefficient=-1"], "must be a finite number, at least 0"),
-        ("pairs", ["lora={}"], "trains the model's own weights"),
+        ("pairs", ["lora={}"], "set lora.modules_to_save=[score]"),
+        ("pairs", ["lora={modules_to_save: [norm]}"], "set lora.modules_to_save=[norm, score]"),
         ("pairs", ["method=sft"], "reward.task is read by method=reward alone"),
     ],
 )
