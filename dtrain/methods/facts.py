@@ -361,8 +361,6 @@ class RewardFacts(Facts):
             )
         if recipe.eval is not None:
             found.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
-        if recipe.moe.balance:
-            found.append("moe.balance: method=reward trains no mixture of experts; leave it out")
         if recipe.data.loss_on != "assistant":
             found.append(
                 f"data.loss_on={recipe.data.loss_on} plays no part under method=reward, which reads a text at its last "

@@ -420,8 +420,14 @@ CLASSIFIERS = {
         "Olmo2ForCausalLM",
         "Olmo3ForCausalLM",
         "SmolLM3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "MixtralForCausalLM",
+        "GptOssForCausalLM",
     )
-} | {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
+} | {
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+    "Qwen3_5TextForSequenceClassification": "Qwen3_5ForCausalLM",
+}
 
 # For files without `architectures`, such as those that models from scratch are described by.
 MODEL_TYPES = {

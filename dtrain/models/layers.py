@@ -65,9 +65,10 @@ DECODER_PLAN = {
 
 
 def plan_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """What of `plan` names modules of this model."""
+    """What of `plan` names modules of this model; of a classifier its head, too."""
     names = [name for name, _ in model.named_modules()]
-    return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+    styles = {**plan, "score": "score_head"}
+    return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
 class Linear(LocalParameters, nn.Linear):
@@ -406,8 +407,7 @@ class CausalLM(ParallelModel):
             self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
-            self.plan = {name: style for name, style in self.plan.items() if name != "lm_head"}
-            self.plan["score"] = "score_head"
+            self.plan = plan_of(self, self.plan)
         self.tie_weights()
 
     @property
