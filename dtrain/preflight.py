@@ -78,8 +78,7 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
             with _named(key, name):
                 path = download(name, weights=weights, key=key)
         if path is not None:
-            section, field = key.split(".")
-            recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: str(path)})})
+            recipe = _placed(recipe, key, str(path))
     for key, name, pick in _absent_data(recipe) if fetch else ():
         with _named(key, name):
             data_hub.download(name, pick, key.removesuffix(".path"))
@@ -99,8 +98,7 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
         except UserError as error:
             refused.append(str(error))
             continue
-        section, field = key.split(".")
-        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{field: str(directory)})})
+        recipe = _placed(recipe, key, str(directory))
         if weights:
             awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in _absent_data(recipe):
@@ -115,6 +113,12 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
             "looked at then"
         )
     return recipe, awaited, refused
+
+
+def _placed(section: Any, key: str, value: str) -> Any:
+    """`section` with `value` at `key`."""
+    name, _, rest = key.partition(".")
+    return replace(section, **{name: _placed(getattr(section, name), rest, value) if rest else value})
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from dtrain.data import Tokenizer, choose_template
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.methods import Method
-from dtrain.methods.facts import facts_of
+from dtrain.methods.facts import REWARD_MODEL, facts_of
 from dtrain.models.adapter_config import adaptable
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.ranks import Ranks
@@ -180,6 +180,10 @@ def identities(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, 
         kind = digest(read_model_config(Path(other)))
         ranks.same(kind, wrong(key, other))
         found[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
+        if key == REWARD_MODEL:  # it reads text by these
+            words = Tokenizer.from_directory(other)
+            own = choose_template(words.directory, words.special_tokens)
+            found[key] = digest(found[key], words.fingerprint, own.fingerprint if own else "none")
     return found
 
 

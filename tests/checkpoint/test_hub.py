@@ -17,7 +17,7 @@ from dtrain.checkpoint.peft_config import base_of
 from dtrain.errors import UserError
 from dtrain.launch import launch
 from dtrain.preflight import load, not_here, preflight
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import tiny_grpo, tiny_recipe, write_model
 
 NAME = "someone/Tiny-0.1B"
 
@@ -68,6 +68,11 @@ def test_a_run_takes_a_cached_model_without_a_network(tmp_path, cache):
     assert recipe.model.path == str(cache) and preflight(recipe, 1) == []
     launch(recipe)
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def test_a_reward_model_has_an_id_too(tmp_path, cache):
+    recipe = load(tiny_grpo(tmp_path, f"grpo.reward_model.path={NAME}"))
+    assert recipe.grpo.reward_model.path == str(cache)
 
 
 def test_a_part_of_a_model_is_not_taken_for_the_whole(tmp_path, cache):

@@ -8,6 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from dtrain.errors import UserError
 from dtrain.plan.hardware import GPUS
 from dtrain.plan.plan import make_plan
 from dtrain.preflight import preflight
@@ -106,6 +107,14 @@ def test_conversations_are_read_with_its_own_template(tmp_path):
         with torch.no_grad():
             score = oracle(torch.tensor([[number(word) for word in words]])).logits.item()
         assert row["reward"] == pytest.approx(score, rel=2e-5, abs=1e-5)
+
+
+def test_another_template_of_it_is_told_at_a_resume(tmp_path):
+    directory, _ = reward_model(tmp_path)
+    run(recipe_at(tmp_path, "checkpoint.every=2", "train.steps=2", "scheduler.warmup_steps=0"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE + " ")
+    with pytest.raises(UserError, match="grpo.reward_model.path"):
+        run(recipe_at(tmp_path, "checkpoint.every=2", "checkpoint.resume=auto"))
 
 
 def test_its_weights_are_planned(tmp_path):
