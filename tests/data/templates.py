@@ -33,3 +33,5 @@ CHANNELS = _read("channels")
 QWEN35 = _read("qwen35")
 # Calls and answers behind marks, tools in front of the last question, ids of nine characters (Mistral).
 MISTRAL = _read("mistral")
+# Calls of tools as calls in Python, answers as turns of an environment; the last reply alone ends with EOS (OLMo 3).
+OLMO3 = _read("olmo3")

@@ -41,6 +41,7 @@ def trained(coder, row, name="messages"):
     return [coder.tokenizer.decode(stretch) for stretch in stretches]
 
 
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}] * 2
 PLAIN = [ASK, say(" Me.\n"), ASK, say("Still me, 東京 🙂!")]
 THINK = [ASK, say("<think>\nold\n</think>\n\nMe."), ASK, say("<think>\nnew\n</think>\n\nStill.")]
 EMPTY = "<think>\n\n</think>\n\n"
@@ -63,6 +64,12 @@ EXPECTED = [
             "<|channel|>final<|message|>Me.<|end|>",
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Still.<|return|>",
         ],
+    ),
+    (
+        "OLMO3",
+        {},
+        [ASK, say("Let me see.", tool_calls=CALLS), {"role": "tool", "content": "2"}, say("Two."), ASK, say("2.")],
+        ["Let me see.<function_calls>add(a=1)\nadd(a=1)</function_calls><|im_end|>", "Two.<|im_end|>", "2.<|eot_id|>"],
     ),
     # An empty thinking block in the prompt is not trained; thinking that stands there all the same is.
     ("QWEN3", {"enable_thinking": False}, PLAIN, [" Me.\n<|im_end|>", "Still me, 東京 🙂!<|im_end|>"]),
