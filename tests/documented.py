@@ -132,18 +132,18 @@ class Directory:
         if any(_SERVED in word for word in words) and self._server is None:
             self._serve(["serve", MODELS[0]])
         words = [word.replace(_SERVED, self.address) for word in words]
-        self.expect(["validate", *words[1:], "run.name=validated"])  # which no earlier command has made
         recipe = config.load(self._found(words[1]), words[2:])
-        name = recipe.run.name
+        name, begins = recipe.run.name, recipe.checkpoint.init_from
+        begins = [f"checkpoint.init_from={self._own_step(begins)}"] if begins else []
+        many = MANY_ROWS if any(word.startswith("launch.nproc=") for word in words) else ()
+        self.expect(["validate", *words[1:], *begins, *many, "run.name=validated"])  # no earlier command has made it
         keeps = any(word.startswith("checkpoint.") for word in words) or self._ran.get(name) == tuple(words)
         if not keeps:
             shutil.rmtree(self.path / "runs" / name, ignore_errors=True)
         self._ran[name] = tuple(words)
         added = [*TINY, f"data.max_length={min(64, recipe.data.max_length)}"]
         added += TINY_GRPO if recipe.method == "grpo" else ()
-        if recipe.checkpoint.init_from:
-            added.append(f"checkpoint.init_from={self._own_step(recipe.checkpoint.init_from)}")
-        self.expect([*words, *added])
+        self.expect([*words, *added, *begins])
         weights = "model.safetensors" if recipe.lora is None else "adapter_model.safetensors"
         assert (self.path / "runs" / name / "export" / weights).is_file()
 
