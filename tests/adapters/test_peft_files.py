@@ -324,7 +324,7 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
 
 REFUSED = {
     "peft_type": ("LOHA", "peft_type is 'LOHA', and must be LORA"),
-    "task_type": ("SEQ_CLS", ".*must be CAUSAL_LM"),
+    "task_type": ("SEQ_2_SEQ_LM", ".*must be CAUSAL_LM"),
     "r": (0, "r is 0, and must be a whole number"),
     "target_modules": (None, ".*must be a list of names of layers"),
     "bias": ("all", ".*must be none: merge it in PEFT"),
