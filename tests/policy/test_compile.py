@@ -253,5 +253,5 @@ def test_a_part_that_is_compiled_too_often_runs_as_written_and_says_so():
 )
 def test_a_run_that_cannot_compile_says_why_and_runs(tmp_path, monkeypatch, capsys, keys, why):
     monkeypatch.setattr(shutil, "which", lambda name: None if "g++" in why else name)
-    train(tiny_recipe(tmp_path, "train.steps=1", "train.compile=true", *keys), Runtime())
+    train(tiny_recipe(tmp_path, "train.steps=3", "train.compile=true", *keys), Runtime())
     assert f"note: train.compile=true, and layers run uncompiled: {why}" in capsys.readouterr().err
