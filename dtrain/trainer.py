@@ -111,7 +111,8 @@ class Trainer:
         refuse_idle(recipe, self.rows, recipe.train.steps or self.method.steps_left(self.rows, Cursor(), {}))
         self.splits = {"train": self.rows} | ({"val": self.val_rows} if self.val_rows else {})
         columns = {name: rows.samples.column_names() for name, rows in self.splits.items()}
-        self.method.examine(columns, {name: len(rows.samples) for name, rows in self.splits.items()})
+        samples = {name: len(rows.samples) for name, rows in self.splits.items()}
+        self.ranks.first(lambda: self.method.examine(columns, samples))  # it may start a process
         self.sizes = sizes = config.sizes(recipe, runtime.world_size)
         mesh = build_mesh(runtime, **sizes.shape, ep=sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)

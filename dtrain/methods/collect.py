@@ -207,16 +207,15 @@ class Collector:
         names = dict.fromkeys(name for row in rows for name in row["columns"])
         ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
         prompts = [row["prompt"] for row in rows]
-
-        def texts() -> list[str]:
-            return [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+        is_read = self.ranks.is_first or self.rates is not None
+        texts = [self.tokenizer.decode(one, skip_special_tokens=True) for one in ids] if is_read else []
 
         def judge() -> tuple[list[float], list[list[float]]]:
             if self.rewards is None:
                 return [float("nan")] * len(samples), []
             scores = self.rewards.score(
                 prompts,
-                texts(),
+                texts,
                 ids,
                 {name: [row["columns"].get(name) for row in rows] for name in names},
             )
@@ -225,7 +224,7 @@ class Collector:
         total, parts = self.ranks.first(judge)
         rewards = torch.tensor(total, dtype=torch.float64)
         if self.rates is not None:
-            rated = self.rates.rate(prompts, texts())
+            rated = self.rates.rate(prompts, texts)
             parts = [*parts, rated.tolist()]
             rewards = rewards.nan_to_num(nan=0.0) + self.section.reward_model.weight * rated
         rewards = _plus_earned(rewards, samples)

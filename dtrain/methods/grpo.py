@@ -71,7 +71,8 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
         """The columns that the rewards take, and the file of the servers' key."""
         section = self.recipe.grpo
-        asked = [(str(one.fn), one.options, names) for one in section.rewards for names in columns.values()]
+        sets = list(dict.fromkeys(tuple(names) for names in columns.values()))
+        asked = [(str(one.fn), one.options, names) for one in section.rewards for names in sets]
         found = [problem for one in asked if (problem := lacking_columns(*one))]
         if found:
             raise UserError("\n".join(dict.fromkeys(found)))

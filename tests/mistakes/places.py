@@ -84,6 +84,7 @@ ROWS = (
     _one("grpo.rewards=[{fn: numeric, kwargs: {column: gold}}]", "reward numeric", "'gold'", base="grpo"),
     _one("grpo.rewards=[{fn: rewards_of_mine.takes_gold}]", "reward takes_gold takes gold", "it has wanted",
          files={"rewards_of_mine.py": REWARDS}, base="grpo"),
+    _one("grpo.rewards=[{fn: python_tests}]", "reward python_tests", "'tests'", "it has wanted", base="grpo"),
     _one("grpo.rewards=[{fn: os.system}]", "grpo.rewards[0].fn", "os.system is of a C module", "a Python function",
          base="grpo"),
     _one("grpo.rewards=[{fn: random.random}]", "random.random takes neither completions nor a column", base="grpo"),

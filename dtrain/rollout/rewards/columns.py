@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
     with. That is read in the source. Where the source does not tell, of a decorated function say, the module is
     imported in a process of its own, as a run does. UserError as `find` raises it."""
     module, function, file = find_file(name)
+    own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
+    if own is not None:
+        column = {**import_module("dtrain.rollout.rewards.options").REWARDS[own], **options}.get("column")
+        return None if column is None or column in columns else no_column(own, column, columns)
     node = definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NO_REWARD}"
@@ -44,9 +49,6 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
         if call is None and not (node.bases or node.keywords):
             return f"reward {name} is a class without __call__, {NO_REWARD}"
         made_with, node = _signature(makes) or Signature([]), call
-    if file == _own(function):
-        column = options.get("column", _default(node, "column"))
-        return None if column is None or column in columns else no_column(function, column, columns)
     called = _signature(node)
     if called is None:
         try:
@@ -85,11 +87,6 @@ def takes_more(name: str, missing: Collection[str], columns: Collection[str]) ->
 
 def _listed(columns: Collection[str]) -> str:
     return ", ".join(key for key in columns if key not in OWN) or "none"
-
-
-def _own(name: str) -> str | None:
-    """The file of a reward of dtrain's own."""
-    return find_file(name)[2] if name in BUILT_IN else None
 
 
 class _Look(Worker):
@@ -137,16 +134,6 @@ def _signature(node: ast.AST | None) -> Signature | None:
         by_place=[key for key in bare if key in by_place],
         takes_all=takes.kwarg is not None,
     )
-
-
-def _default(node: ast.AST | None, name: str) -> Any:
-    """The constant that a function takes where `name` is not given; None for another or none."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return None
-    takes = node.args
-    pairs = [*zip(reversed(takes.args), reversed(takes.defaults), strict=False)]
-    pairs += [(key, value) for key, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None]
-    return next((one.value for key, one in pairs if key.arg == name and isinstance(one, ast.Constant)), None)
 
 
 def _gives_no_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
