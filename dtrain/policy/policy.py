@@ -249,8 +249,8 @@ class Policy(Saved, Memory, WeightsOut):
         every_token: bool = False,
     ) -> list[Tensor]:
         """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU.
-        Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but `next_tokens` in
-        their place."""
+        Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but `next_tokens`
+        in their place."""
         names = {*COMPLETED, "routed_experts"} - ({"labels", "token_mask", "sample_mask"} if every_token else set())
         batch, _, most_rows, _ = self._take({name: value for name, value in batch.items() if name in names})
         if every_token:

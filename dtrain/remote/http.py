@@ -246,7 +246,7 @@ class HttpEngine:
     def _with_routed(
         self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
     ) -> list[Completion]:
-        """`completions` with what is said of experts. Raises UserError, and Unanswered where the answer says nothing."""
+        """`completions` with what is said of experts. Raises UserError, and Unanswered where that is nothing."""
         if (reader := self._routed) is None:
             return completions
         found = []
