@@ -657,8 +657,9 @@ class Grpo:
     the optimizer steps of a rollout."""
     router_replay: bool = False
     """engine=http, of a mixture of experts: training sends tokens to the experts that the server's router took, weighed
-    by the policy's own router (arXiv:2510.11370). The reference routes by itself. Servers must tell experts: `dtrain
-    serve` does, vLLM and SGLang with --enable-return-routed-experts."""
+    by the policy's own router (arXiv:2510.11370). Tokens that the server says nothing of go where that router sends
+    them, and in the reference all do. Servers must tell experts: `dtrain serve` does, vLLM and SGLang with
+    --enable-return-routed-experts."""
     unshard: bool | str = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""

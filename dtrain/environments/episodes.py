@@ -56,7 +56,7 @@ class Episode:
     failures: int = 0
     finish: Literal["stop", "length", "turns", "lost"] = "turns"
     version: int | None = None
-    routed: "Tensor | None" = None
+    routed: "Tensor | None" = field(default=None, compare=False)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Tokens of the model, with their log-probabilities, or of the environment."""

@@ -15,7 +15,7 @@ from dtrain.models.routing import loads
 from dtrain.parallel.fits import misfits
 from dtrain.preflight import preflight
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_grpo, tiny_recipe
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
 
@@ -286,6 +286,9 @@ def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     assert misfits(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
     found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
     assert found == ["moe.balance=0.1: this model has no experts; leave it out"]
+    options = ["grpo.router_replay=true", "grpo.engine=http", "grpo.server.urls=[http://a:1]"]
+    found = preflight(tiny_grpo(tmp_path, *options), 1)
+    assert found == ["grpo.router_replay=true: this model has no experts; leave it out"]
 
 
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):
