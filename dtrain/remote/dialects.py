@@ -67,7 +67,7 @@ class Vllm:
     names_versions = True
     dora = False
     routed_asked: dict[str, Any] = {}  # all its answers have them, or none
-    routed_start = "start it with --enable-return-routed-experts (vLLM 0.22 or later)"
+    routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         body = {
@@ -93,7 +93,9 @@ class Vllm:
         return [self._completion(choice) for choice in sorted(choices, key=_index)]
 
     def routed(self, answer: Any) -> list[Any]:
-        return [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
+        told = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
+        prompt = answer.get("prompt_routed_experts")  # of releases that tell a prompt's apart
+        return told if prompt is None else [(prompt, [] if one is None else one) for one in told]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}

@@ -28,6 +28,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
+TRY_SECONDS = 30.0  # for the completion that shows what a server says
 TOLD_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
@@ -229,16 +230,21 @@ class HttpEngine:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
         server = ServerClient(wire, dialect, model or models[0])
         if self._routed is not None:
-            self._try_routed(server, tries.stop)
+            self._try_routed(server)
         return server
 
-    def _try_routed(self, server: ServerClient, stop: threading.Event) -> None:
-        """Raises UserError where it does not say where tokens go, or serves another model."""
-        request = Request([0, 0], SamplingParams(max_new_tokens=1))
-        path, body = server.dialect.body([request], server.model)
+    def _try_routed(self, server: ServerClient) -> None:
+        """Raises UserError where it does not say where tokens go, or serves another model. One that gives no answer now
+        may wait for weights."""
+        requests = [Request([0, 0], SamplingParams(max_new_tokens=1))]
+        path, body = server.dialect.body(requests, server.model)
         try:
-            answer = self._call(server, stop, path, body | server.dialect.routed_asked)
-            self._with_routed(server, answer, [request], server.dialect.read(answer, [request]))
+            try:
+                answer = server.wire.ask(path, body | server.dialect.routed_asked, min(TRY_SECONDS, self.timeout))
+                completions = server.dialect.read(answer, requests)
+            except Unanswered:
+                return
+            self._with_routed(server, answer, requests, completions)
         except (Refused, Unanswered, UserError) as error:
             what = "grpo.router_replay=true needs servers that say which experts tokens go to"
             raise UserError(f"{server.wire.url}: {error}; {what}") from error

@@ -2,13 +2,12 @@
 int32 in base64 without a head, SGLang's; and what a trainer takes of it.
 
 An array is [tokens, layers, k], of prompt and completion together, without the completion's last token, which nobody
-has read; some servers send a row for it too. Some count layers without experts among the layers, and some write -1
-where they do not know.
+has read; some servers send a row for it too. Some count layers without experts among the layers, some write -1 where
+they do not know, and vLLM 0.21 tells prompt and completion apart, as lists.
 """
 
 import ast
 import base64
-import binascii
 import math
 import struct
 from dataclasses import dataclass
@@ -57,19 +56,21 @@ class RoutedReader:
         """[tokens, sparse layers, k] int16 of -1: nobody says."""
         return torch.full((tokens, len(self.numbers), self.top), -1, dtype=torch.int16)
 
-    def read(self, text: Any, tokens: int) -> Tensor:
-        """What a server says of `tokens` tokens, prompt and completion: [tokens, sparse layers, k] int16, -1 where it
-        does not say. Nothing that it says is believed: raises UserError for another shape, an expert that there is not,
-        and one that a token has twice."""
-        found = self._array(text, tokens)
-        wanted = f"[{tokens - 1}, {len(self.numbers)}, {self.top}]"
-        by_layer = found.dim() == 3 and found.shape[1] == self.layers
-        if found.dim() != 3 or found.shape[0] not in (tokens - 1, tokens) or found.shape[2] != self.top:
-            raise UserError(f"its routed experts are {list(found.shape)}, not {wanted}: does it serve this very model?")
-        if by_layer:
-            found = found[:, list(self.numbers)]
+    def read(self, told: Any, tokens: int) -> Tensor:
+        """What a server says of `tokens` tokens, prompt and completion, in one part or a tuple of them: [tokens, sparse
+        layers, k] int16, -1 where it does not say. Nothing that it says is believed: raises UserError for another
+        shape, an expert that there is not, and one that a token has twice."""
+        parts = [self._array(one, tokens) for one in (told if isinstance(told, tuple) else (told,))]
+        shapes = [[*one.shape] for one in parts]
+        depths = {tuple(shape[1:]) for shape in shapes if shape[0]}
+        fits = depths <= {(len(self.numbers), self.top)} or depths == {(self.layers, self.top)}
+        if not fits or sum(shape[0] for shape in shapes) not in (tokens - 1, tokens):
+            shown = " and ".join(map(str, shapes))
+            wanted = f"[{tokens - 1}, {len(self.numbers)}, {self.top}]"
+            raise UserError(f"its routed experts are {shown}, not {wanted}: does it serve this very model?")
+        found = torch.cat([one for one in parts if len(one)] or [self.nothing(0).long()])
         if found.shape[1] != len(self.numbers):
-            raise UserError(f"its routed experts are {list(found.shape)}, not {wanted}: does it serve this very model?")
+            found = found[:, list(self.numbers)]
         ordered = found.sort(-1).values
         is_unknown = (ordered == -1).all(-1)  # [tokens, layers]
         outside = ((ordered < 0) | (ordered >= self.count)).any(-1) & ~is_unknown
@@ -83,14 +84,14 @@ class RoutedReader:
         rest = tokens - 1
         return torch.cat([ordered[:rest], self.nothing(tokens - rest)])
 
-    def _array(self, text: Any, tokens: int) -> Tensor:
-        """[..] int64"""
-        if not isinstance(text, str):
-            raise UserError(f"its routed experts are a {type(text).__name__}, not a text in base64")
+    def _array(self, told: Any, tokens: int) -> Tensor:
+        """[n, ..] int64"""
         try:
-            data = base64.b64decode(text, validate=True)
+            if isinstance(told, list):
+                return _of_list(told)
+            data = base64.b64decode(told, validate=True)
             return _of_npy(data) if data.startswith(MAGIC) else self._of_int32(data, tokens)
-        except (binascii.Error, ValueError, KeyError, SyntaxError, struct.error, TypeError) as error:
+        except (ValueError, TypeError, KeyError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
             raise UserError(f"its routed experts cannot be read: neither .npy nor int32 in base64 ({error})") from error
 
     def _of_int32(self, data: bytes, tokens: int) -> Tensor:
@@ -103,8 +104,15 @@ class RoutedReader:
         raise ValueError(f"{len(flat)} numbers for {tokens} tokens")
 
 
+def _of_list(told: list[Any]) -> Tensor:
+    found = torch.tensor(told) if told else torch.zeros(0, dtype=torch.int64)
+    if found.is_floating_point() or found.dtype == torch.bool:
+        raise ValueError("numbers that are not whole")
+    return found
+
+
 def _of_npy(data: bytes) -> Tensor:
-    """[..] int64 of a .npy file's bytes."""
+    """[n, ..] int64 of a .npy file's bytes."""
     size = "<H" if data[6] == 1 else "<I"
     (length,) = struct.unpack_from(size, data, 8)
     start = 8 + struct.calcsize(size)
@@ -112,7 +120,7 @@ def _of_npy(data: bytes) -> Tensor:
         raise ValueError(f"a head of {length} bytes")
     head = ast.literal_eval(data[start : start + length].decode("latin1").strip())
     shape = tuple(head["shape"])
-    if head["fortran_order"] and len(shape) > 1 or not all(isinstance(one, int) and one >= 0 for one in shape):
+    if head["fortran_order"] or not shape or not all(isinstance(one, int) and one >= 0 for one in shape):
         raise ValueError(f"the array {head}")
     rest = bytearray(data[start + length :])
     kind = _KINDS[head["descr"]]

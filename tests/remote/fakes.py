@@ -127,8 +127,11 @@ class FakeVllm(Fake):
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
         assert body["return_tokens_as_token_ids"] and body["return_token_ids"] and body["logprobs"] == 0
         assert body["ignore_eos"] and body["repetition_penalty"] == 1.0
-        choices = [self.choice(body, index) for index in range(body["n"] + self.samples)]
-        return {"object": "text_completion", "choices": choices[::-1], "usage": {}}
+        choices, apart = [self.choice(body, index) for index in range(body["n"] + self.samples)], None
+        for choice in choices:
+            if isinstance(told := choice["routed_experts"], tuple):
+                apart, choice["routed_experts"] = told
+        return {"object": "text_completion", "choices": choices[::-1], "usage": {}, "prompt_routed_experts": apart}
 
     def choice(self, body, index):
         ids, logprobs = drawn(body["prompt"], body["seed"] + index, body["max_tokens"])

@@ -34,6 +34,7 @@ FORMS = {
     "vLLM": lambda tokens: npy(experts_of(tokens - 1).astype("<i4")),
     "a row for the last token too": lambda tokens: npy(np.r_[experts_of(tokens - 1), experts_of(1)].astype("u1")),
     "every layer": lambda tokens: npy(np.insert(experts_of(tokens - 1), 1, 0, axis=1).astype("<u4")),
+    "vLLM 0.21": lambda tokens: (experts_of(tokens - 1)[:3].tolist(), experts_of(tokens - 1)[3:].tolist() or None),
     "SGLang": lambda tokens: raw(np.insert(experts_of(tokens - 1), 1, 0, axis=1)),
 }
 
@@ -79,7 +80,9 @@ BAD = {
     "below": (changed((1, 1, 0), -2), "are from -2"),
     "half known": (changed((1, 1, 0), -1), "are from -1"),
     "twice": (changed((1, 1), 4), "one twice for a token"),
-    "numbers": (lambda tokens: experts_of(tokens - 1).tolist(), "are a list, not a text"),
+    "a number": (lambda tokens: 7, "cannot be read"),
+    "a ragged list": (lambda tokens: [[[1, 2], [3]]], "cannot be read"),
+    "parts that do not fit": (lambda tokens: (experts_of(3).tolist(), [[[1, 2]]]), r"\[3, 2, 2\] and \[1, 1, 2\]"),
     "no base64": (lambda tokens: "?", "cannot be read"),
     "torn": (lambda tokens: npy(experts_of(tokens - 1))[:-8], "cannot be read"),
     "floats": (lambda tokens: npy(experts_of(tokens - 1).astype(float)), "cannot be read.*<f8"),
