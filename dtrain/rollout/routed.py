@@ -91,7 +91,7 @@ class RoutedReader:
                 return _of_list(told)
             data = base64.b64decode(told, validate=True)
             return _of_npy(data) if data.startswith(MAGIC) else self._of_int32(data, tokens)
-        except (ValueError, TypeError, KeyError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
+        except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
             raise UserError(f"its routed experts cannot be read: neither .npy nor int32 in base64 ({error})") from error
 
     def _of_int32(self, data: bytes, tokens: int) -> Tensor:

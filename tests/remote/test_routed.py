@@ -85,6 +85,7 @@ BAD = {
     "parts that do not fit": (lambda tokens: (experts_of(3).tolist(), [[[1, 2]]]), r"\[3, 2, 2\] and \[1, 1, 2\]"),
     "no base64": (lambda tokens: "?", "cannot be read"),
     "torn": (lambda tokens: npy(experts_of(tokens - 1))[:-8], "cannot be read"),
+    "a head alone": (lambda tokens: base64.b64encode(b"\x93NUMPY").decode(), "cannot be read"),
     "floats": (lambda tokens: npy(experts_of(tokens - 1).astype(float)), "cannot be read.*<f8"),
     "an object": (lambda tokens: base64.b64encode(b"\x93NUMPY\x01\x00\x08\x00__x__()\n").decode(), "cannot be read"),
     "SGLang's of other sizes": (lambda tokens: raw(experts_of(tokens - 1)[:, :, :1]), "18 numbers for 10 tokens"),
