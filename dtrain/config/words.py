@@ -311,6 +311,10 @@ OURS = by_word(
             "log_completions num_completions_to_print"
         ),
         "grpo.max_turns": "max_tool_calling_iterations max_assistant_turns max_rollout_turns",
+        "grpo.router_replay": (
+            "enable_rollout_routing_replay use_rollout_routing_replay use_routing_replay enable_router_replay "
+            "enable_return_routed_experts routing_replay"
+        ),
         "grpo.offload": "vllm_enable_sleep_mode",
         "grpo.max_off_policy_steps": "max_staleness max_trajectory_age_steps",
         "distill.teacher, a directory or an id of the hub": (

@@ -85,6 +85,7 @@ class Episodes:
                 one.earned,
                 one.longest,
                 (one.calls, one.failures),
+                one.routed,
             )
             for one in episodes
         ]

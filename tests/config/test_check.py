@@ -92,6 +92,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=grpo", "grpo.rewards=[{fn: math_exct}]"], "did you mean math_exact?"),
         (1, ["method=grpo", "grpo.engine=http"], "grpo.engine=http needs grpo.server.urls"),
         (1, ["method=grpo", "grpo.max_off_policy_steps=1"], "needs grpo.engine=http"),
+        (1, ["method=grpo", "grpo.router_replay=true"], "with grpo.engine=native one router draws and trains"),
         (2, ["method=grpo", "grpo.cuda_graphs=true", "parallel.tp=2"], "parallel.tp=2 sends within every layer"),
         (1, ["method=grpo", "grpo.cuda_graphs=true", "grpo.unshard=false"], "and grpo.unshard=false gathers weights"),
         (1, ["method=grpo", "grpo.cuda_graphs=true", "launch.device=cpu"], "and launch.device=cpu has none"),
