@@ -121,6 +121,7 @@ def _sent(rank, length):
 
 
 def test_what_ranks_send_does_not_grow_with_the_row():
+    """maxtext #4932, where each rank got the whole sequence."""
     short, long = (run_world(_sent, 2, length) for length in (512, 4096))
     assert short == long
     pieces, value, (_, heads_, key, size, width) = 2, 8, SIZES
