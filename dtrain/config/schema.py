@@ -67,6 +67,10 @@ class Model:
     """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
     windows and context parallel, on CUDA in bfloat16 or float16. auto: a check at the start compares varlen with sdpa
     on the device. If the numbers agree, varlen is taken, else sdpa, which needs a mask. The terminal says which."""
+    linear_attention: Literal["auto", "torch", "fla"] = "auto"
+    """Of models with linear attention (Qwen3.5). torch: by chunks, on every device. fla: flash-linear-attention's
+    kernels (`pip install 'dtrain[fla]'`), on CUDA in bfloat16 or float16. auto: fla where it is installed and a check
+    at the start finds torch's numbers, else torch. The terminal says which."""
 
     @property
     def directory(self) -> Path:

@@ -386,6 +386,10 @@ VALUES: dict[str, dict[str, str]] = {
         "varlen": "flash_attention_2 fa2 fa3 flash flash_attention flash_attention_3",
         "sdpa": "eager math xformers disabled",
     },
+    "model.linear_attention": {
+        "fla": "flash triton flash-linear-attention fused",
+        "torch": "chunk chunked eager naive",
+    },
     "model.init": {"scratch": "random from_scratch", "pretrained": "weights finetune"},
     "data.train.format": {
         "messages": "openai chatml chat_template chat conversational conversation oai",

@@ -35,7 +35,7 @@ from dtrain.parallel.tensor import ScoreHead
 
 class Inputs(TypedDict):
     """What a model is called with: this rank's tokens [B, S/cp], with positions and documents where it needs them, and
-    the packing of the whole rows where its kernel takes that."""
+    the packing of the whole rows where its decoder takes that."""
 
     input_ids: Tensor
     position_ids: Tensor | None
@@ -229,7 +229,7 @@ class Scorer:
             "input_ids": local["input_ids"],
             "position_ids": local["position_ids"] if by_position else None,
             "seq_ids": local["seq_ids"] if is_packed else None,
-            "packing": self._packing(batch, is_packed) if self.model.model.kernel.takes_packing else None,
+            "packing": self._packing(batch, is_packed) if self.model.model.takes_packing else None,
         }
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:

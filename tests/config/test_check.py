@@ -161,6 +161,11 @@ def test_meshes_and_plans_pass(overrides):
     assert problems(8, *overrides) == []
 
 
+def test_flash_linear_attention_is_refused_where_it_cannot_be():
+    (found,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
+    assert "model.linear_attention=fla is for CUDA" in found and "set model.linear_attention=auto" in found
+
+
 def test_varlen_attention_is_refused_where_it_cannot_be():
     (found,) = problems(2, "model.attention=varlen", "launch.device=cpu", "parallel.cp=2", "train.dtype=float32")
     assert "and launch.device=cpu and train.dtype=float32: set model.attention=auto" in found
