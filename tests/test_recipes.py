@@ -74,6 +74,7 @@ RELATIVES = {
     "gemma4-e4b-sft": (published.GEMMA4_E4B, 7463.0),
     "gemma4-31b-sft": (published.GEMMA4_31B, 30697.3),
     "qwen3-30b-a3b-sft": (published.QWEN3_30B_A3B, 30532.1),
+    "qwen3.6-35b-a3b-sft": (published.QWEN3_6_35B_A3B, 34660.6),
     "gpt-oss-20b-sft": (published.GPT_OSS_20B, 20914.8),
     "gemma4-26b-a4b-sft": (published.GEMMA4_26B_A4B, 25233.1),
 }

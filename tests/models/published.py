@@ -472,6 +472,28 @@ QWEN3_5_0_8B = QWEN3_6_27B | {
     },
     "tie_word_embeddings": True,
 }
+_SPARSE = {
+    "hidden_size": 2048,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "linear_num_value_heads": 32,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+QWEN3_6_35B_A3B = QWEN3_6_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": _QWEN3_5 | _SPARSE,
+    "vision_config": _QWEN3_5_VISION | {"model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+}
 PUBLISHED = {
     "llama-2-7b": LLAMA_2_7B,
     "llama-3.2-1b": LLAMA_3_2_1B,
