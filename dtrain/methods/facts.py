@@ -207,6 +207,7 @@ class GrpoFacts(Facts):
         named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
         for i, one in enumerate(recipe.grpo.tools):
             named += [(f"grpo.tools[{i}].fn", one.fn, "tool"), (f"grpo.tools[{i}].mcp", one.mcp, "server of tools")]
+        named.append(("grpo.verifiers.name", recipe.grpo.verifiers.name, "environment of verifiers"))
         return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
 
     def prompts(self, recipe: Recipe) -> PromptOptions:
