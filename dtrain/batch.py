@@ -39,6 +39,7 @@ STREAMS = {
     "advantages": Stream(0.0, torch.float64),
     "desirable": Stream(0.0, torch.float64),  # of labels: 1 in a reply that is wanted, -1 in one that is not
     "padding_mask": Stream(True, torch.bool),
+    "routed_experts": Stream(-1, torch.int16),  # [.., layers, k]: where the token itself goes, below 0 as it will
     "targets": Stream(0.0, torch.float64),  # of a document, at its one label: its class or number, a pair's margin
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others

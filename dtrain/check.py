@@ -92,7 +92,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _few_bits(recipe)
     problems += _muon(recipe)
     problems += _dynamic(recipe)
-    problems += _varlen(recipe) if recipe.model.attention == "varlen" else []
+    problems += _of_cuda(recipe)
     if world_size >= 1 and not any(key.startswith("parallel.") for key, _ in wrong):
         of_mesh, shape = mesh_problems(recipe, world_size)
         problems += of_mesh
@@ -110,16 +110,19 @@ def _dynamic(recipe: Recipe) -> list[str]:
     return ["train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out"] * bool(is_wrong)
 
 
-def _varlen(recipe: Recipe) -> list[str]:
+def _of_cuda(recipe: Recipe) -> list[str]:
     unfit = {
         "launch.device=cpu": recipe.launch.device == "cpu",
         f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
     }
     named = [key for key, is_so in unfit.items() if is_so]
+    asked = {"attention": "varlen", "linear_attention": "fla"}
     return [
-        f"model.attention=varlen is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
-        "model.attention=auto, which takes it where it can"
-    ] * bool(named)
+        f"model.{key}={value} is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
+        f"model.{key}=auto, which takes it where it can"
+        for key, value in asked.items()
+        if named and getattr(recipe.model, key) == value
+    ]
 
 
 def _few_bits(recipe: Recipe) -> list[str]:

@@ -55,6 +55,9 @@ def opening(trainer: "Trainer", asked: Recipe) -> Iterator[str]:
     if policy.device.type == "cuda":
         kernel = policy.model.model.kernel
         yield f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else "")
+        if policy.model.config.linear is not None:
+            why = f" ({policy.model.model.delta_note})" if policy.model.model.delta_note else ""
+            yield "linear attention: " + (f"torch{why}" if policy.model.model.flash_delta is None else "fla")
     if policy.model.uncompiled is not None:
         yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
     yield from _notes(trainer)

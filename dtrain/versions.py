@@ -21,6 +21,7 @@ PACKAGES = (
     "wandb",
     "pyarrow",
     "transformers",
+    "fla-core",
 )
 
 

@@ -18,6 +18,7 @@ from dtrain.models.moe import SparseMLP, share_routing
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Packed
 from dtrain.preflight import preflight
 from dtrain.trainer import Trainer
 from tests.models.oracle import VARIANTS
@@ -193,6 +194,64 @@ def gradients_on_rank(rank, recipe, world_size):
         trainer.policy.optimizer.register_step_pre_hook(keep)
         trainer.loop(trainer.resume())
     return found
+
+
+def log_likelihood(source, batch, global_seqs, global_tokens):
+    return -source.weighted_sum() / global_tokens, {}
+
+
+def replayed_on_rank(rank, recipe, world_size, batching):
+    """Three steps on rows whose tokens go to other experts than their router's, but for the last ones: what each says,
+    and then the rows' logprobs [6, 20], with the experts and by the router."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([20, 7, 13, 4, 16, 9])
+    routed = torch.rand(6, 20, 2, 8, generator=draw).argsort(-1)[..., :3].to(torch.int16)
+    routed[torch.arange(6), lengths - 1] = -1
+    whole = {
+        "input_ids": torch.randint(0, 67, (6, 20), generator=draw),
+        "input_lengths": lengths,
+        "routed_experts": routed,
+    }
+    with ExitStack() as stack:
+        policy = Trainer(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size), stack).policy
+        mine = torch.arange(policy.mesh.dp_rank, 6, policy.mesh.dp_size)
+        batch = {name: tensor[mine] for name, tensor in whole.items()}
+        said = []
+        for _ in range(3):
+            found = policy.train(batch, log_likelihood, mbs=batching)
+            said += [found["global_loss"].item(), float(found["grad_norm"])]
+            said += [value.item() for value in found["loads"].values()]
+        logprobs = torch.zeros(2, 6, 20, dtype=torch.float64)
+        logprobs[0, mine] = policy.get_logprobs(batch, batching)["logprobs"]
+        policy.init_reference_model()
+        logprobs[1, mine] = policy.get_reference_policy_logprobs(batch, batching)["reference_logprobs"]
+        policy.sum_over_dp(logprobs)
+        del batch["routed_experts"]
+        with policy.use_reference_model():
+            alone = policy.get_logprobs(batch, batching)["logprobs"]
+        assert torch.equal(alone.double(), logprobs[1, mine])
+        return said, logprobs.numpy()
+
+
+REPLAYS = {
+    "dp2 ep2": (2, ["parallel.ep=2"]),
+    "tp2": (2, ["parallel.tp=2", "train.activation_checkpointing=full"]),
+    "cp2": (2, ["parallel.cp=2"]),
+    "cp2 ring ep2": (2, ["parallel.cp=2", "parallel.ep=2", "parallel.cp_rotate=ring"]),
+    "dp_replicate2 dp2": (4, ["parallel.dp_replicate=2"]),
+}
+
+
+@pytest.mark.turns(7)
+@pytest.mark.parametrize("mesh", REPLAYS)
+def test_experts_that_are_replayed_are_the_same_on_every_mesh(mesh, tmp_path):
+    ranks, options = REPLAYS[mesh]
+    one, ours = (recipe_of(tmp_path, f"{n}", n, more, "false") for n, more in ((1, []), (ranks, options)))
+    ((said, logprobs),) = run_world(replayed_on_rank, 1, one, 1, 2)
+    assert abs(logprobs[0] - logprobs[1]).max() > 0.01 and 0.3 < said[4] < 1  # the share that differs
+    for found, values in run_world(replayed_on_rank, ranks, ours, ranks, Packed(24) if "cp" in mesh else 2):
+        assert found == pytest.approx(said, rel=1e-9)
+        assert abs(values - logprobs).max() < 1e-9 * abs(logprobs).max()
 
 
 # What others had wrong, and whose gradients show it.

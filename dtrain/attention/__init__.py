@@ -10,5 +10,7 @@ proof     what a device must show before variable-length attention is used
 delta     linear attention: its convolution, the gated delta rule, and both while decoding
 delta_chunks   the gated delta rule by chunks, and its derivative
 delta_context  what ranks exchange of linear attention
+delta_flash    the rule by flash-linear-attention's kernels
+delta_proof    what a device must show before these are used
 decode    keys and values of running sequences, and a forward over them
 """

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.attention.delta_chunks import EPS, chunked
 from dtrain.attention.delta_context import Pieces
+from dtrain.attention.delta_flash import Borders, FlashDelta
+from dtrain.attention.packing import Packing
 
 NOWHERE = -2  # the document of what is before a row
 BLOCK = 2**17  # elements that a convolution works on at once, on a CPU: what a cache holds
@@ -30,7 +32,8 @@ class LinearMask:
 
     segments [R, L] int64: how many documents began at or before a token, 0 where the state before the row goes on.
     real [R, L] bool: what is no padding. near [W - 1, R, L, 1] bool: whether the token 1, 2 .. before is of the same
-    document. None: one document without padding. pieces: the exchange of context parallel.
+    document. None: one document without padding. pieces: the exchange of context parallel. flash: what computes the
+    rule in place of `chunked`, and borders what it must know of documents.
     """
 
     width: int = 4
@@ -38,18 +41,28 @@ class LinearMask:
     real: Tensor | None = None
     near: Tensor | None = None
     pieces: Pieces | None = None
+    flash: FlashDelta | None = None
+    borders: Borders | None = None
 
     @classmethod
-    def of(cls, documents: Tensor | None, tokens: int, width: int = 4, group: Any = None) -> "LinearMask":
+    def of(
+        cls,
+        documents: Tensor | None,
+        tokens: int,
+        width: int = 4,
+        group: Any = None,
+        flash: FlashDelta | None = None,
+        packing: Packing | None = None,
+    ) -> "LinearMask":
         """documents: the rows' seq_ids [B, S/cp], -1 on padding; None: each row is one document. tokens: S/cp, without
         what sequence parallel pads. width: W. group: of context parallel, whose ranks hold the rows head-tail
-        (`parallel.layout`).
+        (`parallel.layout`). packing: of the whole rows; without it `flash` has the host read where documents begin.
 
         One all-gather over `group`, of the last W - 1 ids of each piece, where there are ids.
         """
         pieces = None if group is None or group.size() == 1 else Pieces(group, tokens)
         if documents is None:
-            return cls(width, pieces=pieces)
+            return cls(width, pieces=pieces, flash=flash)
         if pieces is None:
             before = documents[:, :1].expand(-1, width - 1)  # what a row goes on from, if it does
         else:
@@ -59,13 +72,26 @@ class LinearMask:
         real = documents >= 0
         begins = real & (documents != whole[:, width - 2 : -1])
         near = [whole[:, width - 1 - lag : whole.shape[1] - lag] == documents for lag in range(1, width)]
-        return cls(width, begins.cumsum(1), real, torch.stack(near)[..., None], pieces)
+        borders = None
+        if flash is not None:
+            places = _in_pieces(packing, pieces) if packing else [row.nonzero()[:, 0].tolist() for row in begins.cpu()]
+            borders = Borders.of(places, documents.shape[1], documents.device)
+        return cls(width, begins.cumsum(1), real, torch.stack(near)[..., None], pieces, flash, borders)
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, count: int, width: int = 4) -> "LinearMask":
         """Rows of one document of lengths [B] each, in [B, count] tokens, padded on the right."""
         documents = (torch.arange(count, device=lengths.device) < lengths[:, None]).long() - 1
         return cls.of(documents, count, width)
+
+
+def _in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
+    """Where documents begin in each of R rows."""
+    if pieces is None:
+        return [list(row) for row in packing.begins]
+    size = pieces.tokens // 2
+    starts = [(row, piece * size) for row in packing.begins for piece in pieces.mine]
+    return [[at - start for at in row if start <= at < start + size] for row, start in starts]
 
 
 def causal_conv(x: Tensor, weight: Tensor, mask: LinearMask, window: Tensor | None = None) -> Tensor:
@@ -102,18 +128,23 @@ def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: LinearMask, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule: q and k [B, S, Hk, K], v [B, S, Hv, V], g and beta [B, S, Hv] -> [B, S, Hv, V] in v's
-    dtype, and the last state [B, Hv, K, V] in max(float32, the dtype).
+    dtype, and the last state [B, Hv, K, V] in max(float32, the dtype), which `mask.flash` does not give.
 
     q and k are l2-normalised here, and q multiplied by K^-0.5. g, at most 0, is the logarithm of the decay. state: what
     a row's first document goes on from; without it zeros. Under context parallel there is no state, given or returned,
     and one all-gather of the pieces' maps, [2, B, Hv, K, K + V] a rank forward and [2, B, Hv, K, V] backward.
     """
-    if mask.pieces is None:
+    if mask.pieces is None and (mask.flash is None or state is not None):
         return chunked(q, k, v, g, beta, mask.segments, mask.real, state)
     assert state is None, "a row that lies on several ranks has no state before it"
-    length, (q, k, v, g, beta) = v.shape[1], (mask.pieces.split(part) for part in (q, k, v, g, beta))
-    out, _ = chunked(q, k, v, g, beta, mask.segments, mask.real, exchange=mask.pieces)
-    return mask.pieces.join(out, length), None
+    length = v.shape[1]
+    if mask.pieces is not None:
+        q, k, v, g, beta = (mask.pieces.split(part) for part in (q, k, v, g, beta))
+    if mask.flash is not None:
+        out = mask.flash(q, k, v, g, beta, mask.borders, mask.real, mask.pieces)
+    else:
+        out, _ = chunked(q, k, v, g, beta, mask.segments, mask.real, exchange=mask.pieces)
+    return out if mask.pieces is None else mask.pieces.join(out, length), None
 
 
 def conv_step(x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:

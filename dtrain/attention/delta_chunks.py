@@ -264,7 +264,7 @@ def _carry_back(
     return states[1:], written, states[0]
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """Key heads that are computed together, and their value heads."""
 
     keys: slice
@@ -274,20 +274,20 @@ class _Heads(NamedTuple):
         return [q[:, :, self.keys], k[:, :, self.keys], *(one[:, :, self.values] for one in (v, g, beta))]
 
 
-def _groups(rows: _Rows, k: Tensor, v: Tensor) -> list[_Heads]:
-    """So few heads at a time that memory is bounded, and on a CPU that a cache holds them."""
+def head_groups(length: int, k: Tensor, v: Tensor) -> list[Heads]:
+    """So few heads of rows of `length` tokens at a time that memory is bounded, and on a CPU a cache holds them."""
     heads, repeats = k.shape[2], v.shape[2] // k.shape[2]
-    each = len(k) * rows.chunks * rows.size * repeats * max(k.shape[-1], v.shape[-1])
+    each = len(k) * length * repeats * max(k.shape[-1], v.shape[-1])
     size = max(1, min(heads, (GROUP if k.device.type == "cpu" else MOST) // each))
     starts = range(0, heads, size)
-    return [_Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
+    return [Heads(slice(at, at + size), slice(at * repeats, (at + size) * repeats)) for at in starts]
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, segments, real, state, exchange):
         rows = _Rows.of(v, segments, real)
-        groups = _groups(rows, k, v)
+        groups = head_groups(rows.chunks * rows.size, k, v)
 
         def chunks() -> Iterable[_Inside]:
             return (_inside(rows, *heads.of(q, k, v, g, beta)) for heads in groups)
@@ -312,7 +312,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad, last):
         q, k, v, g, beta, segments, real, first, kept = ctx.saved_tensors
         rows = _Rows.of(v, segments, real)
-        groups = _groups(rows, k, v)
+        groups = head_groups(rows.chunks * rows.size, k, v)
 
         def chunks() -> Iterable[_Reversed]:
             for heads in groups:

@@ -67,6 +67,10 @@ class Model:
     """sdpa: torch's scaled_dot_product_attention. varlen: torch's variable-length flash attention for packed rows,
     windows and context parallel, on CUDA in bfloat16 or float16. auto: a check at the start compares varlen with sdpa
     on the device. If the numbers agree, varlen is taken, else sdpa, which needs a mask. The terminal says which."""
+    linear_attention: Literal["auto", "torch", "fla"] = "auto"
+    """Of models with linear attention (Qwen3.5). torch: by chunks, on every device. fla: flash-linear-attention's
+    kernels (`pip install 'dtrain[fla]'`), on CUDA in bfloat16 or float16. auto: fla where it is installed and a check
+    at the start finds torch's numbers, else torch. The terminal says which."""
 
     @property
     def directory(self) -> Path:
@@ -669,6 +673,11 @@ class Grpo:
     """How many optimizer steps old a completion's weights may be when its updates begin. 0: training waits for each
     rollout. More needs engine=http: the next rollout is drawn while this one is trained on. It must then be at least
     the optimizer steps of a rollout."""
+    router_replay: bool = False
+    """engine=http, of a mixture of experts: training sends tokens to the experts that the server's router took, weighed
+    by the policy's own router (arXiv:2510.11370). Tokens that the server says nothing of go where that router sends
+    them, and in the reference all do. Servers must tell experts: `dtrain serve` does, vLLM and SGLang with
+    --enable-return-routed-experts."""
     unshard: bool | str = "auto"
     """auto | true | false. true: a rank gathers the whole weights (its tensor-parallel part) once and keeps them while
     it generates. false: it gathers each layer for each token. auto: true where memory allows."""

@@ -311,6 +311,10 @@ OURS = by_word(
             "log_completions num_completions_to_print"
         ),
         "grpo.max_turns": "max_tool_calling_iterations max_assistant_turns max_rollout_turns",
+        "grpo.router_replay": (
+            "enable_rollout_routing_replay use_rollout_routing_replay use_routing_replay enable_router_replay "
+            "enable_return_routed_experts routing_replay"
+        ),
         "grpo.offload": "vllm_enable_sleep_mode",
         "grpo.max_off_policy_steps": "max_staleness max_trajectory_age_steps",
         "distill.teacher, a directory or an id of the hub": (
@@ -381,6 +385,10 @@ VALUES: dict[str, dict[str, str]] = {
     "model.attention": {
         "varlen": "flash_attention_2 fa2 fa3 flash flash_attention flash_attention_3",
         "sdpa": "eager math xformers disabled",
+    },
+    "model.linear_attention": {
+        "fla": "flash triton flash-linear-attention fused",
+        "torch": "chunk chunked eager naive",
     },
     "model.init": {"scratch": "random from_scratch", "pretrained": "weights finetune"},
     "data.train.format": {

@@ -262,6 +262,8 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
         message = {"tool_calls": [{"type": "function", "function": message.pop("function_call")}], **message}
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
+    if role == "assistant" and isinstance(message.get("content"), list):
+        message = _with_thoughts(message, f"{key}.content")
     if "content" in message:
         message["content"] = _content(message["content"], f"{key}.content")
     elif not message.get("tool_calls"):
@@ -311,6 +313,23 @@ def _train_flag(message: dict[str, Any], key: str) -> bool | None:
     return train
 
 
+def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
+    """A message whose content begins with parts of type thinking, as Mistral and Anthropic write them: with
+    `reasoning_content` in their place."""
+    thoughts: list[str] = []
+    parts = list(message["content"])
+    while parts and isinstance(parts[0], dict) and parts[0].get("type") == "thinking":
+        thoughts.append(_content(parts.pop(0).get("thinking"), f"{key}[{len(thoughts)}].thinking"))
+    if not thoughts:
+        return message
+    if "reasoning_content" in message:
+        raise UserError(f"{key} has parts of type 'thinking', and so has reasoning_content; keep one of them")
+    message = message | {"content": parts, "reasoning_content": "".join(thoughts)}
+    if not parts and message.get("tool_calls"):
+        del message["content"]
+    return message
+
+
 def _content(content: Any, key: str) -> str:
     if isinstance(content, str):
         return content
@@ -324,7 +343,8 @@ def _content(content: Any, key: str) -> str:
             texts.append(part["text"])
         else:
             kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on text only")
+            thinks = "; only an assistant's content begins with thoughts" if kind == "thinking" else ""
+            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on text only{thinks}")
     return "".join(texts)
 
 

@@ -30,6 +30,8 @@ from dtrain.json_files import read_json, read_text
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
+PROBE = "A thought that no template has."
+SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
 SOURCE_BYTES = 1 << 20
 SAID = 500  # characters of a template's own message
 # What a template's own code can raise on a row that does not suit it.
@@ -85,6 +87,7 @@ class ChatTemplate:
         )
         self._sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._template = self._compiled(source)
+        self._has_blocks: bool | None = None
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
 
     def __reduce__(self):
@@ -111,8 +114,7 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text. variables: of this conversation, over those of all. Raises UserError with the
         template's own message and line."""
-        silent = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
-        return self._run(_prepared(messages), tools, add_generation_prompt, {**(variables or {}), **silent})
+        return self._run(self._prepared(messages), tools, add_generation_prompt, {**(variables or {}), **SILENT})
 
     def reads(self, name: str) -> bool:
         """Whether the template knows a variable of this name that is not dtrain's to set."""
@@ -127,7 +129,7 @@ class ChatTemplate:
         it; None where no loop, or more than one, does. No characters are known where marks would change the text.
         """
         text = self.render(messages, tools)
-        prepared = _prepared(messages)
+        prepared = self._prepared(messages)
         delimiter = next((mark for mark in DELIMITERS if mark not in text), None)
         if delimiter is None:
             raise UserError("the conversation has the private characters that dtrain marks messages with; remove them")
@@ -149,6 +151,32 @@ class ChatTemplate:
             kind, loop, index = payload.split(":")
             events.append((position, kind, loop, index))
         return Marked(text, _blocks(text, events, len(prepared)), _generations(events))
+
+    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as transformers hands them to a template: nulls left out, reasoning under each name in use; for
+        one that knows it as a part of the content alone, there."""
+        prepared = _named_reasoning(messages)
+        if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks():
+            return [_in_blocks(message) for message in prepared]
+        return prepared
+
+    def _thinks_in_blocks(self) -> bool:
+        """Whether the template writes thoughts only as parts of a message's content of type thinking (Ministral 3)."""
+        if self._has_blocks is None:
+            self._has_blocks = False
+            if re.search("""['"]thinking['"]""", self.source):
+                ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": PROBE}
+                thinks = _named_reasoning([ask, say])
+                by_field, by_part = self._tried(thinks), self._tried([ask, _in_blocks(thinks[1])])
+                # One that writes the whole list as text would write the parts' names too.
+                self._has_blocks = PROBE not in by_field and PROBE in by_part and "'type'" not in by_part
+        return self._has_blocks
+
+    def _tried(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self._run(messages, None, False, SILENT)
+        except UserError:
+            return ""
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
@@ -226,8 +254,8 @@ def _named(entries: Any) -> dict[Any, Any]:
     return {entry["name"]: entry.get("template") for entry in entries} if is_sound else {}
 
 
-def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as transformers hands them to a template: nulls left out, reasoning under each name in use."""
+def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without nulls, their reasoning under each name in use."""
     prepared = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
@@ -236,6 +264,16 @@ def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         prepared.append(message)
     return prepared
+
+
+def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content, a string, stands behind its thoughts, in parts."""
+    if "reasoning_content" not in message or message["role"] != "assistant":
+        return message
+    parts = [{"type": "thinking", "thinking": message["reasoning_content"]}]
+    if message.get("content"):
+        parts.append({"type": "text", "text": message["content"]})
+    return message | {"content": parts}
 
 
 class _Generation(Extension):

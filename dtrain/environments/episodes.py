@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dtrain.data.tool_calls import FAILED
 from dtrain.environments.observations import Observation, Observations
 from dtrain.randomness import key
 from dtrain.rollout.request import Completion, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Environment(Protocol):
@@ -42,7 +45,7 @@ class Episode:
     that a call failed. metrics: the environment's, as they were last. finish: stop, the environment was done; length, a
     completion was cut or the sequence is full; turns, there were as many as may be; lost, the environment failed, and
     earned is None since nobody knows the whole of it. version: the oldest weights that a token was drawn with, where
-    the engine knows.
+    the engine knows. routed: as `Completion` has it, of each token what the first turn that read it says.
     """
 
     prompt: Sequence[int]
@@ -57,6 +60,7 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     finish: Literal["stop", "length", "turns", "lost"] = "turns"
     version: int | None = None
+    routed: "Tensor | None" = field(default=None, compare=False)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Tokens of the model, with their log-probabilities, or of the environment."""
@@ -207,5 +211,11 @@ def _take(episode: Episode, completion: Completion) -> None:
     episode.add(completion.ids, completion.logprobs)
     episode.turns += 1
     episode.longest = max(episode.longest, completion.longest)
+    routed, before = completion.routed, episode.routed
+    if routed is not None and before is not None:  # a later turn may have read a prompt anew, with other roundings
+        is_known = before[:, 0, 0] >= 0
+        routed = routed.clone()
+        routed[: len(before)][is_known] = before[is_known]
+    episode.routed = routed
     known = [version for version in (episode.version, completion.version) if version is not None]
     episode.version = min(known, default=None)

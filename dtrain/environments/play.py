@@ -93,6 +93,7 @@ class Episodes:
                 one.earned,
                 one.longest,
                 (one.calls, one.failures),
+                one.routed,
                 one.metrics,
             )
             for one in episodes

@@ -49,7 +49,7 @@ from dtrain.optim import (
 )
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.parallel.ranks import Ranks
-from dtrain.policy.build import choose_attention
+from dtrain.policy.build import choose_attention, choose_delta
 from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.saved import weights_of
 from dtrain.policy.trained import choose_trained
@@ -135,6 +135,7 @@ def rehearse(
         device, longest = torch.device(device_type), method.facts.longest_row(sized)
         model_config = found.ask(read_config, recipe.model.directory)
         found.ask(choose_attention, sized, model_config, precision, device, longest)
+        found.ask(choose_delta, sized, model_config, precision, device)
         found.ask(method.refuse_device, device)
     if model is not None:
         is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP

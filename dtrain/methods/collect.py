@@ -184,6 +184,7 @@ class Collector:
                 done.finish,
                 done.version,
                 longest=done.longest,
+                routed=done.routed,
             )
             for request, done in zip(requests, completions, strict=True)
         ]

@@ -202,7 +202,9 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
         beta = self.recipe.grpo.beta
         is_new = beta and "reference_logprobs" not in state["per_token"]
-        return super()._changed(state) + ([f"grpo.beta: 0.0 -> {beta}"] if is_new else [])
+        replays, did = self.recipe.grpo.router_replay, "routed" in state
+        changed = [f"grpo.router_replay: {did} -> {replays}".lower()] if replays != did else []
+        return super()._changed(state) + ([f"grpo.beta: 0.0 -> {beta}"] if is_new else []) + changed
 
     def _adopt(self, rollout: Rollout) -> None:
         """Take a rollout over: what its updates need of the weights as they are, the files, and the table."""

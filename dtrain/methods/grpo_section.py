@@ -195,6 +195,11 @@ def _engine(recipe: Recipe) -> list[str]:
         found.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
     if section.cuda_graphs:
         found += _graphs(recipe)
+    if section.engine == "native" and section.router_replay:
+        found.append(
+            "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, so "
+            "that there is nothing to replay; leave it out"
+        )
     if section.engine == "native" and section.max_off_policy_steps:
         found.append(
             f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, which "

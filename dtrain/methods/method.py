@@ -269,10 +269,11 @@ class RolloutMethod(Method):
             return place
         buffer = self._buffer
         sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
-        return place | sizes | {"measured": self._measured, "settings": self._settings()}
+        routed = {} if buffer.routed is None else {"routed": list(buffer.routed.shape[1:])}
+        return place | sizes | routed | {"measured": self._measured, "settings": self._settings()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffer's [N] and [T], beside what else is kept."""
+        """The buffer's [N], [T] and [T, ..], beside what else is kept."""
         kept = {f"buffer.{name}": one for name, one in self._buffer.tensors().items()} if self._is_begun() else {}
         return kept | super().tensors()
 
@@ -291,7 +292,7 @@ class RolloutMethod(Method):
         self._position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
         self._measured = dict(state.get("measured", {}))
         if "sequences" in state:
-            self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"])
+            self._buffer = Buffer.empty(state["sequences"], state["tokens"], state["per_token"], state.get("routed"))
 
     def _settings(self) -> dict[str, Any]:
         """What may not change within a rollout: its updates are counted."""

@@ -38,7 +38,8 @@ class Sample:
 
     sampled [s]: tokens of `ids` that the model drew; others are an environment's. logprobs [s]: 0 where not sampled.
     finish: stop, length, and in an environment turns or lost, which failed: what the completion is worth is unknown.
-    longest: tokens of the longest turn that the model drew, infinite where one was cut.
+    longest: tokens of the longest turn that the model drew, infinite where one was cut. routed: of all tokens, as
+    `Completion` has them.
     """
 
     prompt: Sequence[int]
@@ -50,6 +51,7 @@ class Sample:
     earned: float | None = None  # in an environment
     longest: float = 0
     calls: tuple[int, int] = (0, 0)  # of tools, and how many failed
+    routed: Tensor | None = field(default=None, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's
 
 
@@ -58,7 +60,8 @@ class Buffer:
     """N sequences, prompt and completion, one behind the other: T tokens in all.
 
     lengths [N] int64; tokens [T] int64; trained [T] bool; advantages [N] float64; counted [N] bool: takes part in the
-    updates at all. per_token: [T] float64 each, 0 where a token is not trained.
+    updates at all. per_token: [T] float64 each, 0 where a token is not trained. routed: where tokens went in the
+    engine, [T, layers, k] int16 (`batch.STREAMS`), None where their own router decides.
     """
 
     lengths: Tensor
@@ -67,6 +70,7 @@ class Buffer:
     advantages: Tensor
     counted: Tensor
     per_token: dict[str, Tensor] = field(default_factory=dict)
+    routed: Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], advantages: Tensor, counted: Tensor, trains: Tensor) -> "Buffer":
@@ -83,11 +87,14 @@ class Buffer:
             advantages.double(),
             counted,
             {"sampling_logprobs": torch.tensor(logprobs, dtype=torch.float64)},
+            _routed(samples, len(tokens)),
         )
 
     @classmethod
-    def empty(cls, sequences: int, tokens: int, per_token: Sequence[str]) -> "Buffer":
-        """Room for one of that size."""
+    def empty(
+        cls, sequences: int, tokens: int, per_token: Sequence[str], routed: Sequence[int] | None = None
+    ) -> "Buffer":
+        """Room for one of that size; routed: layers and k, where it has them."""
         return cls(
             torch.zeros(sequences, dtype=torch.int64),
             torch.zeros(tokens, dtype=torch.int64),
@@ -95,20 +102,28 @@ class Buffer:
             torch.zeros(sequences, dtype=torch.float64),
             torch.zeros(sequences, dtype=torch.bool),
             {name: torch.zeros(tokens, dtype=torch.float64) for name in per_token},
+            None if routed is None else torch.full((tokens, *routed), -1, dtype=torch.int16),
         )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, [N] and [T]."""
-        names = ("lengths", "tokens", "trained", "advantages", "counted")
+        """Every tensor by name, [N], [T] and [T, ..]."""
+        names = ("lengths", "tokens", "trained", "advantages", "counted", *(() if self.routed is None else ("routed",)))
         return {name: getattr(self, name) for name in names} | self.per_token
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """These sequences as rows [n, S] with the streams that the loss reads."""
         streams, bounds = (*ROW_STREAMS, "advantages", *self.per_token), list(pairwise(self._offsets()))
-        return collate([self._row(index, *bounds[index]) for index in indices], streams)
+        batch = collate([self._row(index, *bounds[index]) for index in indices], streams)
+        if self.routed is not None:
+            shape = (*batch["input_ids"].shape, *self.routed.shape[1:])
+            batch["routed_experts"] = self.routed.new_full(shape, -1)
+            for row, index in zip(batch["routed_experts"], indices, strict=True):
+                start, end = bounds[index]
+                row[: end - start] = self.routed[start:end]
+        return batch
 
     def flat(self, values: Tensor, indices: Sequence[int]) -> Tensor:
         """What was computed at the labels' places of `batch(indices)`, values [n, S], as [their tokens]: at the token
@@ -144,3 +159,14 @@ class Buffer:
             "advantages": torch.where(labels == IGNORE, 0.0, self.advantages[index]),
         }
         return row | {name: before(values[start:end], 0.0) for name, values in self.per_token.items()}
+
+
+def _routed(samples: Sequence[Sample], tokens: int) -> Tensor | None:
+    """[T, layers, k]; None where no sample has them."""
+    held = [one.routed for one in samples if one.routed is not None]
+    if not held:
+        return None
+    joined = torch.cat(held)
+    if len(joined) != tokens:
+        raise ValueError(f"the samples' experts are those of {len(joined)} tokens, and they have {tokens}")
+    return joined

@@ -28,7 +28,7 @@ from dtrain.models.layers import (
     plan_of,
     rounded,
 )
-from dtrain.models.moe import Router, SparseMLP
+from dtrain.models.moe import Choose, Router, SparseMLP
 from dtrain.models.tower import TextTower
 from dtrain.parallel.tensor import VocabEmbedding
 
@@ -104,10 +104,10 @@ class Gemma4Router(Router):
         """As `Router.logits`: x [T, D] -> [T, E]"""
         return cast(Tensor, self.proj(x))
 
-    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
         normed = rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, self.eps).to(x.dtype)
-        chosen, weights, shares = super().routed(normed * self.local("scale") * x.shape[-1] ** -0.5)
+        chosen, weights, shares = super().routed(normed * self.local("scale") * x.shape[-1] ** -0.5, choose)
         return chosen, weights * self.local("per_expert_scale")[chosen], shares
 
 
@@ -120,9 +120,9 @@ class Gemma4Experts(SparseMLP):
         self.router = Gemma4Router(config, sizes)
         self.pre_feedforward_layernorm_2 = Gemma4RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
         """As `SparseMLP.route`: x [T, D] -> [T, k], [T, k], [T, E]"""
-        return cast(tuple[Tensor, Tensor, Tensor], self.router(x))
+        return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
         """As `SparseMLP.seen`, [T, D]"""

@@ -36,6 +36,7 @@ from dtrain.parallel.tensor import (
 )
 
 if TYPE_CHECKING:
+    from dtrain.attention.delta_flash import FlashDelta
     from dtrain.attention.packing import Packing
     from dtrain.models.adapters import Adapter, AdapterState
     from dtrain.models.regions import Region
@@ -284,9 +285,12 @@ class PreNormLayer(Layer):
 
 
 class Decoder(Stack):
-    """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings."""
+    """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings. flash_delta computes
+    linear attention where it is not None; why it is, delta_note says."""
 
     kernel: Kernel
+    flash_delta: "FlashDelta | None" = None
+    delta_note: str = ""
 
     def __init__(
         self,
@@ -336,7 +340,7 @@ class Decoder(Stack):
                 made[rope] = self.turns(*rope, turned, hidden.dtype, turns)
             rotary[kind], masks[kind] = made[rope], None
             if kind == LINEAR:
-                masks[kind] = self.linear_mask(seq_ids, tokens or length, cache)
+                masks[kind] = self.linear_mask(seq_ids, tokens or length, cache, packing)
             elif cache is None:
                 window = config.sliding_window if kind == SLIDING else None
                 visibility = Visibility(length, length, window, rows=len(input_ids), packing=packing)
@@ -362,15 +366,20 @@ class Decoder(Stack):
             hidden = (layer.forward if bare else layer)(hidden, *beside)
         return hidden
 
+    @property
+    def takes_packing(self) -> bool:
+        """Whether what it attends with computes from a `Packing`, where there is one."""
+        return self.kernel.takes_packing or self.flash_delta is not None
+
     def turns(
         self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
     ) -> Rotary:
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
         return tables(rope, head_dim, positions, dtype, held)
 
-    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> Any:
-        """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens as
-        `states` takes it."""
+    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: "Packing | None") -> Any:
+        """What layers of linear attention need of a forward, of a family that has some; seq_ids [B, S], tokens and
+        packing as `states` takes them."""
         raise NotImplementedError
 
     def _embed(self, input_ids: Tensor) -> Tensor:
@@ -485,7 +494,7 @@ class CausalLM(ParallelModel):
     ) -> Any:
         """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
         without whole logits.
-        packing: of the whole rows, for a kernel that `takes_packing`.
+        packing: of the whole rows, for a decoder that `takes_packing`.
 
         Under FSDP it must be registered as a forward method, or the head's weight is one rank's shard. The caller
         applies config.final_logit_softcapping.

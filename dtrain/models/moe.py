@@ -6,6 +6,7 @@ rank that has the token (`parallel.experts` has the way there and back). Letters
 E experts, k of them a token.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,8 @@ from dtrain.parallel.tensor import Block
 
 if TYPE_CHECKING:
     from dtrain.models.adapters import ParameterAdapter
+
+Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
 
 # Of a sparse MLP, beside the plan of its model.
 SPARSE_PLAN = {
@@ -59,16 +62,17 @@ class Router(LocalParameters):
         out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
         return out if self.adapter is None else self.adapter(self, x, out)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
-        in max(float32, it)"""
-        chosen, weights, shares = self.routed(x)
+        in max(float32, it). choose: may put others in the place of the likeliest ones"""
+        chosen, weights, shares = self.routed(x, choose)
         return chosen, weights.to(x.dtype), shares
 
-    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As `forward`, the weights [T, k] not yet rounded"""
         shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = shares.detach().sort(stable=True, dim=-1, descending=True).indices[:, : self.top].sort(-1).values
+        chosen = chosen if choose is None else choose(chosen)
         weights = shares.gather(1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -138,7 +142,7 @@ class SparseMLP(Block):
         """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
-        chosen, weights, shares = self.route(x)
+        chosen, weights, shares = self.route(x, partial(self.routing.choose, self.layer))
         order, counts = by_expert(chosen, self.experts.count, real)
         self.routing.see(self.layer, counts)
         weights = self.routing.balanced(self.layer, weights, shares, chosen)
@@ -149,9 +153,9 @@ class SparseMLP(Block):
             mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the router gives of x [T, D]: [T, k], [T, k], [T, E]."""
-        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x))
+    def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
+        """What the router gives of x [T, D]: [T, k], [T, k], [T, E]; choose: as `Router` takes it."""
+        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
         """What experts see of x, [T, D]; a family may norm it."""

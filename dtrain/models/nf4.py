@@ -58,7 +58,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     the result it needs the memory of a tile."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     whole = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    pairs = _pairs(codes.device)
+    pairs = _pairs(codes.device, codes.is_meta)
     tile = max(1, (2**18 if codes.device.type == "cpu" else 2**22) // max(columns, 1))  # a CPU's in its cache
     for part, bits, out in zip(codes.split(tile), scales.split(tile), whole.split(tile), strict=True):
         levels = F.embedding(part.int(), pairs).view(-1, BLOCK)  # [blocks, 64]
@@ -105,12 +105,13 @@ def _levels(device: torch.device) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _pairs(device: torch.device) -> Tensor:
-    """[256, 2] float32: the levels of a byte's two weights."""
-    return _pairs_once(device)
+def _pairs(device: torch.device, is_planned: bool) -> Tensor:
+    """[256, 2] float32: the levels of a byte's two weights. is_planned: for tensors on meta, which in a plan name the
+    device that is planned."""
+    return _pairs_once(device, is_planned)
 
 
 @cache  # making them waits for the device
-def _pairs_once(device: torch.device) -> Tensor:
+def _pairs_once(device: torch.device, is_planned: bool) -> Tensor:
     levels = _levels(device)
     return torch.cartesian_prod(levels, levels)

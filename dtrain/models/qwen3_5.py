@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.decode import Cached
 from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.attention.packing import Packing
 from dtrain.models.config import LINEAR, ModelConfig
 from dtrain.models.functions import rms_norm
 from dtrain.models.gemma3 import Gemma3RMSNorm
@@ -203,10 +204,14 @@ class Qwen3_5Decoder(Decoder):
                 handed[index] = (decay.forward() if bare else decay(), *handed[index][1:])
         return super().through(hidden, input_ids, handed, bare)
 
-    def linear_mask(self, seq_ids: Tensor | None, tokens: int, cache: Cached | None) -> LinearMask | None:
+    def linear_mask(
+        self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: Packing | None
+    ) -> LinearMask | None:
         """Of the rows' documents; with a cache of its prompts, None where each row goes on by a token."""
         width = self.config.linear.width if self.config.linear else 0
-        return LinearMask.of(seq_ids, tokens, width, self.kernel.group) if cache is None else cache.linear_mask(width)
+        if cache is not None:
+            return cache.linear_mask(width)
+        return LinearMask.of(seq_ids, tokens, width, self.kernel.group, self.flash_delta, packing)
 
 
 class Qwen3_5ForCausalLM(TextTower):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from dtrain import models
+from dtrain.attention import delta_flash, delta_proof
 from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.proof import prove
@@ -34,6 +35,8 @@ from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
 
+Proof = Callable[[], str | None]
+Every = Callable[[Proof], list[str | None]]
 LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
 
 
@@ -106,6 +109,7 @@ def lay_out(
     if kernel is None:
         every = Ranks(mesh.cp.get_group()).every if mesh.cp.size() > 1 else None
         kernel = choose_attention(recipe, config, precision, device, longest_row or recipe.data.max_length, every)
+        model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, every)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
     model.use_kernel(kernel)
@@ -138,7 +142,7 @@ def choose_attention(
     precision: Precision,
     device: torch.device,
     longest: int,
-    every: Callable[[Callable[[], str | None]], list[str | None]] | None = None,
+    every: Every | None = None,
 ) -> Kernel:
     """`VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. UserError where it is not sound and
     `model.attention` insists, or rows, of `longest` tokens at most, are so long that a mask is out of the question.
@@ -168,8 +172,7 @@ def choose_attention(
         )
         return next((one for one in problems if one is not None), None)
 
-    of_ranks = [proof()] if every is None else every(proof)
-    problem = next((one for one in of_ranks if one is not None), None)
+    problem = _first_of(proof, every)
     if problem is None:
         return kernel
     if recipe.model.attention == "varlen":
@@ -183,6 +186,51 @@ def choose_attention(
             "the kernel (model.attention=sdpa takes the mask all the same, in parts, and is slow)"
         )
     return SdpaKernel(note=problem)
+
+
+def choose_delta(
+    recipe: Recipe,
+    config: ModelConfig,
+    precision: Precision,
+    device: torch.device,
+    every: Every | None = None,
+) -> tuple[delta_flash.FlashDelta | None, str]:
+    """flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, "" where
+    it is not wanted. UserError where it is not sound and `model.linear_attention` insists. every: as of
+    `choose_attention`."""
+    wanted, sizes, tp = recipe.model.linear_attention, config.linear, recipe.parallel.tp
+    if sizes is None:
+        if wanted == "fla":
+            raise UserError("model.linear_attention=fla: this model has no linear attention; leave it out")
+        return None, ""
+    if wanted == "torch" or (wanted == "auto" and not (device.type == "cuda" and precision.compute in HALF)):
+        return None, ""
+    rule = delta_flash.installed()
+
+    def proof() -> str | None:
+        if isinstance(rule, str):
+            return rule
+        return delta_proof.prove(
+            rule,
+            key_heads=sizes.key_heads // tp,
+            value_heads=sizes.value_heads // tp,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            dtype=precision.compute,
+            device=device,
+            exchanges=recipe.parallel.cp > 1,
+        )
+
+    problem = _first_of(proof, every)
+    if problem is not None and wanted == "fla":
+        raise UserError(f"model.linear_attention=fla: {problem}; set model.linear_attention=auto or torch")
+    return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
+
+
+def _first_of(proof: Proof, every: Every | None) -> str | None:
+    """The first problem that a rank's proof finds."""
+    of_ranks = [proof()] if every is None else every(proof)
+    return next((one for one in of_ranks if one is not None), None)
 
 
 def _compile(model: CausalLM, recipe: Recipe, device: torch.device) -> None:

@@ -21,7 +21,6 @@ from dtrain.config.schema import Recipe
 from dtrain.losses import TrainingSamplingParams
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
-from dtrain.models.routing import loads
 from dtrain.optim import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import give_weights_back, sync_gradients
 from dtrain.parallel.mesh import Mesh
@@ -105,12 +104,13 @@ class Policy(Saved, Memory, WeightsOut):
         sample_mask leaves out is no row of its step: `loss_fn` does not see it, nor is it a sequence that counts.
         loss_fn(source, micro_batch, global_seqs, global_tokens) -> (loss, metrics): the sum of its losses over all
         micro-batches and dp and cp ranks is the step's loss, so it divides by the global counts itself; its metrics are
-        scalars that are summed likewise.
+        scalars that are summed likewise. A stream `routed_experts` says to which experts of a mixture tokens go
+        (`batch.STREAMS`).
         eval_mode: losses alone; no gradient, no optimizer needed.
 
         Returns, on the host, `global_loss` [steps], `sums` (each metric's sum, float64 [steps]), `tokens` [steps, 3]
         (trained tokens, documents, non-padding tokens, over all ranks), `loads` (of a mixture of experts, each [steps];
-        `models.routing.loads`), `grad_norm` (of the last step, before clipping), `lr` (that it used), `rank`, and
+        `Routing.measures`), `grad_norm` (of the last step, before clipping), `lr` (that it used), `rank`, and
         `all_mb_metrics` (each metric of this rank, a list by micro-batch).
         The collectives are those of `batching.take`, and per step one all-reduce of the counts on the host before the
         backward, one of loss and metrics after; one more before where the rows of a micro-batch vary. Raises ValueError
@@ -147,15 +147,13 @@ class Policy(Saved, Memory, WeightsOut):
                 norm = updater.update()
             metrics += measured
             names = list(measured[0])
-            seen = [] if updater is None or routing is None or routing.counts is None else [routing.counts.flatten()]
+            seen = [] if updater is None or routing is None else [routing.seen()]
             zero = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = [sum((one[name].detach().double() for one in measured), zero) for name in names]
             totals.append(self._summed(torch.cat([torch.stack([loss.double(), *sums]), *seen]), self.mesh.dp_cp))
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
         return {
-            "loads": {}
-            if routing is None or updater is None
-            else loads(whole[1 + len(names) :].unflatten(0, (-1, routing.experts))),
+            "loads": {} if routing is None or updater is None else routing.measures(whole[1 + len(names) :]),
             "global_loss": whole[0],
             "sums": dict(zip(names, whole[1:], strict=False)),
             "tokens": torch.stack(counts),
@@ -223,10 +221,11 @@ class Policy(Saved, Memory, WeightsOut):
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """Inside, the model holds the reference's weights; after, its own again, whatever happens. No collective."""
+        """Inside, the model holds the reference's weights, and their router decides, whatever `routed_experts` say;
+        after, its own again, whatever happens. No collective."""
         if self.reference is None:
             raise RuntimeError("use_reference_model needs init_reference_model first")
-        with self.reference.in_place():
+        with self.reference.in_place(), self.scorer.without_replay():
             yield
 
     def get_reference_policy_logprobs(
@@ -250,8 +249,9 @@ class Policy(Saved, Memory, WeightsOut):
         every_token: bool = False,
     ) -> list[Tensor]:
         """The tensors [b, s, ..] that `score` gives of each host micro-batch, as [n, S, ..] of the batch on the CPU.
-        Streams beside the rows' own are not read; every_token: nor are labels, but `next_tokens` in their place."""
-        names = COMPLETED - {"labels", "token_mask", "sample_mask"} if every_token else COMPLETED
+        Streams beside the rows' own and `routed_experts` are not read; every_token: nor are labels, but `next_tokens`
+        in their place."""
+        names = {*COMPLETED, "routed_experts"} - ({"labels", "token_mask", "sample_mask"} if every_token else set())
         batch, _, most_rows, _ = self._take({name: value for name, value in batch.items() if name in names})
         if every_token:
             batch["labels"] = next_tokens(batch)
@@ -308,7 +308,7 @@ class Policy(Saved, Memory, WeightsOut):
             if routing is not None:
                 total = total + routing.add()
         if routing is not None:
-            routing.weight = None
+            routing.end()
         if self._sums is not None:
             self._sums.finish()
         return total, metrics

@@ -1,7 +1,8 @@
 """What a loss may ask of the model: log-probabilities of a micro-batch's labels, from inside the root's forward, token
 by token or summed by document."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypedDict
@@ -34,7 +35,7 @@ from dtrain.parallel.tensor import ScoreHead
 
 class Inputs(TypedDict):
     """What a model is called with: this rank's tokens [B, S/cp], with positions and documents where it needs them, and
-    the packing of the whole rows where its kernel takes that."""
+    the packing of the whole rows where its decoder takes that."""
 
     input_ids: Tensor
     position_ids: Tensor | None
@@ -196,6 +197,7 @@ class Scorer:
     def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device):
         self.model, self.mesh, self.device = model, mesh, device
         self._head = Head.of(model, mesh)
+        self._replays = True
 
     def at_head(self, batch: Batch, fn: Callable[..., Any], *more: Any) -> Any:
         """`fn(source, local, *more)` inside the root's forward of one host micro-batch, the graph ready for backward: a
@@ -210,27 +212,42 @@ class Scorer:
         counted = torch.arange(batch["position_ids"].shape[1])
         by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
         count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
+        _check_routed(batch, self.model)
         adapters = self.model.adapters
         if adapters is not None and adapters.dropout and self.model.training:
             whole["dropped"] = adapters.numbers(batch)
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
-        if self.model.routing is not None:
-            self.model.routing.documents = local["document_ids"], count
+        routing, replayed = self.model.routing, local.pop("routed_experts", None)
+        if routing is not None:
+            routing.documents = local["document_ids"], count
+            routing.replayed = replayed if self._replays else None
         if adapters is not None:
             adapters.tokens = local.pop("dropped", None)
         inputs: Inputs = {
             "input_ids": local["input_ids"],
             "position_ids": local["position_ids"] if by_position else None,
             "seq_ids": local["seq_ids"] if is_packed else None,
-            "packing": self._packing(batch, is_packed) if self.model.model.kernel.takes_packing else None,
+            "packing": self._packing(batch, is_packed) if self.model.model.takes_packing else None,
         }
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
             return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local, *more)
 
-        return self.model.with_head(within, **inputs)
+        found = self.model.with_head(within, **inputs)
+        if routing is not None and not torch.is_grad_enabled():  # else layers may yet be computed again
+            routing.replayed = None
+        return found
+
+    @contextmanager
+    def without_replay(self) -> Iterator[None]:
+        """Inside, the model's router decides alone: its weights are others than those that `routed_experts` are of."""
+        self._replays = False
+        try:
+            yield
+        finally:
+            self._replays = True
 
     def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
         """Of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of one rank."""
@@ -276,6 +293,20 @@ class Scorer:
         cp, length = self.mesh.cp, batch["input_ids"].shape[1]
         values, ids = (gather_tokens(one, cp, length) for one in self.at_head(batch, at_head))
         return values, ids
+
+
+def _check_routed(batch: Batch, model: CausalLM) -> None:
+    """Raises ValueError for `routed_experts` of another model."""
+    if (routed := batch.get("routed_experts")) is None:
+        return
+    sizes = model.config.experts
+    if sizes is None or model.routing is None:
+        raise ValueError("stream routed_experts: this model has no experts")
+    expected = [*batch["input_ids"].shape, model.routing.layers, sizes.top]
+    if list(routed.shape) != expected or (
+        routed.numel() and not -1 <= int(routed.min()) <= int(routed.max()) < sizes.count
+    ):
+        raise ValueError(f"stream routed_experts must be {expected}, from -1 to {sizes.count - 1}")
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -17,7 +17,9 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
 `streams`: whether it can join a process group that dtrain makes; `pause`, `resume`: what it is told around an update
 there. `names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is
-known; `dora`: whether it takes DoRA. `load_adapter` gives the name to ask for. `read` raises Unanswered for an answer
+known; `dora`: whether it takes DoRA. `routed_asked`: what a body has beside that asks for experts; `routed`: of each
+completion in `read`'s order what the answer says of them, for `rollout.routed`; `routed_start`: how a server is started
+that tells them. `load_adapter` gives the name to ask for. `read` raises Unanswered for an answer
 that may be better next time, and UserError, with the fix, for one that a setting of the server explains.
 """
 
@@ -64,6 +66,8 @@ class Vllm:
     resume: Sequence[Post] = [("/resume", {})]
     names_versions = True
     dora = False
+    routed_asked: dict[str, Any] = {}  # all its answers have them, or none
+    routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         body = {
@@ -86,8 +90,12 @@ class Vllm:
             raise Unanswered(f"an answer without choices: {str(answer)[:200]}")
         if len(choices) != len(requests):
             raise UserError(f"asked for n={len(requests)} completions, it gave {len(choices)}")
-        choices = sorted(choices, key=lambda choice: choice["index"])
-        return [self._completion(choice) for choice in choices]
+        return [self._completion(choice) for choice in sorted(choices, key=_index)]
+
+    def routed(self, answer: Any) -> list[Any]:
+        told = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=_index)]
+        prompt = answer.get("prompt_routed_experts")  # of releases that tell a prompt's apart
+        return told if prompt is None else [(prompt, [] if one is None else one) for one in told]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
@@ -157,6 +165,8 @@ class Dtrain(Vllm):
     pause = resume = ()  # it decodes nothing from the first bucket of an update to the last
     names_versions = False
     dora = True
+    routed_asked = {"return_routed_experts": True}
+    routed_start = "it must serve a mixture of experts"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         first = requests[0]
@@ -191,6 +201,8 @@ class Sglang:
     resume: Sequence[Post] = [("/continue_generation", {})]
     names_versions = True
     dora = False
+    routed_asked = {"return_routed_experts": True}
+    routed_start = "start it with --enable-return-routed-experts"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         # One prompt many times, each with a seed of its own, rather than `n`: the server shares the prompt's keys.
@@ -215,6 +227,9 @@ class Sglang:
         if len(answers) != len(requests):
             raise UserError(f"asked for {len(requests)} completions, it gave {len(answers)}")
         return [self._completion(one) for one in answers]
+
+    def routed(self, answer: Any) -> list[Any]:
+        return [one["meta_info"].get("routed_experts") for one in (answer if isinstance(answer, list) else [answer])]
 
     def _completion(self, answer: Any) -> Completion:
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
@@ -311,6 +326,10 @@ def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
         raise UserError("a completion has a logprob that is no number")
     return Completion(ids, [float(value) for value in logprobs], finish, version)
+
+
+def _index(choice: dict[str, Any]) -> int:
+    return int(choice["index"])
 
 
 def _version(value: Any) -> int | None:

@@ -14,17 +14,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain.errors import Interrupted, UserError
 from dtrain.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
 from dtrain.remote.wire import Refused, Unanswered, Wire
-from dtrain.rollout.request import AskStop, Completion, Request
+from dtrain.rollout.request import AskStop, Completion, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from dtrain.rollout.routed import RoutedReader
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 ASK_EVERY = 0.5  # seconds between questions whether to stop
+TRY_SECONDS = 30.0  # for the completion that shows what a server says
 TOLD_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 
@@ -106,7 +110,9 @@ class HttpEngine:
     retries: further tries at one server, with growing pauses, where it gives no answer or a passing error; a server
     that fails is passed over for a while, the others go on. concurrency: calls under way at once, over all servers.
     samples_per_call: at most so many samples of a prompt in one call. start_timeout: seconds that the servers may take
-    to come up. api_key_file: a file with the key that the servers want. say: gets a line about each server that fails.
+    to come up. api_key_file: a file with the key that the servers want. routed: reads where the tokens went, which the
+    servers are then asked for with every completion, and once before, with a prompt of two tokens. say: gets a line
+    about each server that fails.
 
     Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
     `ask_stop` says yes while they come up.
@@ -124,6 +130,7 @@ class HttpEngine:
         samples_per_call: int | None = None,
         start_timeout: float = 300.0,
         api_key_file: str | Path | None = None,
+        routed: "RoutedReader | None" = None,
         say: Callable[[str], None] = lambda line: None,
         ask_stop: AskStop | None = None,
     ):
@@ -132,7 +139,7 @@ class HttpEngine:
         if kind != "auto" and kind not in DIALECTS:
             raise UserError(f"kind={kind} is unknown; choose auto, {', '.join(DIALECTS)}")
         self.timeout, self.retries, self.concurrency, self.say = timeout, retries, concurrency, say
-        self.samples_per_call = samples_per_call
+        self.samples_per_call, self._routed = samples_per_call, routed
         self._changed = threading.Condition()
         self._closed = False
         key = read_key(api_key_file)
@@ -221,7 +228,41 @@ class HttpEngine:
                     ) from error
         if model is not None and model not in models:
             raise UserError(f"{wire.url} has no model {model}; it has {', '.join(models)}")
-        return ServerClient(wire, dialect, model or models[0])
+        server = ServerClient(wire, dialect, model or models[0])
+        if self._routed is not None:
+            self._try_routed(server)
+        return server
+
+    def _try_routed(self, server: ServerClient) -> None:
+        """Raises UserError where it does not say where tokens go, or serves another model. One that gives no answer now
+        may wait for weights."""
+        requests = [Request([0, 0], SamplingParams(max_new_tokens=1))]
+        path, body = server.dialect.body(requests, server.model)
+        try:
+            try:
+                answer = server.wire.ask(path, body | server.dialect.routed_asked, min(TRY_SECONDS, self.timeout))
+                completions = server.dialect.read(answer, requests)
+            except Unanswered:
+                return
+            self._with_routed(server, answer, requests, completions)
+        except (Refused, Unanswered, UserError) as error:
+            what = "grpo.router_replay=true needs servers that say which experts tokens go to"
+            raise UserError(f"{server.wire.url}: {error}; {what}") from error
+
+    def _with_routed(
+        self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
+    ) -> list[Completion]:
+        """`completions` with what is said of experts. Raises UserError, and Unanswered where that is nothing."""
+        if (reader := self._routed) is None:
+            return completions
+        found = []
+        told = server.dialect.routed(answer)
+        for one, request, text in zip(completions, requests, told, strict=True):
+            count = len(request.prompt) + len(one.ids)
+            if text is None and one.ids:
+                raise Unanswered(f"its answer has no routed experts; {server.dialect.routed_start}")
+            found.append(replace(one, routed=reader.read(text, count) if one.ids else reader.nothing(count)))
+        return found
 
     def _update(self, give: Callable[[ServerClient, Call], str | None], version: int, directory: Path) -> None:
         """Give all servers their weights from `directory`: `give` raises where one does not take them, and names the
@@ -289,17 +330,18 @@ class HttpEngine:
                 server.failures = 0
             return [one if one.version is not None else replace(one, version=told) for one in completions]
 
-    @staticmethod
-    def _ask(place: _Place, requests: Sequence[Request], seconds: float) -> list[Completion]:
+    def _ask(self, place: _Place, requests: Sequence[Request], seconds: float) -> list[Completion]:
         server, adapter = place.server, place.adapter
         path, body = server.dialect.body(requests, server.model, adapter)
+        if self._routed is not None:
+            body = body | server.dialect.routed_asked
         try:
             answer = server.wire.ask(path, body, seconds)
         except Refused as error:
             if adapter is None or error.status != 404:
                 raise
             raise Unanswered(f"{error} (it had the adapter {adapter}): was it restarted?") from error
-        completions = server.dialect.read(answer, requests)
+        completions = self._with_routed(server, answer, requests, server.dialect.read(answer, requests))
         if adapter is None or not server.dialect.names_versions:
             return completions
         return [replace(one, version=place.version) for one in completions]  # the name tells, not the base's version

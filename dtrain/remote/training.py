@@ -16,6 +16,7 @@ from dtrain.remote.ahead import Ahead
 from dtrain.remote.http import HttpEngine
 from dtrain.remote.publish import DirectoryPublisher, StreamPublisher
 from dtrain.rollout.request import AskStop, Completion, Request
+from dtrain.rollout.routed import RoutedReader
 
 
 class OverHttp:
@@ -33,6 +34,7 @@ class OverHttp:
         self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
 
         engine: HttpEngine | None = None
+        routed = RoutedReader.of(policy.model.config) if recipe.grpo.router_replay else None
 
         def connect() -> bool:
             nonlocal engine
@@ -46,6 +48,7 @@ class OverHttp:
                     concurrency=section.concurrency,
                     start_timeout=section.start_timeout,
                     api_key_file=section.api_key_file,
+                    routed=routed,
                     say=run.metrics.say,
                     ask_stop=run.ask_stop,
                 )

@@ -11,6 +11,7 @@ worker, child                      the user's code in a process of its own, from
 weights                            weights on their way to another engine, in buckets
 generate                           completions in one call
 scores                             how likely the tokens of prompts are
+routed                             which experts tokens went to, on the wire
 """
 
 from typing import Any

@@ -66,7 +66,8 @@ class Engine:
     of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
     graphs: makes what captures decoding steps (`graphs.CudaGraphs`), for a model that is whole on its device and whose
-    weights are gathered; rows then have room for all their tokens from the beginning.
+    weights are gathered; rows then have room for all their tokens from the beginning. notes_experts: keeps where the
+    tokens of prompts went, so that requests may ask for it; of a mixture of experts, without graphs.
     """
 
     def __init__(
@@ -79,7 +80,10 @@ class Engine:
         device: torch.device | None = None,
         peers: Peers | None = None,
         graphs: "Callable[[torch.device], GraphMaker] | None" = None,
+        notes_experts: bool = False,
     ):
+        if notes_experts and (model.routing is None or graphs is not None):
+            raise ValueError("notes_experts is for a mixture of experts, without graphs")
         config = model.config
         self.model = model
         self.device = device or next(model.parameters()).device
@@ -89,6 +93,7 @@ class Engine:
         self._decode_text = decode
         self._peers = peers or Peers()
         self._graphs = graphs
+        self._notes_experts = notes_experts
         self._windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
@@ -104,7 +109,7 @@ class Engine:
         self._prompts: dict[tuple[int, ...], _Prompt] = {}  # in the cache
         self._held = 0  # positions that prompts and rows may come to fill
         self._rows: list[_Sequence] = []  # decoding, in the cache's order
-        self._fresh: list[tuple[list[_Sequence], Tensor, Tensor]] = []  # drawn since the last look
+        self._fresh: list[_Drawn] = []  # since the last look
         self._tokens = self._index([])  # the last ones drawn, [R]
         self._decoding: _Decoding | None = None  # None: rows came, went or grew
         self._steps = None
@@ -254,6 +259,7 @@ class Engine:
                 self._read(group[start : start + count])
         for row in entering:
             self._prompts[row.prompt].users += 1
+            row.prompt_routed = self._prompts[row.prompt].routed
         logits = torch.stack([self._prompts[row.prompt].logits for row in entering])
         tokens = self._draw(entering, logits, self._sampler(entering), self._index([0] * len(entering)))
         if self._look_every == 1:
@@ -268,9 +274,22 @@ class Engine:
         # With a token of its own: a NaN that padding brings in would be one after the masked product too.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
         self._peers.before_forward()
-        logits = self.model.next_logits(self._index(padded), Prefill(self._store, places, self.device))  # [B, V]
-        for ids, place, row in zip(prompts, places, logits, strict=True):
-            self._prompts[ids] = _Prompt(place, row)
+        cache = Prefill(self._store, places, self.device)
+        logits, routed = self._forward(self._index(padded), cache, self._notes_experts)  # [B, V], [B, S, layers, k]
+        for index, (ids, place, row) in enumerate(zip(prompts, places, logits, strict=True)):
+            where = None if routed is None else routed[index, : len(ids)].clone()
+            self._prompts[ids] = _Prompt(place, row, where)
+
+    def _forward(self, tokens: Tensor, cache: Prefill | Decode, notes: bool) -> tuple[Tensor, Tensor | None]:
+        """`next_logits`, and with `notes` where the tokens [B, S] went, [B, S, layers, k] int16."""
+        routing = self.model.routing
+        if not notes or routing is None:
+            return self.model.next_logits(tokens, cache), None
+        routing.noted = {}
+        try:
+            return self.model.next_logits(tokens, cache), routing.told(len(tokens))
+        finally:
+            routing.noted = None
 
     def _lay_out(self, entering: list["_Sequence"], first_tokens: Tensor) -> "_Decoding | None":
         """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without
@@ -310,8 +329,9 @@ class Engine:
         decode, step = decoding.decode, decoding.step
         if step is None:
             decode.begin()
-            logits = self.model.next_logits(self._tokens[:, None], decode)  # [R, V]
-            self._tokens = self._draw(self._rows, logits, decoding.sampler, decode.drawn)
+            notes = any(row.request.routed for row in self._rows)
+            logits, routed = self._forward(self._tokens[:, None], decode, notes)  # [R, V], [R, 1, layers, k]
+            self._tokens = self._draw(self._rows, logits, decoding.sampler, decode.drawn, routed)
             decode.end()
         else:
             step()
@@ -324,28 +344,38 @@ class Engine:
     def _index(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
-    def _draw(self, rows: list["_Sequence"], logits: Tensor, sampler: Sampler, drawn: Tensor) -> Tensor:
-        return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)))
+    def _draw(
+        self,
+        rows: list["_Sequence"],
+        logits: Tensor,
+        sampler: Sampler,
+        drawn: Tensor,
+        routed: Tensor | None = None,
+    ) -> Tensor:
+        return self._keep(rows, *self._peers.agree(*sampler.draw(logits, drawn)), routed)
 
-    def _keep(self, rows: list["_Sequence"], tokens: Tensor, logprobs: Tensor) -> Tensor:
-        self._fresh.append((rows, tokens, logprobs))
+    def _keep(self, rows: list["_Sequence"], tokens: Tensor, logprobs: Tensor, routed: Tensor | None = None) -> Tensor:
+        self._fresh.append(_Drawn(rows, tokens, logprobs, routed))
         for row in rows:
             row.drawn += 1
         return tokens
 
     def _look(self) -> None:
         """Read what was drawn since the last look, and find the completions that have ended."""
-        tokens = torch.cat([tokens for _, tokens, _ in self._fresh]).tolist()
-        logprobs = torch.cat([logprobs for _, _, logprobs in self._fresh]).tolist()
-        rows = [row for rows, _, _ in self._fresh for row in rows]
+        tokens = torch.cat([one.tokens for one in self._fresh]).tolist()
+        logprobs = torch.cat([one.logprobs for one in self._fresh]).tolist()
+        rows = [row for one in self._fresh for row in one.rows]
+        routed = [where for one in self._fresh for where in one.routed_of_rows()]
         self._fresh = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for row, token, logprob, where in zip(rows, tokens, logprobs, routed, strict=True):
             if row.is_done:
                 continue
+            if where is not None and row.request.routed:
+                row.routed.append(where)
             if logprob != logprob:
                 self._failed.append(row.ticket)
             elif (finish := row.push(token, logprob)) is not None:
-                self._finished.append((row.ticket, Completion(row.ids, row.logprobs, finish)))
+                self._finished.append((row.ticket, Completion(row.ids, row.logprobs, finish, routed=row.all_routed())))
             else:
                 continue
             row.is_done = True
@@ -388,6 +418,8 @@ class Engine:
                 f"{name} may come to {longest} tokens, and with LongRoPE this model takes {most}; lower "
                 f"max_new_tokens={request.sampling.max_new_tokens}, or shorten the prompt"
             )
+        if request.routed and not self._notes_experts:
+            raise UserError(f"{name} asks which experts tokens go to, which is told of a mixture of experts alone")
         needed = slot_size(len(request.prompt)) + slot_size(request.sampling.max_new_tokens)
         if needed > self.budget.tokens:
             raise UserError(
@@ -407,6 +439,8 @@ class _Sequence:
         self.ids: list[int] = []  # seen by the host
         self.logprobs: list[float] = []
         self.drawn = 0  # tokens drawn, seen or not
+        self.prompt_routed: Tensor | None = None  # [P, layers, k]
+        self.routed: list[Tensor] = []  # of the tokens seen by the host, but the last one, [1, layers, k] each
         self.is_done = False
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._texts = StopTexts(request.sampling.stop, decode) if request.sampling.stop and decode else None
@@ -433,6 +467,28 @@ class _Sequence:
             return "stop"
         return "length" if len(self.ids) == self.request.sampling.max_new_tokens else None
 
+    def all_routed(self) -> Tensor | None:
+        """`Completion.routed`."""
+        if not self.request.routed or self.prompt_routed is None:
+            return None
+        prompt = self.prompt_routed.cpu()
+        return torch.cat([prompt, *self.routed, prompt.new_full((1, *prompt.shape[1:]), -1)])
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Tokens [R] int64 of rows, their logprobs [R], and where the tokens that were read for them went, [R, 1, layers,
+    k], where it was noted."""
+
+    rows: list[_Sequence]
+    tokens: Tensor
+    logprobs: Tensor
+    routed: Tensor | None
+
+    def routed_of_rows(self) -> Sequence[Tensor | None]:
+        """[1, layers, k] of each row, on the host."""
+        return [None] * len(self.rows) if self.routed is None else self.routed.cpu().unbind(0)
+
 
 @dataclass
 class _Decoding:
@@ -445,8 +501,10 @@ class _Decoding:
 
 @dataclass
 class _Prompt:
-    """A prompt in the cache: its place, the logits [V] after it, and how many rows use it."""
+    """A prompt in the cache: its place, the logits [V] after it, where its tokens went, [P, layers, k], where that is
+    noted, and how many rows use it."""
 
     place: Place
     logits: Tensor
+    routed: Tensor | None
     users: int = 0

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AskStop = Callable[[], bool]  # whether to give up what is being drawn
 
@@ -33,7 +36,8 @@ class Request:
     """One completion of one prompt.
 
     The draw at position t depends on (seed, prompt_index, sample_index, t) alone: not on the batch, the mesh or the
-    order of the requests. Requests with equal prompts share the work of reading the prompt.
+    order of the requests. Requests with equal prompts share the work of reading the prompt. routed: whether the
+    completion is to say which experts tokens went to.
     """
 
     prompt: Sequence[int]
@@ -41,6 +45,7 @@ class Request:
     seed: int = 0
     prompt_index: int = 0
     sample_index: int = 0
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,15 @@ class Completion:
     logprobs: of the distribution sampled from; at temperature 0 the log-softmax of the plain logits.
     finish: "stop" by a stop token or text, "length" by max_new_tokens.
     version: how many updates the weights had seen, where the engine knows; the oldest of the completion's tokens.
+    routed: the experts that the tokens of prompt and completion went to, [tokens, layers, k] int16 on the host; -1
+    where nobody says, as of the last one, which no forward has read; None where the engine was not asked.
     """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
     version: int | None = None
+    routed: "Tensor | None" = field(default=None, compare=False)
 
     @property
     def longest(self) -> float:

@@ -1,7 +1,7 @@
 """Completions to what OpenAI's API answers, whole or as server-sent events. No torch.
 
-Beside OpenAI's fields a choice has vLLM's `stop_reason`, `token_ids` and `prompt_token_ids` where they were asked for,
-and dtrain's `weight_version`: the oldest version of the weights that drew one of its tokens.
+Beside OpenAI's fields a choice has vLLM's `stop_reason`, `token_ids`, `prompt_token_ids` and `routed_experts` where
+they were asked for, and dtrain's `weight_version`: the oldest version of the weights that drew one of its tokens.
 """
 
 import json
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 @dataclass(frozen=True)
 class StreamChunk:
     """Tokens of request `index`, all or further ones; finish: None while more may come; prompt: the scores of its
-    prompt, where they were asked for."""
+    prompt, where they were asked for; routed: with the finish, where prompt and tokens went (`rollout.routed`)."""
 
     index: int
     ids: list[int]
@@ -33,6 +33,7 @@ class StreamChunk:
     finish: str | None
     version: int
     prompt: "TokenScores | None" = None
+    routed: str | None = None
 
 
 @dataclass
@@ -100,6 +101,8 @@ class Answer:
             choice["token_ids"] = piece.ids
             if is_first:
                 choice["prompt_token_ids"] = list(self.ask.requests[piece.index].prompt)
+        if piece.routed is not None:
+            choice["routed_experts"] = piece.routed
         choice["weight_version"] = piece.version
         return choice
 

@@ -1,6 +1,7 @@
 """What a client may ask: bodies of /v1/completions and /v1/chat/completions to requests, or an error that says why not.
 
-The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults. dtrain's own are
+The fields are in the tables below: OpenAI's, and vLLM's beside them, with their defaults, and SGLang's
+`return_routed_experts`. dtrain's own are
 `prompt_index` and `sample_index`: the numbers of the first prompt and the first sample, which together with `seed` make
 the draws those of the native engine. No torch.
 """
@@ -80,6 +81,7 @@ SAMPLING: Table = {
     ),
     "return_token_ids": FLAG,
     "return_tokens_as_token_ids": FLAG,
+    "return_routed_experts": FLAG,
     "response_format": Field(among=({"type": "text"},)),
     "logit_bias": Field(among=({},)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), ZERO),
@@ -224,6 +226,9 @@ class Parser:
         if fields["top_p"] == 0:
             raise ApiError(400, f"top_p={fields['top_p']} must be above 0", "top_p")
         self._check_ids(fields["stop_token_ids"], "stop_token_ids")
+        if fields["return_routed_experts"] and fields["stream"]:
+            what = "return_routed_experts=True is not for streams: set stream=False"
+            raise ApiError(400, what, "return_routed_experts")
         return fields
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
@@ -263,7 +268,14 @@ class Parser:
         )
         seed = secrets.randbelow(SEED_LIMIT) if fields["seed"] is None else fields["seed"]
         requests = [
-            Request(prompt, sampling, seed, fields["prompt_index"] + index, fields["sample_index"] + sample)
+            Request(
+                prompt,
+                sampling,
+                seed,
+                fields["prompt_index"] + index,
+                fields["sample_index"] + sample,
+                fields["return_routed_experts"],
+            )
             for index, prompt in enumerate(prompts)
             for sample in range(fields["n"])
         ]

@@ -64,7 +64,14 @@ def serve_directory(asked: Namespace, say: Callable[[str], None] = print) -> Non
         return
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=PromptOptions(length))
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    worker = EngineThread(Engine(model, decode=decode, max_rows=asked.max_rows, max_tokens=asked.max_tokens))
+    engine = Engine(
+        model,
+        decode=decode,
+        max_rows=asked.max_rows,
+        max_tokens=asked.max_tokens,
+        notes_experts=model.routing is not None,
+    )
+    worker = EngineThread(engine)
     parser = Parser(encoder, name, length)
     updates = Updates(model, worker, asked.control, watched=asked.watch is not None)
     service = Service(parser, worker, updates, key, hosts)

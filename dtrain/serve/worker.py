@@ -26,6 +26,7 @@ from dtrain.errors import UserError
 from dtrain.models.adapters import AdapterState
 from dtrain.rollout.engine import Engine, NotFinite
 from dtrain.rollout.request import Request
+from dtrain.rollout.routed import to_npy_text
 from dtrain.rollout.scores import TokenScores, score_prompts
 from dtrain.serve.answers import StreamChunk
 from dtrain.serve.fields import ApiError
@@ -291,8 +292,10 @@ class EngineThread(threading.Thread):
         return job.scores
 
     @staticmethod
-    def _chunk(row: _Row, ids: list[int], logprobs: list[float], finish: str | None) -> StreamChunk:
-        return StreamChunk(row.index, ids, logprobs, finish, row.version, row.scores)
+    def _chunk(
+        row: _Row, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None
+    ) -> StreamChunk:
+        return StreamChunk(row.index, ids, logprobs, finish, row.version, row.scores, routed)
 
     def _step(self) -> None:
         try:
@@ -308,7 +311,8 @@ class EngineThread(threading.Thread):
         for ticket, completion in ended:
             row = self._rows.pop(ticket)
             ids, logprobs = completion.ids[row.given :], completion.logprobs[row.given :]
-            row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish))
+            routed = None if completion.routed is None else to_npy_text(completion.routed[:-1])
+            row.job.pieces.put(self._chunk(row, ids, logprobs, completion.finish, routed))
         for ticket, row in self._rows.items():
             if row.job.stream:
                 ids, logprobs = self._engine.progress(ticket, row.given)

@@ -49,17 +49,23 @@ def convolved(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.silu(sum(padded[at : at + len(x)] * weight[:, at] for at in range(width)))
 
 
-def recurred(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One document: q, k [n, Hk, K], v [n, Hv, V], g, beta [n, Hv] -> [n, Hv, V] and the state [Hv, K, V]"""
-    repeats = v.shape[1] // k.shape[1]
-    q, k = ((x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(repeats, 1) for x in (q, k))
-    state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), []
-    for t in range(len(v)):
-        state = state * g[t].exp()[:, None, None]
-        predicted = torch.einsum("hk,hkv->hv", k[t], state)
-        state = state + torch.einsum("hk,hv->hkv", k[t], (v[t] - predicted) * beta[t][:, None])
-        out.append(torch.einsum("hk,hkv->hv", q[t], state) * q.shape[-1] ** -0.5)
-    return torch.stack(out), state
+def recurred(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A document, or several of one length: q, k [.., n, Hk, K], v [.., n, Hv, V], g, beta [.., n, Hv] -> outputs as v,
+    and the state [.., Hv, K, V], which goes on from `state`"""
+    repeats = v.shape[-2] // k.shape[-2]
+    q, k = ((x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(repeats, -2) for x in (q, k))
+    out = []
+    if state is None:
+        state = v.new_zeros(*v.shape[:-3], v.shape[-2], k.shape[-1], v.shape[-1])
+    tokens = *(x.unbind(-3) for x in (q, k, v)), *(x.unbind(-2) for x in (g, beta))
+    for of_q, of_k, of_v, of_g, of_beta in zip(*tokens, strict=True):
+        state = state * of_g.exp()[..., None, None]
+        predicted = torch.einsum("...hk,...hkv->...hv", of_k, state)
+        state = state + torch.einsum("...hk,...hv->...hkv", of_k, (of_v - predicted) * of_beta[..., None])
+        out.append(torch.einsum("...hk,...hkv->...hv", of_q, state) * q.shape[-1] ** -0.5)
+    return torch.stack(out, -3), state
 
 
 def alone(

@@ -7,15 +7,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dtrain.attention import delta, delta_chunks
 from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
+from dtrain.attention.delta_flash import FlashDelta
 from dtrain.parallel.checkpointing import _keep_expensive
+from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 
 SHARED, EQUAL = Sizes(), Sizes(key_heads=3, value_heads=3, key=4, value=6, width=3)
 
 
-def computed(leaves, documents, sizes):
+def computed(leaves, documents, sizes, flash=None):
     x, weight, g, beta = leaves
-    mask = LinearMask.of(documents, x.shape[1], sizes.width)
+    mask = LinearMask.of(documents, x.shape[1], sizes.width, flash=flash)
     return gated_delta(*heads(causal_conv(x, weight, mask), sizes), g, beta, mask)[0]
 
 
@@ -38,29 +40,31 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("flash", [None, FlashDelta(chunk_gated_delta_rule)], ids=["chunks", "fla"])
 @pytest.mark.parametrize("sizes", [SHARED, EQUAL], ids=["shared", "equal"])
 @pytest.mark.parametrize("case", ROWS)
-def test_packed_rows_are_their_documents_alone(case, sizes):
+def test_packed_rows_are_their_documents_alone(case, sizes, flash):
     """What Automodel #2131 and ms-swift #9618 had wrong: a document went on from the state, and from the convolution's
     last inputs, of the one before."""
     documents = ROWS[case]
     leaves = inputs(*documents.shape, sizes)
     up = torch.randn(*documents.shape, sizes.value_heads, sizes.value, dtype=torch.float64)
-    out, grads = differentiated(lambda some: computed(some, documents, sizes), leaves, up)
+    out, grads = differentiated(lambda some: computed(some, documents, sizes, flash), leaves, up)
     expected, expected_grads = differentiated(lambda some: alone(*some, documents, sizes)[0], leaves, up)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     for one, other in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_heads_and_tokens_some_at_a_time_give_the_same(monkeypatch):
+@pytest.mark.parametrize("flash", [None, FlashDelta(chunk_gated_delta_rule)], ids=["chunks", "fla"])
+def test_heads_and_tokens_some_at_a_time_give_the_same(monkeypatch, flash):
     documents = ROWS["across chunks"]
     leaves = inputs(*documents.shape, SHARED)
     up = torch.randn(*documents.shape, SHARED.value_heads, SHARED.value, dtype=torch.float64)
-    together = differentiated(lambda some: computed(some, documents, SHARED), leaves, up)
+    together = differentiated(lambda some: computed(some, documents, SHARED, flash), leaves, up)
     monkeypatch.setattr(delta_chunks, "GROUP", 1)
     monkeypatch.setattr(delta, "BLOCK", 1)  # 64 tokens, the fewest
-    apart = differentiated(lambda some: computed(some, documents, SHARED), leaves, up)
+    apart = differentiated(lambda some: computed(some, documents, SHARED, flash), leaves, up)
     for one, other in zip([together[0], *together[1]], [apart[0], *apart[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 

@@ -7,15 +7,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.attention import delta_chunks
 from dtrain.attention.delta import LinearMask, causal_conv, gated_delta
+from dtrain.attention.delta_flash import FlashDelta
+from dtrain.attention.packing import Packing
 from dtrain.parallel.layout import join_sequence, shard_sequence
+from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 from tests.world import run_world
 
 SIZES = Sizes()
 
 
-def _computed(rank, documents, leaves, up, extra=0):
-    """This rank's outputs and gradients; the weight's are one rank's part."""
+def _computed(rank, documents, leaves, up, extra=0, flash=None):
+    """This rank's outputs and gradients; the weight's are one rank's part. flash: "packing" or "documents", by which
+    flash-linear-attention knows where documents lie."""
     size, group = dist.get_world_size(), dist.group.WORLD
     x, weight, g, beta = (
         one.clone() if one.dim() == 2 else shard_sequence(one, rank, size).contiguous() for one in leaves
@@ -26,12 +30,19 @@ def _computed(rank, documents, leaves, up, extra=0):
     if extra:
         x, g, beta = (torch.nn.functional.pad(one, (0, 0, 0, extra), value=0.5) for one in (x, g, beta))
         ids = None if ids is None else torch.nn.functional.pad(ids, (0, extra), value=-1)
-    mask = LinearMask.of(ids, tokens, SIZES.width, group)
+    packing = Packing.of(_positions(documents), documents) if flash == "packing" else None
+    rule = None if flash is None else FlashDelta(chunk_gated_delta_rule)
+    mask = LinearMask.of(ids, tokens, SIZES.width, group, rule, packing)
     out, state = gated_delta(*heads(causal_conv(x, weight, mask), SIZES), g, beta, mask)
     assert state is None
     out = out[:, :tokens]
     (out * shard_sequence(up, rank, size)).sum().backward()
     return [one.numpy() for one in (out.detach(), *(one.grad for one in mine))]
+
+
+def _positions(documents):
+    counts = [ids.unique_consecutive(return_counts=True)[1] for ids in documents]
+    return torch.stack([torch.cat([torch.arange(int(count)) for count in row]) for row in counts])
 
 
 def _on_ranks(size, *args):
@@ -49,15 +60,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "flash"), [(2, None), (4, None), (2, "packing"), (4, "packing"), (2, "documents")])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_compute_what_each_document_gives(case, size):
+def test_ranks_compute_what_each_document_gives(case, size, flash):
     documents = CASES[case]
     leaves = inputs(*documents.shape, SIZES)
     real = (documents >= 0)[..., None, None]
     up = torch.randn(*documents.shape, SIZES.value_heads, SIZES.value, dtype=torch.float64)
     extra = 3 if case == "two rows" else 0  # what sequence parallel pads
-    found = _on_ranks(size, documents, leaves, up, extra)
+    found = _on_ranks(size, documents, leaves, up, extra, flash)
     for one in leaves:
         one.requires_grad_()
     expected, _ = alone(*leaves, documents, SIZES)
@@ -69,10 +80,11 @@ def test_ranks_compute_what_each_document_gives(case, size):
     torch.testing.assert_close(sum(of_weight), leaves[1].grad, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_compute_whole_rows_without_documents():
+@pytest.mark.parametrize("flash", [None, "documents"])
+def test_ranks_compute_whole_rows_without_documents(flash):
     leaves = inputs(2, 24, SIZES)
     up = torch.randn(2, 24, SIZES.value_heads, SIZES.value, dtype=torch.float64)
-    found = _on_ranks(2, None, leaves, up)
+    found = _on_ranks(2, None, leaves, up, 0, flash)
     expected, _ = alone(*leaves, torch.zeros(2, 24, dtype=torch.int64), SIZES)
     torch.testing.assert_close(join_sequence([one[0] for one in found]), expected, rtol=0, atol=1e-12)
 
@@ -109,6 +121,7 @@ def _sent(rank, length):
 
 
 def test_what_ranks_send_does_not_grow_with_the_row():
+    """maxtext #4932, where each rank got the whole sequence."""
     short, long = (run_world(_sent, 2, length) for length in (512, 4096))
     assert short == long
     pieces, value, (_, heads_, key, size, width) = 2, 8, SIZES

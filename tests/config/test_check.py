@@ -92,6 +92,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=grpo", "grpo.rewards=[{fn: math_exct}]"], "did you mean math_exact?"),
         (1, ["method=grpo", "grpo.engine=http"], "grpo.engine=http needs grpo.server.urls"),
         (1, ["method=grpo", "grpo.max_off_policy_steps=1"], "needs grpo.engine=http"),
+        (1, ["method=grpo", "grpo.router_replay=true"], "with grpo.engine=native one router draws and trains"),
         (2, ["method=grpo", "grpo.cuda_graphs=true", "parallel.tp=2"], "parallel.tp=2 sends within every layer"),
         (1, ["method=grpo", "grpo.cuda_graphs=true", "grpo.unshard=false"], "and grpo.unshard=false gathers weights"),
         (1, ["method=grpo", "grpo.cuda_graphs=true", "launch.device=cpu"], "and launch.device=cpu has none"),
@@ -158,6 +159,11 @@ def test_what_recipes_may_switch_off_passes():
 )
 def test_meshes_and_plans_pass(overrides):
     assert problems(8, *overrides) == []
+
+
+def test_flash_linear_attention_is_refused_where_it_cannot_be():
+    (found,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
+    assert "model.linear_attention=fla is for CUDA" in found and "set model.linear_attention=auto" in found
 
 
 def test_varlen_attention_is_refused_where_it_cannot_be():

@@ -35,3 +35,17 @@ QWEN35 = _read("qwen35")
 MISTRAL = _read("mistral")
 # Calls of tools as calls in Python, answers as turns of an environment; the last reply alone ends with EOS (OLMo 3).
 OLMO3 = _read("olmo3")
+
+# Thoughts are parts of the content, as in Ministral 3's.
+PARTS = """{{ bos_token }}{% for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if message.content is string %}{{ message.content }}
+{%- elif message.content | length > 0 %}
+{%- for part in message.content %}
+{%- if part['type'] == 'thinking' %}{{ '[THINK]' + part['thinking'] + '[/THINK]' }}
+{%- else %}{{ part['text'] }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- for call in message.tool_calls or [] %}{{ '[CALL]' + call.function.name }}{% endfor %}{{ eos_token }}
+{%- else %}{{ '[' + message.role + ']' + message.content + '[/]' }}{% endif %}
+{%- endfor %}"""

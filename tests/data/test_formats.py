@@ -38,6 +38,24 @@ def test_messages_lose_marks_and_nulls():
     assert sample == Conversation(kept, [False, False, None, False, True], [{"type": "function"}])
 
 
+def test_thoughts_that_are_parts_of_the_content():
+    first, second = ({"type": "thinking", "thinking": one} for one in ("hm", [{"type": "text", "text": ", ja"}]))
+    said = [first, second, {"type": "text", "text": "a"}]
+    thought = {"role": "assistant", "reasoning_content": "hm, ja"}
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [USER, {"role": "assistant", "content": said}, {**REPLY, "content": [first], "tool_calls": [call]}]
+    found = normalise({"messages": messages}, "messages").messages
+    assert found[1] == {**thought, "content": "a"}
+    assert "content" not in found[2] and found[2]["reasoning_content"] == "hm"
+    for wrong, told in (
+        ([USER, {**REPLY, "content": said, "reasoning_content": "x"}], "so has reasoning_content; keep one"),
+        ([USER, {**REPLY, "content": [said[2], first]}], r"content\[1\] is of type 'thinking'"),
+        ([{**USER, "content": said}, REPLY], "only an assistant's content begins with thoughts"),
+    ):
+        with pytest.raises(UserError, match=told):
+            normalise({"messages": wrong}, "messages")
+
+
 def test_sharegpt_speakers_and_calls():
     row = {
         "system": "be brief",

@@ -56,6 +56,27 @@ def test_equals_transformers(tmp_path, family, chat, variables):
             assert tokenizer.encode(expected) == ids
 
 
+def test_thoughts_go_where_the_template_reads_them(tmp_path):
+    save(tmp_path, byte_level(), templates.PARTS)
+    _, template = load(tmp_path)
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    thought = {"type": "thinking", "thinking": "hm"}
+    call = {"role": "assistant", "tool_calls": [CALL]}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        rows = [ASK, {**call, name: "hm"}, {"role": "tool", "content": "7"}, {**SAY, name: "hm"}, ASK, SAY]
+        parts = [[thought], None, [thought, {"type": "text", "text": " Me.\n"}]]
+        theirs = [
+            ASK,
+            *({**row, "content": part or row["content"]} for row, part in zip(rows[1:4], parts, strict=True)),
+        ]
+        expected = oracle.apply_chat_template([*theirs, ASK, SAY], tokenize=False)
+        assert expected.count("[THINK]hm[/THINK]") == 2
+        marked = template.marked(rows)
+        assert marked.text == template.render(rows) == expected
+        start, end = marked.blocks[3]
+        assert expected[start:end] == "[THINK]hm[/THINK] Me.\n<|eot_id|>"
+
+
 def test_extras_of_the_field():
     source = (
         "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m | tojson(indent=1) }}{% endfor %}"

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from dtrain.data import Tokenizer
 from dtrain.data.template import ChatTemplate
@@ -51,7 +52,7 @@ class Scripted:
     """Completes each request of a call with the next of the texts that stand for its prompt_index."""
 
     def __init__(self, tokenizer, script, ends=True):
-        self.tokenizer, self.ends, self.asked = tokenizer, ends, []
+        self.tokenizer, self.ends, self.asked, self.read = tokenizer, ends, [], []
         self.script = {key: list(texts) for key, texts in script.items()}
 
     def generate(self, requests):
@@ -63,7 +64,10 @@ class Scripted:
             finish = "length" if len(ids) > request.sampling.max_new_tokens else "stop"
             ids = ids[: request.sampling.max_new_tokens]
             version = 10 - len(self.asked)
-            found.append(Completion(ids, [-float(token) for token in ids], finish, version))
+            routed = torch.full((len(request.prompt) + len(ids), 2, 1), len(self.asked), dtype=torch.int16)
+            routed[-1] = -1  # a later turn reads it
+            self.read.append(len(routed) - 1)
+            found.append(Completion(ids, [-float(token) for token in ids], finish, version, routed))
         return found
 
 
@@ -135,6 +139,8 @@ def test_a_conversation_token_by_token(tmp_path, name):
             {"role": "assistant", "content": replies[turn]},
             {"role": "user", "content": f"turn {turn + 1}"},
         ]
+    first = [next(turn for turn, end in enumerate(engine.read, 1) if place < end) for place in range(engine.read[-1])]
+    assert episode.routed[:, 1, 0].tolist() == [*first, -1] and len(prompt) + len(episode.ids) == len(first) + 1
     places = zip(episode.ids, episode.logprobs, episode.sampled, strict=True)
     drawn = [(token, logprob) for token, logprob, was in places if was]
     assert all(logprob == -token for token, logprob in drawn)

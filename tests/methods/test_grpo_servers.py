@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.errors import Unavailable
+from dtrain.errors import Unavailable, UserError
 from tests.methods.test_grpo_runs import assert_rows_close, assert_same_samples, lines
 from tests.serve.serving import Process, ask, controlled, key_file, make_model, wait_until
-from tests.test_trainer import assert_same, run
+from tests.test_trainer import assert_same, interrupt, run
 from tests.tiny import tiny_grpo
 
 FIXED = ("train.steps=6", "train.micro_batch=2", "grpo.sampling.temperature=0.8", "grpo.sampling.top_p=0.9")
@@ -24,10 +24,10 @@ def server(tmp_path_factory):
     process.kill()
 
 
-def over_http(root, server, *overrides, name):
+def over_http(root, server, *overrides, name, family="qwen3"):
     settings = ["grpo.engine=http", f"grpo.server.urls=[{server.url}]", "grpo.server.timeout=60"]
     settings += [f"grpo.server.api_key_file={key_file(root)}", *overrides]
-    return tiny_grpo(root, *FIXED, *settings, name=name)
+    return tiny_grpo(root, *FIXED, *settings, family=family, name=name)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,49 @@ def test_a_server_that_dies_ends_the_run_in_its_name_with_the_state_saved(tmp_pa
     killing.join()
     last = [row["step"] for row in lines(recipe) if "loss" in row][-1]
     assert (Path(recipe.run.dir) / "dead" / "checkpoints" / f"step-{last}").is_dir()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mixtures")
+    process = Process(make_model(root, 1, family="qwen3-moe"), *controlled(tmp_path_factory.getbasetemp()))
+    yield process
+    process.kill()
+
+
+REPLAY = ("grpo.router_replay=true", "moe.balance=0.1")
+
+
+@pytest.mark.turns(4)
+def test_replay_changes_nothing_where_server_and_trainer_have_the_same_weights(tmp_path, mixture):
+    shape = ("train.global_batch=16", "train.steps=3", "moe.balance=0.1")
+    native = tiny_grpo(tmp_path, *FIXED, *shape, family="qwen3-moe", name="native")
+    served = over_http(tmp_path, mixture, *shape, *REPLAY, name="served", family="qwen3-moe")
+    run(native)
+    run(served)
+    assert_same(served, native, rtol=1e-9)
+    assert [row["router_replay_differs"] for row in lines(served) if "loss" in row] == [0, 0, 0]
+
+
+@pytest.mark.turns(4)
+def test_a_replayed_run_resumes_within_a_rollout_on_another_mesh(tmp_path, mixture):
+    """Two steps a rollout: at the second the trainer's router has moved away from the one that drew."""
+    shape = (*REPLAY, "train.steps=4", "grpo.beta=0.1", "scheduler.warmup_steps=0", "checkpoint.every=20")
+    whole = over_http(tmp_path, mixture, *shape, name="whole", family="qwen3-moe")
+    run(whole)
+    resumed = over_http(tmp_path, mixture, *shape, name="resumed", family="qwen3-moe")
+    with pytest.raises((Exception, AssertionError), match="stopped after step"):
+        interrupt(resumed, 1, 3)
+    off = over_http(tmp_path, mixture, *shape, "grpo.router_replay=false", name="resumed", family="qwen3-moe")
+    with pytest.raises(UserError, match=r"within a rollout(.|\n)*grpo.router_replay: true -> false"):
+        run(off)
+    run(over_http(tmp_path, mixture, *shape, "parallel.ep=2", name="resumed", family="qwen3-moe"), 2)
+    assert_rows_close(resumed, whole)
+    differing = [row["router_replay_differs"] for row in lines(whole) if "loss" in row]
+    assert differing[::2] == [0, 0] and min(differing[1::2]) > 0.01
+
+
+def test_a_server_that_tells_no_experts_is_refused_before_any_work(tmp_path, server):
+    recipe = over_http(tmp_path, server, *REPLAY, name="dense", family="qwen3-moe")
+    with pytest.raises(UserError, match="told of a mixture of experts alone; grpo.router_replay=true needs servers"):
+        run(recipe)

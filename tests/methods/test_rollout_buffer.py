@@ -1,6 +1,7 @@
 """The buffer of a rollout: rows with their streams, what is computed of them back in its place, shares of like cost."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,22 @@ def test_a_row_has_its_streams_where_the_labels_stand():
     assert batch["sampling_logprobs"].tolist() == [[0, -0.1, 0, -0.3, 0], [-0.5, 0, 0, 0, 0]]
     assert batch["seq_ids"].tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_experts_stand_where_their_tokens_are_read():
+    experts = [torch.randint(0, 9, (len(one.prompt) + len(one.ids), 2, 3), dtype=torch.int16) for one in SAMPLES]
+    samples = [replace(one, routed=routed) for one, routed in zip(SAMPLES, experts, strict=True)]
+    flags = torch.ones(3, dtype=torch.bool)
+    whole = Buffer.of(samples, torch.zeros(3), flags, flags)
+    found = whole.batch([2, 1])["routed_experts"]
+    assert found.shape == (2, 5, 2, 3) and torch.equal(found[0], experts[2])
+    assert torch.equal(found[1, :2], experts[1]) and (found[1, 2:] == -1).all()
+    assert whole.batch([])["routed_experts"].shape == (0, 1, 2, 3)
+    empty = Buffer.empty(3, len(whole.tokens), list(whole.per_token), [2, 3])
+    shapes = {name: (one.shape, one.dtype) for name, one in whole.tensors().items()}
+    assert {name: (one.shape, one.dtype) for name, one in empty.tensors().items()} == shapes
+    with pytest.raises(ValueError, match="those of 7 tokens, and they have 12"):
+        Buffer.of([samples[0], SAMPLES[1], replace(samples[2], routed=experts[1])], torch.zeros(3), flags, flags)
 
 
 def test_a_sample_that_is_not_trained_has_no_label():

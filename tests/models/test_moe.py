@@ -14,8 +14,8 @@ from dtrain.models.moe import SparseMLP, share_routing
 from dtrain.models.routing import loads
 from dtrain.parallel.fits import misfits
 from dtrain.preflight import preflight
-from tests.models.oracle import VARIANTS, make, packed_rows, save
-from tests.tiny import tiny_recipe
+from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
+from tests.tiny import tiny_grpo, tiny_recipe
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
 
@@ -38,10 +38,11 @@ def hidden_states(rows=2, tokens=7, seed=1):
     return torch.randn(rows, tokens, 48, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
-def dense(mlp, x):
-    """Every expert on every token, those that the router has not chosen weighed with 0: [B, S, D], and the shares."""
+def dense(mlp, x, kept=None):
+    """Every expert on every token, those that the router has not chosen weighed with 0: [B, S, D], and the shares.
+    kept: those that it has, [B, S, E]."""
     shares = (x @ mlp.gate.weight.T).softmax(-1)
-    kept = shares >= shares.topk(2, -1).values[..., -1:]
+    kept = shares >= shares.topk(2, -1).values[..., -1:] if kept is None else kept
     weights = torch.where(kept, shares, 0)
     weights = weights / weights.sum(-1, keepdim=True)
     experts = mlp.experts
@@ -134,6 +135,81 @@ def test_the_balance_loss_is_each_documents_own(mlp, tokens_of_padding):
     assert_close(ours, gradients(mlp, x))
 
 
+def distinct(*shape, experts, top, seed=5):
+    """Random experts of each token, [.., top], in any order."""
+    draw = torch.rand(*shape, experts, generator=torch.Generator().manual_seed(seed))
+    return draw.argsort(-1)[..., :top].to(torch.int16)
+
+
+def test_replayed_experts_are_weighed_by_the_router_and_balanced_as_they_are(mlp):
+    """Some tokens' own decide: those without experts, and padding."""
+    x, owners = hidden_states(), torch.tensor([[0] * 7, [1] * 5 + [-1] * 2])
+    given = distinct(2, 7, 1, experts=6, top=2)
+    given[0, 3:5] = given[1, 4:] = -1
+    routing = mlp.routing
+    routing.documents, routing.weight = (owners, 2), torch.tensor(0.7, dtype=torch.float64)
+    routing.replayed = given
+    out = mlp(x, owners >= 0)
+    out.sum().backward()
+    ours = gradients(mlp, x)
+    loss, own = routing.add(), dense(mlp, x)[2]
+    is_given = given[:, :, 0, :1] >= 0
+    kept = torch.zeros_like(own).scatter(2, given[:, :, 0].long().clamp(min=0), True)
+    others = (kept & ~own & is_given).sum()
+    kept = torch.where(is_given, kept, own)
+    assert 0 < others and routing.differing.tolist() == [others, 2 * is_given.sum()]
+    assert routing.measures(routing.seen())["router_replay_differs"] == int(others) / int(2 * is_given.sum())
+
+    expected, shares, _ = dense(mlp, x, kept)
+    balance = 0.0
+    for document in range(2):
+        mine = owners == document
+        balance = balance + 0.7 * 6 * (kept[mine].double().mean(0) / 2 * shares[mine].mean(0)).sum()
+    (expected[owners >= 0].sum() + balance).backward()
+    assert abs(loss - balance) < 1e-12
+    assert_close([out[owners >= 0], *ours], [expected[owners >= 0], *gradients(mlp, x)])
+
+
+def test_its_own_choice_replayed_changes_no_bit(mlp):
+    x = hidden_states()
+    out = mlp(x)
+    out.sum().backward()
+    expected = [out, *gradients(mlp, x)]
+    mlp.routing.replayed = mlp.gate(x.detach().flatten(0, 1))[0].view(2, 7, 1, 2).flip(-1).to(torch.int16)
+    out = mlp(x)
+    out.sum().backward()
+    assert all(torch.equal(*pair) for pair in zip([out, *gradients(mlp, x)], expected, strict=True))
+    mlp.routing.add()
+    assert mlp.routing.differing.tolist() == [0, 28]
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe-mixed", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-moe"])
+def test_other_experts_are_those_of_transformers_where_it_takes_them(variant, tmp_path, monkeypatch):
+    theirs = make(variant)
+    ours = models.from_pretrained(save(theirs, tmp_path))
+    sizes = ours.config.experts
+    ids = torch.randint(0, theirs.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    given = distinct(2, 9, len(sizes.layers), experts=sizes.count, top=sizes.top)
+    layers = iter(given.flatten(0, 1).unbind(1))
+
+    def forced(values, *_, **__):
+        chosen = next(layers).long()
+        return values.gather(-1, chosen), chosen
+
+    monkeypatch.setattr(torch, "topk", forced)
+    expected = theirs(ids).logits
+    monkeypatch.undo()
+    assert next(layers, None) is None
+    ours.routing.replayed = given
+    logits = ours(ids)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    expected.backward(weights)
+    logits.backward(weights)
+    found, wanted = ({"logits": out} | grads(model) for out, model in ((logits, ours), (expected, theirs)))
+    for name, one in wanted.items():
+        assert (found[name] - one).abs().max() <= 5e-5 * one.abs().max(), name
+
+
 def test_loads_say_how_uneven_the_experts_are():
     counts = torch.tensor([[4.0, 0.0], [2.0, 2.0]])[..., None]
     assert {name: value.tolist() for name, value in loads(counts).items()} == {"moe_load": [1.5], "moe_idle": [0.25]}
@@ -210,6 +286,9 @@ def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     assert misfits(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
     found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
     assert found == ["moe.balance=0.1: this model has no experts; leave it out"]
+    options = ["grpo.router_replay=true", "grpo.engine=http", "grpo.server.urls=[http://a:1]"]
+    found = preflight(tiny_grpo(tmp_path, *options), 1)
+    assert found == ["grpo.router_replay=true: this model has no experts; leave it out"]
 
 
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):

@@ -73,6 +73,45 @@ def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
     run_world(choices, 1, tmp_path)
 
 
+def deltas(rank, root):
+    from dtrain.attention import delta_flash, delta_proof
+
+    cuda, cpu, own, asked = torch.device("cuda", 0), torch.device("cpu"), (delta_flash.installed, delta_proof.prove), []
+    rule = delta_flash.FlashDelta(lambda *parts, **more: (parts[2], None))
+
+    def chosen(*keys, device=cuda, dtype="bfloat16", family="qwen3.5"):
+        recipe = tiny_recipe(root, f"train.dtype={dtype}", *keys, family=family)
+        precision = choose_precision(dtype, device.type)
+        return build.choose_delta(recipe, read_config(recipe.model.path), precision, device)
+
+    fla = "model.linear_attention=fla"
+    try:
+        assert chosen()[0] is None and "is not installed (pip install 'dtrain[fla]')" in chosen()[1]
+        with pytest.raises(UserError, match="model.linear_attention=fla: flash-linear-attention is not installed"):
+            chosen(fla)
+        delta_flash.installed, delta_proof.prove = lambda: rule, lambda rule, **shape: asked.append(shape)
+        assert chosen("parallel.tp=2", "parallel.cp=2") == (rule, "")
+        sizes = read_config(root / "qwen3.5-tied").linear
+        assert asked.pop() == {
+            "key_heads": sizes.key_heads // 2, "value_heads": sizes.value_heads // 2, "key_dim": sizes.key_dim,
+            "value_dim": sizes.value_dim, "dtype": torch.bfloat16, "device": cuda, "exchanges": True,
+        }  # fmt: skip
+        assert chosen("model.linear_attention=torch") == chosen(dtype="float32") == chosen(device=cpu) == (None, "")
+        assert chosen(family="qwen3") == (None, "") and not asked
+        with pytest.raises(UserError, match="model.linear_attention=fla: this model has no linear attention; leave"):
+            chosen(fla, family="qwen3")
+        delta_proof.prove = lambda rule, **shape: "other numbers"
+        assert chosen() == (None, "other numbers")
+        with pytest.raises(UserError, match="model.linear_attention=fla: other numbers; set .*=auto or torch"):
+            chosen(fla)
+    finally:
+        delta_flash.installed, delta_proof.prove = own
+
+
+def test_linear_attention_is_by_the_library_that_proves_itself(tmp_path):
+    run_world(deltas, 1, tmp_path)
+
+
 def of_two(rank, root, rotate):
     """The kernels where rank 1 alone finds a problem, and where none does."""
     from dtrain.parallel.mesh import build_mesh

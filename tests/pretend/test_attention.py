@@ -62,6 +62,32 @@ def test_half_precision_takes_no_mask(tmp_path, name):
             assert all("attention/proof.py" in where for where in waits), waits
 
 
+INSTALLED = Mutant("dtrain.attention.delta_flash", "from fla.ops.gated_delta_rule", "from tests.attention.fla")
+
+
+LINEAR = {"cp": (2, ("parallel.cp=2",)), "packed": (1, ()), "padded": (1, (PADDED,))}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "cp" else pytest.param(name, marks=pytest.mark.full) for name in LINEAR]
+)
+def test_linear_attention_takes_flash_linear_attention(tmp_path, name):
+    """A stand-in for it, so that what is around it runs as on a card: no wait of the host outside the proof."""
+    size, keys = LINEAR[name]
+    keys = ("train.steps=2", "checkpoint.every=null", "train.dtype=bfloat16", *keys)
+    cpu = [key for key in keys if not key.startswith("parallel.")]
+    plain = tiny_recipe(tmp_path, *cpu, family="qwen3.5", name="cpu")
+    train(plain, Runtime())
+    recipe = tiny_recipe(tmp_path, *keys, "model.linear_attention=fla", family="qwen3.5", name="card")
+    for one in run_pretend(train_on_card, size, recipe, size, mutants=[INSTALLED]):
+        for kind in ("sync", "pageable"):
+            waits = [where for _, where in one.entries.get(kind, {}) if "attention/delta" in where]
+            assert all("delta_proof.py" in where for where in waits), waits
+    for row, other in zip(rows_of(recipe), rows_of(plain), strict=True):
+        assert abs(row["loss"] - other["loss"]) <= NEAR * other["loss"]
+        assert abs(row["grad_norm"] - other["grad_norm"]) <= 5 * NEAR * other["grad_norm"]
+
+
 def peaks(rank, kind, lengths, dtype):
     """The most bytes that a layer's attention holds, forward and backward, and what kernels torch took."""
     device = torch.device("cuda", rank)

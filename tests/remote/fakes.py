@@ -31,9 +31,11 @@ def drawn(prompt: list[int], seed: int, most: int) -> tuple[list[int], list[floa
 
 
 class Fake:
-    """A server in a thread. calls: (path, body) of every POST. faults: one for each of the next completions."""
+    """A server in a thread. calls: (path, body) of every POST. faults: one for each of the next completions. routed:
+    what is said of the experts of so many tokens."""
 
     owner = "nobody"
+    routed: Callable[[int], object] | None = None
 
     def __init__(self):
         self.calls: list[tuple[str, dict]] = []
@@ -125,8 +127,11 @@ class FakeVllm(Fake):
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
         assert body["return_tokens_as_token_ids"] and body["return_token_ids"] and body["logprobs"] == 0
         assert body["ignore_eos"] and body["repetition_penalty"] == 1.0
-        choices = [self.choice(body, index) for index in range(body["n"] + self.samples)]
-        return {"object": "text_completion", "choices": choices[::-1], "usage": {}}
+        choices, apart = [self.choice(body, index) for index in range(body["n"] + self.samples)], None
+        for choice in choices:
+            if isinstance(told := choice["routed_experts"], tuple):
+                apart, choice["routed_experts"] = told
+        return {"object": "text_completion", "choices": choices[::-1], "usage": {}, "prompt_routed_experts": apart}
 
     def choice(self, body, index):
         ids, logprobs = drawn(body["prompt"], body["seed"] + index, body["max_tokens"])
@@ -137,6 +142,7 @@ class FakeVllm(Fake):
         if self.short:
             ids, logprobs = ids[:-1], logprobs[:-1]
         choice = {"index": index, "text": "...", "finish_reason": finish, "logprobs": None}
+        choice["routed_experts"] = self.routed and self.routed(len(body["prompt"]) + len(ids))
         if self.logprobs:
             choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": logprobs}
         return {**choice, "token_ids": ids} if self.token_ids else choice
@@ -192,12 +198,15 @@ class FakeSglang(Fake):
     def complete(self, body):
         assert body.get("lora_path") is None or body["lora_path"] in self.adapters
         assert body["return_logprob"] and len(body["input_ids"]) == len(body["sampling_params"])
-        return [self.one(*pair) for pair in zip(body["input_ids"], body["sampling_params"], strict=True)]
+        is_asked = body.get("return_routed_experts") and self.routed
+        pairs = zip(body["input_ids"], body["sampling_params"], strict=True)
+        return [self.one(*pair, self.routed if is_asked else None) for pair in pairs]
 
-    def one(self, prompt, sampling):
+    def one(self, prompt, sampling, routed):
         ids, logprobs = drawn(prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
         triples = [[value, token, None] for value, token in zip(logprobs, ids, strict=True)]
         meta = {"finish_reason": {"type": "length", "length": len(ids)}, "weight_version": self.version}
+        meta |= {"routed_experts": routed(len(prompt) + len(ids))} if routed else {}
         return {"text": "...", "output_ids": ids, "meta_info": {**meta, "output_token_logprobs": triples}}
 
     def other(self, path, body):

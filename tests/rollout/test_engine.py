@@ -1,5 +1,7 @@
 """The engine: transformers' tokens and logprobs, the same whatever is in the batch, stops, and work that comes late."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -12,7 +14,7 @@ from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 from dtrain.rollout.sampling import random_key
 from dtrain.rollout.stopping import StopTexts
-from tests.models.oracle import VARIANTS, VOCAB
+from tests.models.oracle import VARIANTS, VOCAB, make, save
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79], list(range(40)), [5, 6]]
 
@@ -66,6 +68,34 @@ def test_greedy_tokens_and_logprobs_are_transformers(variant, tmp_path):
         # generate hands its logits out in float32; transformers computes linear attention and Gemma4's norms in it.
         tolerance = 1e-5 if variant in ("qwen3.5", "gemma4") else 1e-6
         assert found.logprobs == pytest.approx(expected, rel=0, abs=tolerance) and found.finish == "length"
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("look_every", [1, 16])
+@torch.no_grad()
+def test_experts_are_those_of_transformers(look_every, tmp_path, monkeypatch):
+    """Of every token that was read, however late the host looks; nothing is told where it was not asked for."""
+    theirs = make("qwen3-moe-mixed")
+    save(theirs, tmp_path / "model")
+    theirs = theirs.double()
+    model = models.from_pretrained(tmp_path / "model", torch.float64)
+    monkeypatch.setitem(engine_module._LOOK_EVERY, "cpu", look_every)
+    requests = [replace(one, routed=one.sample_index != 1) for one in mixed()]
+    drawn = Engine(model, max_rows=4, notes_experts=True).generate(requests)
+    same(drawn, Engine(model).generate(mixed()))
+    told = []
+    for module in theirs.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda module, _, out: told.append(out[2].sort(-1).values))
+    for request, found in zip(requests, drawn, strict=True):
+        if not request.routed:
+            assert found.routed is None
+            continue
+        told.clear()
+        theirs(torch.tensor([[*request.prompt, *found.ids]]))
+        assert torch.equal(found.routed[:-1].long(), torch.stack(told, 1)[:-1]) and (found.routed[-1] == -1).all()
+    with pytest.raises(UserError, match="told of a mixture of experts alone"):
+        Engine(model).generate(requests)
 
 
 @pytest.mark.parametrize("variant", ["llama3.1", "gemma3-softcap", "qwen3.5", "gemma4"])
