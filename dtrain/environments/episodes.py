@@ -1,5 +1,6 @@
 """Episodes of several turns around an engine. Token-exact: nothing that was sampled is ever encoded again."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -77,7 +78,7 @@ class Turn:
     number: int
     text: str
     is_last: bool
-    room: int
+    room: float = math.inf
 
 
 @dataclass(frozen=True)

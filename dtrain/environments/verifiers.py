@@ -11,6 +11,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -318,10 +319,12 @@ def main() -> None:
     if "" not in sys.path:
         sys.path.append("")
     try:
-        for row in rows_of(load(given.name, given.args), given.name, given.args, given.eval):
-            print(json.dumps(row, ensure_ascii=False))
+        with redirect_stdout(sys.stderr):  # what the environment prints is no row
+            rows = rows_of(load(given.name, given.args), given.name, given.args, given.eval)
     except UserError as error:
         raise SystemExit(f"dtrain: {error}") from None
+    for row in rows:
+        print(json.dumps(row, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def answered(completion):
 
 
 def load_environment(kind: str = "single", count: int = 3, system: str | None = None, **options):
+    print("this is no row")
     rows = [{"question": f"w{40 + one} w5", "answer": f"w{one + 10}", "info": {"hint": one}} for one in range(count)]
     given = {"dataset": Dataset.from_list(rows), "system_prompt": system, **options}
     if kind == "group":
