@@ -55,6 +55,8 @@ class EnvironmentCalls:
     def _load(self, module: str, function: str, options: Sequence[Any] | None) -> None:
         found = getattr(importlib.import_module(module), function)
         self.maker: Callable[[Any, int], Any] = found if options is None else found(*options)
+        if options is not None:
+            self.main: Callable[[], None] | None = getattr(self.maker, "main", None)
 
     def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
         """One that is late lands among those of its own call."""

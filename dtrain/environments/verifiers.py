@@ -1,7 +1,7 @@
 """Environments of the library `verifiers`, by name: a rollout of theirs is stepped as an environment of dtrain is.
 
-In the environments' process. A rollout runs in a thread of its own, which all of them share; where it asks its client
-for a completion, it waits for the next step. `python -m dtrain.environments.verifiers NAME` writes its prompts.
+In the environments' process, whose main thread runs all rollouts; where one asks its client for a completion, it waits
+for the next step. `python -m dtrain.environments.verifiers NAME` writes its prompts.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import asyncio
 import json
 import math
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
@@ -62,7 +61,11 @@ class Library:
         self._environment = load(name, args)
         self._specials = specials
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def main(self) -> None:
+        """Runs the rollouts, for ever: in the process's main thread, since rewards of math-verify set alarms, which no
+        other thread may, and the library takes what they raise there for 0."""
+        self._loop.run_forever()
 
     def __call__(self, row: Mapping[str, Any], seed: int) -> "Played":
         columns = row["columns"]

@@ -214,7 +214,9 @@ class GrpoFacts(Facts):
         section = recipe.grpo
         room = recipe.data.max_length, section.sampling.max_new_tokens
         tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
-        return PromptOptions.within(*room, section.system_prompt, tools=tools)
+        return PromptOptions.within(
+            *room, section.system_prompt, tools=tools, answers=section.verifiers.name is not None
+        )
 
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""

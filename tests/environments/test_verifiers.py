@@ -189,6 +189,10 @@ def test_recipes(tmp_path, monkeypatch, capfd, stand_in):
     ):
         assert main(["validate", "one.yaml", given]) == 1
         assert says in capfd.readouterr().err, given
+    (tmp_path / "prompts.jsonl").write_text(written('{"kind": "tools"}').stdout)
+    (recipe.model.directory / "chat_template.jinja").write_text(TINY.replace("tool.function.name", "''"))
+    assert main(["validate", "one.yaml", "data.max_length=400"]) == 1
+    assert "does not tell the model of the tools" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="it is installed")
