@@ -37,7 +37,7 @@ from dtrain.models.adapter_config import modules
 from dtrain.models.config import ModelConfig, read_config
 from dtrain.parallel.fits import misfits
 from dtrain.ranges import beside
-from dtrain.rollout.rewards.find import find_file
+from dtrain.rollout.rewards.find import find_file, find_verifiers
 from dtrain.rollout.tools import tool_schema
 
 
@@ -443,6 +443,11 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
     for key, path, what in named:
         if what == "server of tools":
             found += _server(key, path)
+        elif what == "environment of verifiers" and path is not None:
+            try:
+                found.append((f"{key}: {path}, from {find_verifiers(path)}", False))
+            except UserError as error:
+                found.append((f"{key}: {error}", True))
         elif isinstance(path, str) and set(".:") & set(path):
             try:
                 origin = find_file(path, what)[2]

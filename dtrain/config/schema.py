@@ -583,6 +583,18 @@ class Tool:
 
 
 @dataclass
+class Verifiers:
+    """`grpo.verifiers`: an environment of the library `verifiers` (dtrain/rollout/README.md), in place of
+    `grpo.environment`."""
+
+    name: str | None = None
+    """Its name, whose package must be installed. `python -m dtrain.environments.verifiers NAME ARGS > FILE` writes its
+    prompts for `data.train.path`. null: none."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """What its `load_environment` is called with. The data must be written with the same."""
+
+
+@dataclass
 class Grpo:
     """`grpo`: read by method grpo. A rollout is prompts_per_step × group_size completions; a minibatch is
     train.global_batch of them, and each pass over a rollout takes every completion once."""
@@ -638,6 +650,8 @@ class Grpo:
     environment: str | None = None
     """Import path of a maker of environments (dtrain/rollout/README.md): completions in several turns. null: one
     completion answers a prompt."""
+    verifiers: Verifiers = field(default_factory=Verifiers)
+    """An environment of the library `verifiers`, by its name."""
     tools: list[Tool] = field(default_factory=list)
     """Functions that the model may call in its completions (dtrain/rollout/README.md), in place of an environment. Each
     prompt tells it of them."""

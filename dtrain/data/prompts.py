@@ -46,12 +46,13 @@ class Prompt:
 class PromptOptions:
     """room: tokens of the longest prompt. system: the system message of conversations that have none. loss_on: as
     `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools: schemas of those
-    that every prompt tells of."""
+    that every prompt tells of. answers: whether something answers calls of the rows' own tools."""
 
     room: int
     system: str | None = None
     loss_on: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    answers: bool = False
 
     @classmethod
     def within(
@@ -61,9 +62,10 @@ class PromptOptions:
         system: str | None,
         loss_on: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        answers: bool = False,
     ) -> "PromptOptions":
         """What a completion of `max_new_tokens` leaves of a sequence of `max_length`, one token at least."""
-        return cls(max(1, max_length - max_new_tokens), system, loss_on, tools)
+        return cls(max(1, max_length - max_new_tokens), system, loss_on, tools, answers)
 
 
 def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
@@ -138,6 +140,7 @@ class PromptEncoder(RowEncoder):
         if options.tools:
             learn_tool_format(template, options.tools)
             self.decides[0].append(options.tools)
+        self._template, self._knows_calls = template, bool(options.tools)
         self._examples: Encoder | None = None
         if options.loss_on is not None:
             self._examples = Encoder(tokenizer, template, loss_on=options.loss_on, **limits)
@@ -152,9 +155,13 @@ class PromptEncoder(RowEncoder):
         prompt = normalise_prompt(row, name, self.options.system)
         if self.options.tools:
             prompt = self._with_tools(prompt)
+        has_tools = bool(self.options.tools or (self.options.answers and prompt.tools))
+        if has_tools and not self._knows_calls:
+            learn_tool_format(self._template, prompt.tools or [])
+            self._knows_calls = True
         ids, is_dropped = self.encode(prompt), self.too_long == "drop"
-        if len(ids) > self.options.room and (self.too_long == "error" or (self.options.tools and not is_dropped)):
-            others = "drop, since a cut would take its tools" if self.options.tools else "truncate or drop"
+        if len(ids) > self.options.room and (self.too_long == "error" or (has_tools and not is_dropped)):
+            others = "drop, since a cut would take its tools" if has_tools else "truncate or drop"
             raise UserError(
                 f"the prompt has {len(ids)} tokens, and beside sampling.max_new_tokens there is room for "
                 f"{self.options.room} within data.max_length={self.max_length}; raise it, or set data.too_long to "

@@ -98,6 +98,11 @@ class Tokenizer:
         named = json.dumps([self._source[1], self.special_tokens, self.bos_id, self.eos_ids], sort_keys=True)
         return hashlib.sha256((self._source[0] + named).encode()).hexdigest()[:16]
 
+    @property
+    def special_texts(self) -> list[str]:
+        """Texts of the special tokens, which `decode` can leave out."""
+        return [one.content for one in self._whole.get_added_tokens_decoder().values() if one.special]
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; with special tokens, what the tokenizer's own post-processor adds (BOS, for most)."""
         return _encode(self._whole if add_special_tokens else self._plain, text, add_special_tokens).ids

@@ -31,7 +31,8 @@ class ToolFormat:
     ending: str
 
     def behind_a_call(self, answers: Messages) -> str:
-        """What stands behind a turn's own text where it called tools that gave these answers, messages of role tool:
+        """What stands behind a turn's own text where it called tools that gave these answers, messages of role tool,
+        and others behind them:
         the end of the turn, the answers, and the generation prompt. Raises UserError as the template does."""
         same = _with_answers(self.replies, self.tools, [{**one, "content": ANSWER} for one in answers])
         text = _with_answers(self.replies, self.tools, answers)
@@ -88,7 +89,7 @@ def _conversation(replies: Replies, tools: Messages, count: int) -> Messages:
 
 
 def _with_answers(replies: Replies, tools: Messages, answers: Messages) -> str:
-    calls = [_call(one["tool_call_id"], one["name"], {"text": MARK}) for one in answers]
+    calls = [_call(one["tool_call_id"], one["name"], {"text": MARK}) for one in answers if one["role"] == "tool"]
     messages: Messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
     return replies.template.render(_objects(replies, tools, messages), tools, add_generation_prompt=True)
 

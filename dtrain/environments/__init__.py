@@ -13,6 +13,7 @@ All on one rank only.
     episodes                        completions and what stands between them, around an engine
     observations                    what is read next, as tokens
     tools, mcp                      the environment of `grpo.tools`: calls are done, and answered; servers of tools
+    verifiers                       those of `grpo.verifiers`, of the library of that name
     stepping                        `Environments` asks them, in a process of their own
     calls, crew                     there: what is asked of them; threads, which are given up where they hang
 """

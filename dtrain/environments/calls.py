@@ -12,6 +12,7 @@ from typing import Any
 
 from dtrain.environments.crew import Crew, Missed
 from dtrain.errors import UserError
+from dtrain.ranges import is_number
 from dtrain.rollout.child import Outcome, attempt, shown
 
 
@@ -37,6 +38,11 @@ class EnvironmentCalls:
         tasks = [partial(_step_and_observe, self.environments, *one) for one in asked]
         yield from self._do([number for number, *_ in asked], tasks)
 
+    def end(self, numbers: Sequence[int]) -> Iterator[tuple[int, Outcome]]:
+        """As `step`, of those whose episode ends though they were not done, where what they observed finds no room."""
+        tasks = [partial(attempt, end, self.environments.pop(number)) for number in numbers]
+        yield from self._do(numbers, tasks)
+
     def stuck(self) -> list[int]:
         """How many threads were given up and hang still."""
         return [self.crew.stuck]
@@ -49,6 +55,8 @@ class EnvironmentCalls:
     def _load(self, module: str, function: str, options: Sequence[Any] | None) -> None:
         found = getattr(importlib.import_module(module), function)
         self.maker: Callable[[Any, int], Any] = found if options is None else found(*options)
+        if options is not None:
+            self.main: Callable[[], None] | None = getattr(self.maker, "main", None)
 
     def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
         """One that is late lands among those of its own call."""
@@ -67,8 +75,13 @@ def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_l
     """A step and, where that was not the last, an observation. An environment that is over is not kept."""
     environment = environments.pop(number)
     stepped = attempt(step, environment, text)
-    if "value" not in stepped or stepped["value"]["done"] or is_last:
+    if "value" not in stepped or stepped["value"]["done"]:
         return stepped
+    if is_last:
+        ended = attempt(end, environment)
+        if "value" in ended:
+            ended["value"]["earned"] = total(stepped["value"]["earned"], ended["value"]["earned"])
+        return ended
     seen = attempt(observe, environment)
     if "value" not in seen:
         return {**seen, "stage": "observe"}
@@ -77,14 +90,32 @@ def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_l
 
 
 def step(environment: Any, text: str) -> dict[str, Any]:
-    """What the completion earned, NaN as None, and whether that was all. Raises UserError for no number; whatever the
-    environment raises passes, here and below."""
-    earned = environment.step(text)
+    """What the completion earned, NaN as None, whether that was all, and the numbers of the environment's `metrics`.
+    Raises UserError for no number; whatever the environment raises passes, here and below."""
+    return _earned(environment, environment.step(text), bool(environment.done))
+
+
+def end(environment: Any) -> dict[str, Any]:
+    """As `step`, of an episode that is cut off. One without `end` earns nothing more."""
+    stop = getattr(environment, "end", None)
+    return _earned(environment, stop() if callable(stop) else None, False)
+
+
+def total(*earned: float | None) -> float | None:
+    """Their sum; None where all are."""
+    known = [one for one in earned if one is not None]
+    return sum(known) if known else None
+
+
+def _earned(environment: Any, earned: Any, done: bool) -> dict[str, Any]:
     if earned is not None:
         if isinstance(earned, str) or not hasattr(earned, "__float__") or math.isinf(float(earned)):
             raise UserError(f"gave {shown(earned)}; a finite number or None is needed")
         earned = None if math.isnan(float(earned)) else float(earned)
-    return {"earned": earned, "done": bool(environment.done)}
+    parts = getattr(environment, "metrics", None)
+    numbers = {str(name): one for name, one in parts.items()} if isinstance(parts, dict) else {}
+    known = {name: float(one) for name, one in numbers.items() if is_number(one)}
+    return {"earned": earned, "done": done, "metrics": known}
 
 
 def observe(environment: Any) -> dict[str, Any]:

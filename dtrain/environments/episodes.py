@@ -1,6 +1,7 @@
 """Episodes of several turns around an engine. Token-exact: nothing that was sampled is ever encoded again."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -25,6 +26,9 @@ class Environment(Protocol):
         """What the model reads before its next completion: a text, which becomes a user's message where the prompt is
         a conversation, or messages."""
 
+    # It may have `end() -> float | None` too: no more completions come, though it is not done; and `metrics`, a dict of
+    # numbers that are told beside what the episode earned.
+
 
 class TurnEngine(Protocol):
     """On a mesh collective: every rank passes all requests and gets all completions."""
@@ -39,10 +43,10 @@ class Episode:
     ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
     earned: Σ of the steps' rewards, None where no step had one. turns: completions drawn; longest: tokens of the
     longest, infinite where one was cut. calls, failures: answers of tools that were read, and those among them that say
-    that a call failed. finish: stop, the environment was done; length, a completion was cut or the
-    sequence is full; turns, there were as many as may be; lost, the environment failed, and earned is None since nobody
-    knows the whole of it. version: the oldest weights that a token was drawn with, where the engine knows. routed: as
-    `Completion` has it, of each token what the first turn that read it says.
+    that a call failed. metrics: the environment's, as they were last. finish: stop, the environment was done; length, a
+    completion was cut or the sequence is full; turns, there were as many as may be; lost, the environment failed, and
+    earned is None since nobody knows the whole of it. version: the oldest weights that a token was drawn with, where
+    the engine knows. routed: as `Completion` has it, of each token what the first turn that read it says.
     """
 
     prompt: Sequence[int]
@@ -54,6 +58,7 @@ class Episode:
     longest: float = 0
     calls: int = 0
     failures: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
     finish: Literal["stop", "length", "turns", "lost"] = "turns"
     version: int | None = None
     routed: "Tensor | None" = field(default=None, compare=False)
@@ -67,18 +72,20 @@ class Episode:
 
 @dataclass(frozen=True)
 class Turn:
-    """What environment `number` is given: a completion's text, and whether nothing is read after it."""
+    """What environment `number` is given: a completion's text, and whether nothing is read after it. room: tokens that
+    are left of the sequence behind it."""
 
     number: int
     text: str
     is_last: bool
+    room: float = math.inf
 
 
 @dataclass(frozen=True)
 class EnvironmentReply:
     """What an environment gave for one completion: what it earned, whether that was all, the ids that are read next
     (none after the last), with how many answers of tools and failures among them. is_lost: nothing of that is known, or
-    there will be no more."""
+    there will be no more. metrics: the environment's."""
 
     earned: float | None = None
     done: bool = False
@@ -86,6 +93,7 @@ class EnvironmentReply:
     is_lost: bool = False
     calls: int = 0
     failures: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Steps(Protocol):
@@ -138,7 +146,12 @@ def run_episodes(
             if environments is None:
                 raise ValueError("this rank asks the environments, and was given none")
             turns = [
-                Turn(one, observations.text_of(completion), is_last_round or completion.finish == "length")
+                Turn(
+                    one,
+                    observations.text_of(completion),
+                    is_last_round or completion.finish == "length",
+                    _room(episodes[one], max_length),
+                )
                 for one, completion in zip(live, drawn, strict=True)
             ]
             return environments.step(turns, lambda place, seen: observations.encode(seen, drawn[place]))
@@ -148,6 +161,7 @@ def run_episodes(
             episode = episodes[one]
             episode.calls += reply.calls
             episode.failures += reply.failures
+            episode.metrics = reply.metrics
             if reply.earned is not None:
                 episode.earned = (episode.earned or 0.0) + reply.earned
             if reply.is_lost:

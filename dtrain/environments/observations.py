@@ -19,7 +19,8 @@ class Observations:
     In a conversation it is what the chat template writes between a reply's own text and the next one: the end of the
     turn, where the model has not written it, the messages, and the generation prompt. That is learnt from a
     conversation of a question, a reply and these messages. template None: the prompts are plain texts, and so are the
-    observations. calls: how tools are called, where they are; then observations are their answers.
+    observations. calls: how tools are called, where they are; their answers come first in an
+    observation that has any.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, calls: ToolFormat | None = None):
@@ -47,7 +48,7 @@ class Observations:
         return ids
 
     def _behind_a_reply(self, template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> str:
-        if self._calls is not None:
+        if self._calls is not None and messages[0]["role"] == "tool":
             return self._calls.behind_a_call(messages)
         reply = {"role": "assistant", "content": REPLY}
         text = template.render([QUESTION, reply, *messages], add_generation_prompt=True)

@@ -44,6 +44,7 @@ class Episodes:
     max_turns: int
     max_length: int
     ranks: Ranks
+    has_tools_in_rows: bool = False
 
     def play(
         self,
@@ -56,6 +57,13 @@ class Episodes:
         """An episode for each request, whose data row the environment is made with; in their order. Raises UserError as
         `environments` does, and Interrupted as `engine` does."""
 
+        calls = self.calls
+        if self.has_tools_in_rows and (
+            tools := next(filter(None, (one["columns"].get("tools") for one in rows)), None)
+        ):
+            calls = learn_tool_format(self.template, tools)
+            rows = [{**one, "columns": {**one["columns"], "calls": (calls.form, calls.is_single)}} for one in rows]
+
         def make() -> None:
             if self.environments is not None:
                 seeds = [environment_seed(request) for request in requests]
@@ -67,7 +75,7 @@ class Episodes:
             _AtVersion(engine, version, ask_stop),
             requests,
             self.environments,
-            Observations(self.tokenizer, self.template if is_chat else None, self.calls),
+            Observations(self.tokenizer, self.template if is_chat else None, calls),
             max_turns=self.max_turns,
             max_length=self.max_length,
             first=self.ranks.first,
@@ -86,6 +94,7 @@ class Episodes:
                 one.longest,
                 (one.calls, one.failures),
                 one.routed,
+                one.metrics,
             )
             for one in episodes
         ]
@@ -94,7 +103,7 @@ class Episodes:
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Episodes:
     """The environments of `recipe`, or its tools, in their own process, on rank 0 alone; the run closes it. Collective.
     Raises UserError."""
-    section, data = recipe.grpo, recipe.data
+    section, data, asked = recipe.grpo, recipe.data, recipe.grpo.verifiers
     template = choose_template(tokenizer.directory, tokenizer.special_tokens, data.chat_template, data.template_kwargs)
     tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
@@ -106,6 +115,9 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
             sources = [(find(one.fn, "tool") if one.fn else one.mcp, schema["function"]) for one, schema in tools]
             options = (sources, calls.form, calls.is_single, section.tool_output)
             made = {"path": "dtrain.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
+        if asked.name is not None:
+            of = (asked.name, asked.args, tokenizer.special_texts)
+            made = {"path": "dtrain.environments.verifiers:Library", "options": of, "whose": "grpo.verifiers"}
         environments = Environments(
             **made,
             timeout=section.environment_timeout,
@@ -117,4 +129,5 @@ def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> Epis
     ranks = Ranks()
     ranks.first(start)
     environments = opened[0] if opened else None
-    return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks)
+    has_own = asked.name is not None
+    return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks, has_own)

@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from dtrain.environments.calls import total
 from dtrain.environments.crew import MOST_LATE
 from dtrain.environments.episodes import EnvironmentReply, Turn, tool_answers
 from dtrain.environments.observations import Observation
@@ -86,6 +88,7 @@ class Environments(Worker):
         answers = self._answers("step", [number for number, *_ in asked], asked)
         failures: Failures = defaultdict(list)
         replies = []
+        full: list[int] = []  # places of those whose observation leaves no room for a completion
         for place, turn in enumerate(turns):
             reply = EnvironmentReply(is_lost=True)
             if turn.number in self._live:
@@ -94,7 +97,7 @@ class Environments(Worker):
                 if value is not None:
                     self._has_worked.add("step")
                 if value is not None and (value["done"] or turn.is_last):
-                    reply = EnvironmentReply(value["earned"], value["done"])
+                    reply = EnvironmentReply(value["earned"], value["done"], metrics=value["metrics"])
                 elif value is None or "lost" in answer:
                     self._add(failures, "step", answer)
                 else:
@@ -102,11 +105,21 @@ class Environments(Worker):
                         seen = value["observation"]
                         calls, failed = tool_answers(seen)
                         ids = encode(place, seen)
-                        reply = EnvironmentReply(value["earned"], ids=ids, calls=calls, failures=failed)
+                        reply = EnvironmentReply(value["earned"], False, ids, False, calls, failed, value["metrics"])
+                        full += [place] * (len(ids) >= turn.room)
                         self._has_worked.add("observe")
                     except UserError as error:
                         failures["observe", "encode"].append(f"{self._whose}: {error}")
             replies.append(reply)
+        numbers = [turns[place].number for place in full]
+        for place, answer in zip(full, self._answers("end", numbers, numbers).values(), strict=True):
+            value = answer.get("value")
+            if value is None or "lost" in answer:
+                self._add(failures, "end", answer)
+                replies[place] = EnvironmentReply(is_lost=True)
+            else:
+                earned = total(replies[place].earned, value["earned"])
+                replies[place] = replace(replies[place], earned=earned, metrics=value["metrics"])
         self._judge_all(failures)
         self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
         return replies

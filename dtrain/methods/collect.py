@@ -258,6 +258,9 @@ class Collector:
             fields |= {f"reward/{name}": _mean(values) for name, values in parts}
         if self.episodes is not None:
             fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
+            for name in sorted({name for sample in groups.samples for name in sample.metrics}):
+                known = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
+                fields[f"environment/{name}"] = sum(known) / len(known)
         if self.section.tools:
             calls = (sum(one) / len(groups.samples) for one in zip(*(one.calls for one in groups.samples), strict=True))
             fields |= zip(("tool_calls", "tool_failures"), calls, strict=True)
@@ -282,6 +285,7 @@ class Collector:
                     "finish": sample.finish,
                     **({} if sample.version is None else {"version": sample.version}),
                     **({} if sample.earned is None else {"earned": sample.earned}),
+                    **({"environment": dict(sample.metrics)} if sample.metrics else {}),
                 }
             )
         return lines

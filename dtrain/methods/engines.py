@@ -14,6 +14,7 @@ import torch
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
 from dtrain.errors import UserError
+from dtrain.methods.grpo_section import has_episodes
 from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
@@ -107,8 +108,8 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
 
 
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
-    """What plays completions in the environment that `grpo.environment` names, or with `grpo.tools`
+    """What plays completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with `grpo.tools`
     (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
-    if recipe.grpo.environment is None and not recipe.grpo.tools:
+    if not has_episodes(recipe.grpo):
         return None
     return import_module("dtrain.environments.play").open_episodes(recipe, tokenizer, run)

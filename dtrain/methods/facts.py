@@ -207,13 +207,16 @@ class GrpoFacts(Facts):
         named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
         for i, one in enumerate(recipe.grpo.tools):
             named += [(f"grpo.tools[{i}].fn", one.fn, "tool"), (f"grpo.tools[{i}].mcp", one.mcp, "server of tools")]
+        named.append(("grpo.verifiers.name", recipe.grpo.verifiers.name, "environment of verifiers"))
         return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
 
     def prompts(self, recipe: Recipe) -> PromptOptions:
         section = recipe.grpo
         room = recipe.data.max_length, section.sampling.max_new_tokens
         tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
-        return PromptOptions.within(*room, section.system_prompt, tools=tools)
+        return PromptOptions.within(
+            *room, section.system_prompt, tools=tools, answers=section.verifiers.name is not None
+        )
 
     def longest_row(self, recipe: Recipe) -> int:
         """Packed, a micro-batch is one row."""

@@ -24,6 +24,7 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
+from dtrain.methods.grpo_section import has_episodes
 from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.reward_model import RewardModel
@@ -52,7 +53,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
         section = self.recipe.grpo
-        turns = section.max_turns if section.environment is not None or section.tools else 1
+        turns = section.max_turns if has_episodes(section) else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property

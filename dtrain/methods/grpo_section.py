@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.config import words
-from dtrain.config.schema import Recipe, Reward
+from dtrain.config.schema import Grpo, Recipe, Reward
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
 from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
@@ -59,6 +59,7 @@ def problems(recipe: Recipe) -> list[str]:
     found = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
     found += _sizes(recipe)
     found += _rewards(recipe)
+    found += _verifiers(recipe)
     found += _tools(recipe)
     found += _engine(recipe)
     if section.sync_every is not None and not section.beta:
@@ -78,6 +79,11 @@ def problems(recipe: Recipe) -> list[str]:
             "leave it out"
         )
     return found
+
+
+def has_episodes(section: Grpo) -> bool:
+    """Whether something answers completions."""
+    return section.environment is not None or section.verifiers.name is not None or bool(section.tools)
 
 
 def no_room(section: str, drawn: int, longest: int) -> str:
@@ -121,15 +127,32 @@ def _rewards(recipe: Recipe) -> list[str]:
     found = reward_problems(section.rewards)
     path = section.environment
     rates = section.reward_model.path
-    if rates is not None and (path is not None or section.tools):
+    if rates is not None and has_episodes(section):
         found.append(
-            "grpo.reward_model rates a prompt and one completion, and grpo.environment and grpo.tools make several "
-            "turns: leave one of them out"
+            "grpo.reward_model rates a prompt and one completion, and grpo.environment, grpo.verifiers and grpo.tools "
+            "make several turns: leave one of them out"
         )
-    if not section.rewards and path is None and rates is None:
+    if not section.rewards and path is None and rates is None and section.verifiers.name is None:
         found.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
     if path is not None and not set(".:") & set(path):
         found.append(f"grpo.environment={path} must be an import path, such as package.module.make")
+    return found
+
+
+def _verifiers(recipe: Recipe) -> list[str]:
+    section, found = recipe.grpo, []
+    if section.verifiers.name is None:
+        return ["grpo.verifiers.args are of no environment: set grpo.verifiers.name"] if section.verifiers.args else []
+    if section.rewards == Grpo().rewards:
+        found.append(
+            "grpo.rewards is math_exact where it is left out, and grpo.verifiers rewards by its own rubric: set "
+            "grpo.rewards=[]"
+        )
+    if section.system_prompt is not None:
+        found.append(
+            "grpo.system_prompt would change the prompts of grpo.verifiers: leave it out, or give one in "
+            "grpo.verifiers.args"
+        )
     return found
 
 
@@ -148,8 +171,14 @@ def _tools(recipe: Recipe) -> list[str]:
         elif not set(".:") & set(tool.fn or ""):
             named = f"={tool.fn} must be" if tool.fn else " is missing: give"
             found.append(f"{key}.fn{named} an import path, such as package.module.function")
-    if section.tools and section.environment is not None:
-        found.append("grpo.tools and grpo.environment both answer a completion: leave one of them out")
+    answers = {
+        "grpo.environment": section.environment is not None,
+        "grpo.verifiers": section.verifiers.name is not None,
+        "grpo.tools": bool(section.tools),
+    }
+    if sum(answers.values()) > 1:
+        both = " and ".join(key for key, is_so in answers.items() if is_so)
+        found.append(f"{both} both answer a completion: leave one of them out")
     if section.tools and section.max_turns == 1:
         found.append("grpo.max_turns=1 ends before a tool could answer: set it to 2 or more, or leave grpo.tools out")
     return found

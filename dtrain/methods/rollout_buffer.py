@@ -1,7 +1,7 @@
 """The completions of one rollout as tensors, the same on every rank: what its updates read, and a checkpoint keeps; and
 where in the rollouts a run is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -52,6 +52,7 @@ class Sample:
     longest: float = 0
     calls: tuple[int, int] = (0, 0)  # of tools, and how many failed
     routed: Tensor | None = field(default=None, compare=False)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's
 
 
 @dataclass

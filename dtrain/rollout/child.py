@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,17 +38,31 @@ class Outcome(TypedDict, total=False):
 
 def serve(parent: int, channel: int, service: Any) -> None:
     """Answer calls of methods of `service`, which give their answers one after another, until the parent closes its end
-    of the socket `channel`. Never returns."""
+    of the socket `channel`. Never returns. Once a service has a `main`, that has this thread, and another answers: the
+    user's code may need the main one, for signals say."""
     end_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     calls = connection.makefile("rb")
+
+    def answer_one() -> None:
+        method, arguments = pickle.load(calls)
+        for answer in chain(getattr(service, method)(*arguments), [None]):
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def answer_all() -> None:
+        try:
+            while True:
+                answer_one()
+        finally:
+            os._exit(0)
+
     with suppress(EOFError):
-        while True:
-            method, arguments = pickle.load(calls)
-            for answer in chain(getattr(service, method)(*arguments), [None]):
-                connection.sendall(json.dumps(answer).encode() + b"\n")
+        while getattr(service, "main", None) is None:
+            answer_one()
+        threading.Thread(target=answer_all, daemon=True).start()
+        service.main()
     os._exit(0)  # threads of the user's code must not hold the process
 
 

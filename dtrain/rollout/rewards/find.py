@@ -72,6 +72,23 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     return module, function, spec.origin or "Python itself"
 
 
+def find_verifiers(name: str) -> str:
+    """The file of an environment of the library `verifiers`, which its name's last part is a package of. Nothing is
+    imported. Raises UserError where the library or the package is not installed."""
+    module = name.rpartition("/")[2].replace("-", "_")
+    if not module.isidentifier():
+        raise UserError(f"{name} is no name of an environment: write NAME or OWNER/NAME")
+    for one, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
+        spec = PathFinder.find_spec(one, search_path()) or _of_a_finder_of_its_own(one)
+        if spec is None:
+            raise UserError(f"there is no package {one}: pip install {how}")
+    assert spec is not None, "the loop has found it"
+    names = _names(name, spec)
+    if names is not None and "load_environment" not in names:
+        raise UserError(f"{spec.origin} defines no load_environment, which an environment of verifiers has")
+    return spec.origin or module
+
+
 def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
     """What a module's source gives that name at its top, imports of the name from beside it followed: a function or
     class, undecorated unless `decorated`, or the value that is assigned."""
