@@ -193,6 +193,8 @@ def _shapes(recipe: Recipe) -> list[str]:
             problems += _misfits(model, recipe) + lora_section.misfits(recipe, model) + _frozen(recipe, model)
             if model.experts is None and recipe.moe.balance > 0:
                 problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
+            if model.linear is None and recipe.model.linear_attention == "fla":
+                problems.append("model.linear_attention=fla: this model has no linear attention; leave it out")
             if model.experts is None and recipe.grpo.router_replay:
                 problems.append("grpo.router_replay=true: this model has no experts; leave it out")
         except UserError as error:

@@ -207,3 +207,10 @@ def test_an_export_does_not_take_the_place_of_the_model(tmp_path, how):
     (problem,) = preflight(recipe, 1)
     assert problem.startswith(f"model.path={model} lies where this run puts its export")
     assert preflight(config.load(recipe, ["run.name=another"]), 1) == []
+
+
+def test_kernels_of_linear_attention_are_refused_where_there_is_none(tmp_path):
+    keys = "model.linear_attention=fla", "train.dtype=bfloat16"
+    found = preflight(tiny_recipe(tmp_path, *keys), 1)
+    assert found == ["model.linear_attention=fla: this model has no linear attention; leave it out"]
+    assert preflight(tiny_recipe(tmp_path, *keys, family="qwen3.5"), 1) == []

@@ -199,11 +199,8 @@ def choose_delta(
     it is not wanted. UserError where it is not sound and `model.linear_attention` insists. every: as of
     `choose_attention`."""
     wanted, sizes, tp = recipe.model.linear_attention, config.linear, recipe.parallel.tp
-    if sizes is None:
-        if wanted == "fla":
-            raise UserError("model.linear_attention=fla: this model has no linear attention; leave it out")
-        return None, ""
-    if wanted == "torch" or (wanted == "auto" and not (device.type == "cuda" and precision.compute in HALF)):
+    is_able = device.type == "cuda" and precision.compute in HALF
+    if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
         return None, ""
     rule = delta_flash.installed()
 

@@ -97,9 +97,7 @@ def deltas(rank, root):
             "value_dim": sizes.value_dim, "dtype": torch.bfloat16, "device": cuda, "exchanges": True,
         }  # fmt: skip
         assert chosen("model.linear_attention=torch") == chosen(dtype="float32") == chosen(device=cpu) == (None, "")
-        assert chosen(family="qwen3") == (None, "") and not asked
-        with pytest.raises(UserError, match="model.linear_attention=fla: this model has no linear attention; leave"):
-            chosen(fla, family="qwen3")
+        assert chosen(family="qwen3") == chosen(fla, family="qwen3") == (None, "") and not asked
         delta_proof.prove = lambda rule, **shape: "other numbers"
         assert chosen() == (None, "other numbers")
         with pytest.raises(UserError, match="model.linear_attention=fla: other numbers; set .*=auto or torch"):
