@@ -4,6 +4,7 @@ pieces of context parallel, forward and backward, against `delta_chunks` in floa
 The ranks of an exchange are played one after the other in this process.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -71,7 +72,7 @@ def prove(
             found = _differentiated(way, parts, grad)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        except _failures() as error:
             return f"flash-linear-attention does not run here: {(str(error).splitlines() or [type(error).__name__])[0]}"
         wide = [one.float() for one in parts]
 
@@ -85,6 +86,13 @@ def prove(
                     if not off <= _MOST_OFF * float(other[at].norm() + other.norm() / 100):
                         return f"flash-linear-attention gives other numbers than torch here, in {name}"
     return None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What is raised for what a torch, a Triton or a device does not have."""
+    triton = sys.modules.get("triton.errors")
+    of_triton = () if triton is None else (triton.TritonError,)
+    return RuntimeError, ValueError, TypeError, AttributeError, AssertionError, *of_triton
 
 
 class _Chain:

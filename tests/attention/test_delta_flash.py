@@ -71,6 +71,18 @@ def test_what_gives_other_numbers_is_not(broken, found):
         raise ValueError(problem)
 
 
+def test_a_card_without_the_memory_of_a_kernel_does_not_end_the_run(monkeypatch):
+    errors = ModuleType("triton.errors")
+    errors.TritonError = type("TritonError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "triton.errors", errors)
+
+    def needs_more(*parts, **more):
+        raise errors.TritonError("out of resource: shared memory")
+
+    problem = prove(FlashDelta(needs_more), dtype=torch.float32, exchanges=False, **SIZES)
+    assert problem == "flash-linear-attention does not run here: out of resource: shared memory"
+
+
 def test_one_that_is_not_there_or_cannot_be_loaded_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     assert "cannot be loaded" in installed()
