@@ -199,7 +199,7 @@ VALUES = (
     _one(f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.tools needs a chat template", base="grpo"),
     _one(
         (f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.reward_model.path=a"),
-        "grpo.environment and grpo.tools make several",
+        "grpo.verifiers and grpo.tools make several",
         base="grpo",
     ),
     _one("grpo.tools=[{mcp: serve}]", "grpo.tools[0].schema is required", 'mcp "serve" > tools.json', base="grpo"),
