@@ -97,6 +97,7 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """A hash of all that decides what is written."""
         source, _, *others = self._arguments  # where it was found decides nothing
+        others += ["thoughts are parts"] * self._thinks_in_blocks()  # else a cache from before would be read, without
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property

@@ -1,5 +1,6 @@
 """Chat templates write what transformers writes."""
 
+import hashlib
 import json
 import pickle
 import resource
@@ -62,6 +63,8 @@ def test_thoughts_go_where_the_template_reads_them(tmp_path):
     oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     thought = {"type": "thinking", "thinking": "hm"}
     call = {"role": "assistant", "tool_calls": [CALL]}
+    alone = json.dumps([template.source, *template._arguments[2:]], sort_keys=True, default=str)
+    assert template.fingerprint != hashlib.sha256(alone.encode()).hexdigest()[:16]  # of caches without thoughts
     for name in ("reasoning_content", "thinking", "reasoning"):
         rows = [ASK, {**call, name: "hm"}, {"role": "tool", "content": "7"}, {**SAY, name: "hm"}, ASK, SAY]
         parts = [[thought], None, [thought, {"type": "text", "text": " Me.\n"}]]
