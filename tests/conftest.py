@@ -34,8 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("lane") == "fast":
-        config.pluginmanager.register(NoProcesses())
+    config.pluginmanager.register(NoProcesses())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -55,10 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def runs(item: pytest.Item) -> bool:
         if depending is not None and item.path not in depending or item in resting:
             return False
-        full = item.get_closest_marker("full") is not None
         if lane == "fast":
-            return not full and not _starts(item, starting)
-        return lane == "all" or not full or _number(item) % SLICES == chosen
+            return _is_fast(item, starting)
+        return lane == "all" or item.get_closest_marker("full") is None or _number(item) % SLICES == chosen
 
     kept = [item for item in items if runs(item)]
     if len(kept) < len(items):
@@ -96,6 +94,11 @@ def _number(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode())
 
 
+def _is_fast(item: pytest.Item, starting: dict[Path, frozenset[str]]) -> bool:
+    """Return whether the fast lane runs a test."""
+    return item.get_closest_marker("full") is None and not _starts(item, starting)
+
+
 def _starts(item: pytest.Item, starting: dict[Path, frozenset[str]]) -> bool:
     """Whether a test, or a fixture of it, starts a process or a whole run."""
     names = {item.originalname, *item.fixturenames}
@@ -108,19 +111,20 @@ def _slice(config: pytest.Config) -> int:
 
 
 class Started(BaseException):
-    """A test of the fast lane started a process."""
+    """A test that the fast lane runs started a process."""
 
 
 class NoProcesses:
-    """While a test runs, whatever starts a process fails: the fast lane stays what it says."""
+    """While a test of the fast lane runs, whatever starts a process fails, in every lane: so each lane tells of a test
+    that is in the fast one and should not be."""
 
     def __init__(self):
         self._within = False
         sys.addaudithook(self._refuse)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self):
-        self._within = True
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        self._within = _is_fast(item, {item.path: starters(item.path)})
         try:
             return (yield)
         finally:

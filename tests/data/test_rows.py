@@ -137,6 +137,7 @@ def test_ranks_share_the_same_batches(samples, dp_size):
             assert ranks[rank][number] == (all_rows[rank::dp_size], size, cursor, epoch)
 
 
+@pytest.mark.processes
 def test_ranks_by_length_share_the_same_batches_alike_in_tokens(samples):
     rows = make(samples, packing=False, epochs=1)
     alone = list(Batches(rows, global_batch=8))

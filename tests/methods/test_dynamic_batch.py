@@ -39,10 +39,16 @@ def recipe_of(root, kind, *overrides, name):
 
 
 def assert_all(found, expected):
-    """Every row of metrics.jsonl, but times and what the process holds."""
+    """Compare every row of metrics.jsonl, but times and what the process holds.
+
+    Until the first step with a rate above 0, policy and reference are one model: a pair's margin is rounding noise, and
+    so is the share of margins above 0.
+    """
     pairs = zip(metrics(found), metrics(expected), strict=True)
     for mine, other in pairs:
+        noise = abs(other.get("rewards_margin", 1.0)) < 1e-9
         same = [name for name in other if not name.endswith(("_time", "per_sec", "mfu", "gib"))]
+        same = [name for name in same if not (noise and name == "accuracy")]
         assert [mine[name] for name in same] == pytest.approx([other[name] for name in same], rel=1e-9, abs=1e-12)
     assert_same(found, expected, rtol=1e-9)
 

@@ -62,6 +62,7 @@ def pid(completions):
 def when_told(completions):
     what = completions[0]
     if what == "hang":
+        open("hanging", "w").close()
         time.sleep(1000)
     if what == "hang in c":
         "a" * 40 + "!" and __import__("re").match("(a+)+$", "a" * 60 + "!")
@@ -332,7 +333,9 @@ def test_ctrl_c_does_not_wait_for_a_reward(mine):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=mine,
     )  # fmt: skip
     assert parent.stdout.readline() == "ready\n"
-    time.sleep(0.2)
+    while not (mine / "hanging").exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
     parent.send_signal(signal.SIGINT)
-    _, err = parent.communicate(timeout=20)
+    _, err = parent.communicate(timeout=60)
     assert "KeyboardInterrupt" in err
