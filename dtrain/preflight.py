@@ -20,7 +20,7 @@ from typing import Any
 from dtrain import eval_section, lora_section
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id, look
-from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
+from dtrain.checkpoint.model_directory import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
 from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, read_header
 from dtrain.config import Recipe, hidden, read
 from dtrain.config.patterns import unmatched
@@ -233,7 +233,9 @@ def _is_an_adapter(directory: Path) -> str:
 
 def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
     known = [part for module in modules(model) for part in model.parts(module)]
-    return unmatched(recipe.train, [f"{module}.{kind}" for module in known for kind in ("weight", "bias")])
+    return unmatched(
+        recipe.train.parameter_patterns, [f"{module}.{kind}" for module in known for kind in ("weight", "bias")]
+    )
 
 
 def _misfits(model: ModelConfig, recipe: Recipe) -> list[str]:

@@ -35,7 +35,7 @@ from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.eval_section import better
-from dtrain.methods import METHODS, RunContext
+from dtrain.methods import METHODS
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
@@ -44,6 +44,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.build import build_model
 from dtrain.resume import Start
+from dtrain.run_context import RunContext
 from dtrain.sizing import refuse_idle, settled
 from dtrain.summary import about, closing, opening
 

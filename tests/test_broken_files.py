@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dtrain import data, models
-from dtrain.checkpoint.model_files import indexed_files
+from dtrain.checkpoint.model_directory import indexed_files
 from dtrain.errors import UserError
 from dtrain.models.config import read_config
 from dtrain.preflight import preflight

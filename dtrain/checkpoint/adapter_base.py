@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import hub
-from dtrain.checkpoint.model_files import INDEX, SINGLE, indexed_files
+from dtrain.checkpoint.model_directory import INDEX, SINGLE, indexed_files
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, read_header
 from dtrain.errors import UserError
 from dtrain.json_files import read_json

@@ -14,7 +14,8 @@ from dtrain.checkpoint.file_rows import joints, places
 from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.huggingface_write import Entry, write_files
 from dtrain.checkpoint.merged import folded, merge
-from dtrain.checkpoint.model_files import CONFIG, copy_companions
+from dtrain.checkpoint.model_directory import CONFIG
+from dtrain.checkpoint.model_files import copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -17,7 +17,8 @@ from dtrain.checkpoint.file_rows import FileRows, as_in_files, joints, places, s
 from dtrain.checkpoint.files import Record, checksum, real, replace_text, write_new
 from dtrain.checkpoint.huggingface_write import Entry, SafetensorsFile, joined, write_files
 from dtrain.checkpoint.merged import gathered
-from dtrain.checkpoint.model_files import CHAT_TEMPLATE, HELD, copy_companions
+from dtrain.checkpoint.model_directory import CHAT_TEMPLATE, HELD
+from dtrain.checkpoint.model_files import copy_companions
 from dtrain.checkpoint.peft_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -19,7 +19,7 @@ from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.identity import digests
 from dtrain.checkpoint.merged import exact_names, wider
-from dtrain.checkpoint.model_files import CONFIG
+from dtrain.checkpoint.model_directory import CONFIG
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.store import MANIFEST, CheckpointStore
 from dtrain.errors import UserError

@@ -15,7 +15,8 @@ from dtrain.checkpoint.file_rows import Stack, joints
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.huggingface_write import Entry, Layout, joined, layout_of, matrix_of, write_entries
 from dtrain.checkpoint.merged import exact_names, wider
-from dtrain.checkpoint.model_files import CONFIG, has_untrained_parts, read_model_config
+from dtrain.checkpoint.model_directory import CONFIG
+from dtrain.checkpoint.model_files import has_untrained_parts, read_model_config
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, BASE, base_of, is_adapter_directory, outputs_in
 from dtrain.checkpoint.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.store import CheckpointStore, locate

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
+from dtrain.checkpoint.model_directory import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
 SHARDS = "model-*.safetensors"

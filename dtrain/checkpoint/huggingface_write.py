@@ -23,9 +23,8 @@ from dtrain.checkpoint.file_rows import Joint, Stack
 from dtrain.checkpoint.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.checkpoint.huggingface import candidate_names, carried
 from dtrain.checkpoint.merged import WholeWeight, whole_weights
+from dtrain.checkpoint.model_directory import CHAT_TEMPLATE, HELD
 from dtrain.checkpoint.model_files import (
-    CHAT_TEMPLATE,
-    HELD,
     copy_companions,
     has_untrained_parts,
     of_classifier,

@@ -12,7 +12,7 @@ from typing import Any
 
 from dtrain.checkpoint import hub
 from dtrain.checkpoint.file_rows import joints, places, shape_in_files
-from dtrain.checkpoint.model_files import CONFIG, INDEX, SINGLE
+from dtrain.checkpoint.model_directory import CONFIG, INDEX, SINGLE
 from dtrain.errors import UserError
 from dtrain.json_files import SMALL, loads, read_json
 from dtrain.models.adapter_config import (

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint.files import real, replace_text
-from dtrain.checkpoint.model_files import CHAT_TEMPLATE, copy_companions
+from dtrain.checkpoint.model_directory import CHAT_TEMPLATE
+from dtrain.checkpoint.model_files import copy_companions
 from dtrain.errors import UserError
 
 DATA = "data.json"

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dtrain.checkpoint.model_files import INDEX, SINGLE, indexed_files
+from dtrain.checkpoint.model_directory import INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

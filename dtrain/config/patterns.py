@@ -1,22 +1,20 @@
-"""Patterns of parameters, in `train.train_only` and `train.freeze`: `*` stands for any part. No torch."""
+"""Patterns of parameter names, in which `*` stands for any part. Imports no torch."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-
-from dtrain.config.schema import Train
 
 
 def matched(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Whether a parameter that has these names is meant: by any pattern, under any name."""
+    """Return whether any of a parameter's `names` matches any of `patterns`."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def unmatched(section: Train, names: Collection[str]) -> list[str]:
-    """Patterns of the section that mean none of a model's parameters, one line each."""
+def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[str]:
+    """Return a line for each pattern that matches none of the parameter `names`, with the recipe's key it stands in."""
     return [
-        f"train.{key}: {pattern} matches no parameter of the model; they have names such as {next(iter(names))}, and * "
+        f"{key}: {pattern} matches no parameter of the model; they have names such as {next(iter(names))}, and * "
         "stands for any part"
-        for key, patterns in (("train_only", section.train_only), ("freeze", section.freeze))
+        for key, patterns in patterns_by_key.items()
         for pattern in patterns
         if not matched(names, [pattern])
     ]

@@ -235,6 +235,11 @@ class Train:
         """`global_batch` as a number, of a recipe whose `auto` is settled."""
         return int(self.global_batch)
 
+    @property
+    def parameter_patterns(self) -> dict[str, list[str]]:
+        """Patterns of parameter names by the key that holds them."""
+        return {"train.train_only": self.train_only, "train.freeze": self.freeze}
+
 
 @dataclass
 class Lora:
@@ -694,6 +699,11 @@ class Grpo:
     sampled tokens (mean absolute difference). null: never."""
     show: int = 2
     """Completions of each rollout that the terminal shows; samples.jsonl has all."""
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether an environment or tools answer completions."""
+        return self.environment is not None or self.verifiers.name is not None or bool(self.tools)
 
 
 @dataclass

@@ -13,12 +13,12 @@ from dtrain.environments.episodes import environment_seed, run_episodes
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
 from dtrain.methods.engines import RolloutEngine
-from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.rewards.find import find
 from dtrain.rollout.tools import tool_schemas
+from dtrain.run_context import RunContext
 
 
 @dataclass(frozen=True)

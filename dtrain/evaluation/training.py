@@ -28,7 +28,6 @@ from dtrain.evaluation.judging import (
     open_judges,
     read_questions,
 )
-from dtrain.methods import RunContext
 from dtrain.metrics import records
 from dtrain.models.config import read_config
 from dtrain.parallel.ranks import Ranks
@@ -36,6 +35,7 @@ from dtrain.policy import Policy
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import SamplingParams
 from dtrain.rollout.rewards import Rewards
+from dtrain.run_context import RunContext
 
 WIDTH = 72
 

@@ -11,6 +11,7 @@ from dtrain.faces.next_token import NO_TARGET, logprobs_of_targets
 from dtrain.losses.head import TrainingSamplingParams
 from dtrain.losses.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along
+from dtrain.parallel.packed_layout import held_positions, sequence_of
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -88,25 +89,8 @@ def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
         torch._assert_async(even, f"a packed length is no multiple of {2 * cp_size}, 2·cp; nothing is dropped")
 
 
-def sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
-    """The sequence [n] that each of `positions` [n] lies in; ends [N + 1]: the first is 0."""
-    return torch.searchsorted(ends[1:].contiguous(), positions, right=True)
-
-
 def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:
     """[T] -> the token after each in its own sequence, NO_TARGET at its end."""
     positions = torch.arange(len(target), device=target.device)
     last = positions + 1 == ends[1:][sequence_of(positions, ends)]
     return torch.where(last, NO_TARGET, target.roll(-1))
-
-
-def held_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
-    """The packed positions [tokens / size] that a cp rank holds of sequences ending at `ends` [N + 1], in its order:
-    rising, the head and the tail chunk of each."""
-    places = torch.arange(tokens // size, device=ends.device)
-    sequence = sequence_of(places, torch.div(ends, size, rounding_mode="floor"))
-    start, end = ends[sequence], ends[sequence + 1]
-    chunk = torch.div(end - start, 2 * size, rounding_mode="floor")
-    offset = places - torch.div(start, size, rounding_mode="floor")
-    in_tail = offset >= chunk
-    return start + torch.where(in_tail, (2 * size - 1 - rank) * chunk + offset - chunk, rank * chunk + offset)

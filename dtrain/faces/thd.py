@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.faces.packed import held_positions, sequence_of
 from dtrain.parallel.layout import mesh_rank
+from dtrain.parallel.packed_layout import held_positions, sequence_of
 
 CONSUMED = ("seq_lens", "seq_lens_padded", "attention_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 

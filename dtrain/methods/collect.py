@@ -17,11 +17,11 @@ from dtrain.data.rows import Placement
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.engines import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
-from dtrain.metrics import Recorder
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.reward_model import RewardModel
 from dtrain.rollout.request import AskStop, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
+from dtrain.run_context import RunLog
 
 SECONDS_BETWEEN_TABLES = 20.0
 ALIKE = (
@@ -332,7 +332,7 @@ def _known(value: float) -> float | None:
 class SampleTable:
     """Shows a rollout now and then: the first, and one when 20 seconds have passed since the last."""
 
-    def __init__(self, metrics: Recorder, rows: int):
+    def __init__(self, metrics: RunLog, rows: int):
         self.metrics, self.rows = metrics, rows
         self._last = float("-inf")
         self._alike = 0  # rollouts that taught nothing

@@ -17,10 +17,11 @@ from dtrain.losses import (
     topk_kl_sum_from_hidden_states,
     topk_logits_from_hidden_states,
 )
-from dtrain.methods.method import Method, RunContext
+from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
+from dtrain.run_context import RunContext
 
 
 class DistillMethod(Method):

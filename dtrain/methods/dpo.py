@@ -22,10 +22,11 @@ from dtrain.losses.preference import (
     preference_weights,
 )
 from dtrain.losses.preference_options import SFT, over_the_batch
-from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.methods.method import MethodWithReference
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.run_context import RunContext
 
 FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
 

@@ -14,14 +14,13 @@ import torch
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
 from dtrain.errors import UserError
-from dtrain.methods.grpo_section import has_episodes
-from dtrain.methods.method import RunContext
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 from dtrain.rollout.native import NativeEngine
 from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.rewards import Rewards
+from dtrain.run_context import RunContext
 
 if TYPE_CHECKING:
     from dtrain.rollout.graphs import GraphMaker
@@ -110,6 +109,6 @@ def open_rewards(section: Grpo, run: RunContext) -> Rewards | None:
 def open_episodes(recipe: Recipe, tokenizer: Tokenizer, run: RunContext) -> EpisodePlayer | None:
     """What plays completions in the environment that `grpo.environment` or `grpo.verifiers` names, or with `grpo.tools`
     (`environments.play.Episodes`); None where there are none. Collective. Raises UserError."""
-    if not has_episodes(recipe.grpo):
+    if not recipe.grpo.has_episodes:
         return None
     return import_module("dtrain.environments.play").open_episodes(recipe, tokenizer, run)

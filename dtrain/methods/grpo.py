@@ -24,13 +24,14 @@ from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.collect import Collector, Rollout, SampleTable, lengths_of
 from dtrain.methods.engines import open_engine, open_episodes, open_rewards, refuse_graphs
-from dtrain.methods.grpo_section import has_episodes
-from dtrain.methods.method import MethodWithReference, RolloutMethod, RunContext
+from dtrain.methods.method import MethodWithReference
+from dtrain.methods.rollout_method import RolloutMethod
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.reward_model import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
 from dtrain.rollout.rewards.columns import lacking_columns
+from dtrain.run_context import RunContext
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
@@ -53,7 +54,7 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
     def _longest(self) -> int:
         """Tokens that the model may draw for a prompt, in all turns."""
         section = self.recipe.grpo
-        turns = section.max_turns if has_episodes(section) else 1
+        turns = section.max_turns if section.has_episodes else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property

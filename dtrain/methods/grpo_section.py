@@ -81,11 +81,6 @@ def problems(recipe: Recipe) -> list[str]:
     return found
 
 
-def has_episodes(section: Grpo) -> bool:
-    """Whether something answers completions."""
-    return section.environment is not None or section.verifiers.name is not None or bool(section.tools)
-
-
 def no_room(section: str, drawn: int, longest: int) -> str:
     """What is said of completions of so many tokens within so many."""
     return (
@@ -127,7 +122,7 @@ def _rewards(recipe: Recipe) -> list[str]:
     found = reward_problems(section.rewards)
     path = section.environment
     rates = section.reward_model.path
-    if rates is not None and has_episodes(section):
+    if rates is not None and section.has_episodes:
         found.append(
             "grpo.reward_model rates a prompt and one completion, and grpo.environment, grpo.verifiers and grpo.tools "
             "make several turns: leave one of them out"

@@ -22,10 +22,11 @@ from dtrain.data.order import pack
 from dtrain.data.rows import row_of
 from dtrain.errors import UserError
 from dtrain.losses import unpaired
-from dtrain.methods.method import MethodWithReference, RunContext
+from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.randomness import key
+from dtrain.run_context import RunContext
 
 LOOKED_AT = 256  # replies, for whether there are both kinds
 

@@ -18,9 +18,10 @@ from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.methods.collect import Collector, PromptRow, Rollout, lengths_of
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.engines import open_engine
-from dtrain.methods.method import RolloutMethod, RunContext
 from dtrain.methods.rollout_buffer import Buffer, Sample
+from dtrain.methods.rollout_method import RolloutMethod
 from dtrain.policy import Policy
+from dtrain.run_context import RunContext
 
 
 class OnPolicyDistillMethod(RolloutMethod, DistillMethod):

@@ -14,10 +14,11 @@ from torch import Tensor
 from dtrain.batch import Batch, documents
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
-from dtrain.methods.method import Method, RunContext
+from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import at_the_ends
 from dtrain.policy.score import LogprobSource, Loss
+from dtrain.run_context import RunContext
 
 
 class RewardMethod(Method):

@@ -26,10 +26,14 @@ __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "p
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("build", "from_pretrained"):
-        from dtrain.models import registry
+    if name == "build":
+        from dtrain.models.registry import build
 
-        return getattr(registry, name)
+        return build
+    if name == "from_pretrained":
+        from dtrain.checkpoint.pretrained import from_pretrained
+
+        return from_pretrained
     if name == "init_weights":
         from dtrain.models.init import init_weights
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.attention.decode import Cached
+from dtrain.models.cache import Cached
 from dtrain.models.config import Experts, ModelConfig
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate
 from dtrain.models.layers import (

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.decode import Cached
 from dtrain.attention.kernels import Kernel, Visibility
 from dtrain.batch import PADDING_DOCUMENT
 from dtrain.models import nf4
+from dtrain.models.cache import Cached
 from dtrain.models.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.functions import ACTIVATIONS, gated, rms_norm, rotate, tables
 from dtrain.parallel.experts import expert_parameters

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.decode import Cached
+from dtrain.models.cache import Cached
 from dtrain.models.config import Experts as Sizes
 from dtrain.models.config import ModelConfig
 from dtrain.models.functions import ACTIVATIONS, clamped, gated

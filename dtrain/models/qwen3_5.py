@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.decode import Cached
 from dtrain.attention.delta import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.attention.packing import Packing
+from dtrain.models.cache import Cached
 from dtrain.models.config import LINEAR, ModelConfig
 from dtrain.models.functions import rms_norm
 from dtrain.models.gemma3 import Gemma3RMSNorm

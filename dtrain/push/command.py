@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.model_files import COMPANIONS, CONFIG, INDEX, held_by
+from dtrain.checkpoint.model_directory import COMPANIONS, CONFIG, INDEX
+from dtrain.checkpoint.model_files import held_by
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
 from dtrain.checkpoint.rundir import DATA
 from dtrain.data.hub import README

@@ -7,7 +7,6 @@ from pathlib import Path
 from dtrain.checkpoint.peft_config import adapter_of
 from dtrain.config.schema import Recipe
 from dtrain.errors import Interrupted, Unavailable, UserError
-from dtrain.methods.method import RunContext
 from dtrain.models.adapter_config import AdapterConfig
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
@@ -17,6 +16,7 @@ from dtrain.remote.http import HttpEngine
 from dtrain.remote.publish import DirectoryPublisher, StreamPublisher
 from dtrain.rollout.request import AskStop, Completion, Request
 from dtrain.rollout.routed import RoutedReader
+from dtrain.run_context import RunContext
 
 
 class OverHttp:

@@ -11,7 +11,8 @@ from dtrain.checkpoint import hub
 from dtrain.checkpoint.adapter_files import ADAPTER
 from dtrain.checkpoint.base_weights import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface import read_weights
-from dtrain.checkpoint.model_files import CONFIG, TOKENIZER, held_by
+from dtrain.checkpoint.model_directory import CONFIG, TOKENIZER
+from dtrain.checkpoint.model_files import held_by
 from dtrain.checkpoint.peft_config import ADAPTER_CONFIG, base_of, is_adapter_directory, peft_names, read_adapter_config
 from dtrain.checkpoint.store import CheckpointStore, locate, step_of
 from dtrain.checkpoint.training_state import SCORE, model_tensors, training_tensors

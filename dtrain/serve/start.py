@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 import torch
 
-from dtrain.checkpoint.model_files import CONFIG
+from dtrain.checkpoint.model_directory import CONFIG
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
