@@ -1,10 +1,11 @@
 """The interface of a KV cache to the models: what a forward reads and writes in place of its own kernel and masks."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from dtrain.attention.delta import LinearMask
+if TYPE_CHECKING:
+    from dtrain.attention.delta import LinearMask
 
 
 class Cached(Protocol):
@@ -34,7 +35,7 @@ class Cached(Protocol):
         this forward, and another layer reads them. sinks [H]: as kernels take them."""
         ...
 
-    def linear_mask(self, width: int) -> LinearMask | None:
+    def linear_mask(self, width: int) -> "LinearMask | None":
         """For convolutions of this width over whole prompts; None where each row goes on by one token."""
         ...
 

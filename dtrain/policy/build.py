@@ -10,11 +10,11 @@
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from dtrain import models
-from dtrain.attention import delta_flash, delta_proof
 from dtrain.attention.context import GatherKernel, VarlenGatherKernel
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
 from dtrain.attention.proof import prove
@@ -34,6 +34,9 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
+
+if TYPE_CHECKING:
+    from dtrain.attention.delta_flash import FlashDelta
 
 Proof = Callable[[], str | None]
 Every = Callable[[Proof], list[str | None]]
@@ -194,7 +197,7 @@ def choose_delta(
     precision: Precision,
     device: torch.device,
     every: Every | None = None,
-) -> tuple[delta_flash.FlashDelta | None, str]:
+) -> "tuple[FlashDelta | None, str]":
     """flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, "" where
     it is not wanted. UserError where it is not sound and `model.linear_attention` insists. every: as of
     `choose_attention`."""
@@ -202,6 +205,8 @@ def choose_delta(
     is_able = device.type == "cuda" and precision.compute in HALF
     if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
         return None, ""
+    from dtrain.attention import delta_flash, delta_proof  # linear attention alone needs them
+
     rule = delta_flash.installed()
 
     def proof() -> str | None:
