@@ -34,7 +34,8 @@ from dtrain.errors import RecipeError, UserError, in_words
 from dtrain.methods.facts import REWARD_MODEL, facts_of
 from dtrain.models import nf4_config
 from dtrain.models.adapter_config import modules
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import ModelConfig
+from dtrain.models.read_config import read_config
 from dtrain.parallel.fits import misfits
 from dtrain.ranges import beside
 from dtrain.rollout.rewards.find import find_file, find_verifiers

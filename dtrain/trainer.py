@@ -37,7 +37,7 @@ from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
 from dtrain.eval_section import better
 from dtrain.methods import METHODS
 from dtrain.methods.facts import facts_of
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime

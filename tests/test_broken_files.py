@@ -9,7 +9,7 @@ import pytest
 from dtrain import data, models
 from dtrain.checkpoint.model_directory import indexed_files
 from dtrain.errors import UserError
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.preflight import preflight
 from tests.tiny import tiny_recipe, write_model
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain import config
 from dtrain.losses.hidden import head_tile_rows
 from dtrain.methods import METHODS
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

@@ -37,7 +37,7 @@ from dtrain import models
 from dtrain.checkpoint.background import Saver
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.training_state import allocate_state, training_tensors
-from dtrain.models.config import parse_config
+from dtrain.models.read_config import parse_config
 from dtrain.parallel.fsdp import shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor

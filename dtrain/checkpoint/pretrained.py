@@ -8,9 +8,9 @@ from dtrain.checkpoint.adapter_files import read_adapter
 from dtrain.checkpoint.huggingface import read_weights
 from dtrain.checkpoint.peft_config import base_of, is_adapter_directory, outputs_in, read_adapter_config
 from dtrain.models.adapter_config import linears
-from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
 from dtrain.models.nf4 import quantize_linears
+from dtrain.models.read_config import read_config
 from dtrain.models.registry import build
 
 

@@ -12,7 +12,7 @@ from dtrain.data.tool_format import ToolFormat, learn_tool_format
 from dtrain.environments.episodes import environment_seed, run_episodes
 from dtrain.environments.observations import Observations
 from dtrain.environments.stepping import Environments
-from dtrain.methods.engines import RolloutEngine
+from dtrain.methods.engine_interfaces import RolloutEngine
 from dtrain.methods.rollout_buffer import Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.request import AskStop, Completion, Request

@@ -29,7 +29,7 @@ from dtrain.evaluation.judging import (
     read_questions,
 )
 from dtrain.metrics import records
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 from dtrain.rollout.native import NativeEngine

@@ -23,8 +23,8 @@ from dtrain.hosts.coordinator import (
     Member,
     connect,
 )
-from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import GLOO, within
+from dtrain.launch.last_checkpoint import within
+from dtrain.launch.place import GLOO, RankPlace
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,8 +12,9 @@ from dtrain.config import Recipe
 from dtrain.errors import UserError
 from dtrain.hosts.consistency import same_on_all
 from dtrain.hosts.rendezvous import Callbacks, Rendezvous, rendezvous
+from dtrain.launch.last_checkpoint import FILE_SECONDS, newest_checkpoint, within
 from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import FILE_SECONDS, newest_checkpoint, on_signals, within
+from dtrain.launch.signals import on_signals
 
 if TYPE_CHECKING:
     from dtrain.parallel.runtime import StopFlag

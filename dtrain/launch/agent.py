@@ -25,18 +25,9 @@ from dtrain.config import Recipe, hidden, load, origins, to_yaml, with_origins_o
 from dtrain.errors import Stopped, UserError
 from dtrain.launch.devices import choose_device
 from dtrain.launch.job import job_directory
-from dtrain.launch.rank import (
-    STOPPING,
-    OutOfMemory,
-    RankPlace,
-    Train,
-    log_file,
-    newest_checkpoint,
-    on_signals,
-    resumed,
-    run_rank,
-    write_to_log,
-)
+from dtrain.launch.last_checkpoint import newest_checkpoint
+from dtrain.launch.rank import STOPPING, OutOfMemory, RankPlace, Train, log_file, resumed, run_rank, write_to_log
+from dtrain.launch.signals import on_signals
 from dtrain.launch.workers import LOOK_SECONDS, RankProcess, heartbeat
 from dtrain.orphans import end_with
 

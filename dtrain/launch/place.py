@@ -7,6 +7,9 @@ from pathlib import Path
 
 from dtrain.errors import UserError
 
+# Variables of the environment, read by torch and by NCCL: the network interface to use.
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
 
 @dataclass(frozen=True)
 class RankPlace:

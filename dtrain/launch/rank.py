@@ -3,12 +3,9 @@
 import importlib
 import os
 import resource
-import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,8 +16,10 @@ from dtrain.addresses import loopback
 from dtrain.config import Recipe
 from dtrain.errors import UserError
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.place import RankPlace
-from dtrain.launch.workers import LOOK_SECONDS, StallTimer, heartbeat
+from dtrain.launch.last_checkpoint import newest_checkpoint
+from dtrain.launch.place import GLOO, NCCL, RankPlace
+from dtrain.launch.signals import on_signals
+from dtrain.launch.workers import StallTimer, heartbeat
 from dtrain.methods.facts import facts_of
 from dtrain.orphans import descendants, kill
 
@@ -39,12 +38,7 @@ T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
 
 PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
-FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # of the environment, read by torch and by NCCL
 
-SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
-END_SECONDS = 5.0  # for the main thread to unwind after a second signal
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
@@ -185,35 +179,6 @@ def told_to_all(place: RankPlace | None) -> Iterator[None]:
         importlib.import_module("dtrain.hosts.watch").fail_together(place, problem)
 
 
-def newest_checkpoint(recipe: Recipe) -> str:
-    """Where the same command goes on, in words."""
-    checkpoints = recipe.run.directory / "checkpoints"
-    saved = within(FILE_SECONDS, partial(_newest, checkpoints))
-    return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
-
-
-def within(seconds: float, act: Callable[[], T]) -> T | None:
-    """What `act` gives or raises, or None where it takes longer; it then goes on in its thread, which does not hold the
-    process back."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(act())
-        except BaseException as error:  # raised below
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done.result() if wait([done], seconds).done else None
-
-
-def _newest(checkpoints: Path) -> str:
-    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
-    if steps:
-        return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
-    return "No checkpoint was saved yet: the same command starts over"
-
-
 def resumed(recipe: Recipe) -> Recipe:
     """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
     were told to start."""
@@ -276,48 +241,3 @@ def write_to_log(recipe: Recipe, rank: int) -> None:
 
 def log_file(recipe: Recipe, rank: int) -> Path:
     return recipe.run.directory / f"log-rank{rank}.txt"
-
-
-@contextmanager
-def on_signals(
-    ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS, look: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """The first of `signals` calls `ask`, and from then on `look` is called every LOOK_SECONDS, in a thread; a second
-    one raises KeyboardInterrupt with its number, and where the block does not end by that, the process ends within
-    seconds. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    owner = os.getpid()
-    asked: list[float] = []
-    last: list[int] = []
-    ended = threading.Event()
-
-    def handle(signum: int, frame: object) -> None:
-        if os.getpid() != owner:  # a forked helper: the run's own process decides for both
-            if signum == signal.SIGTERM:
-                signal.signal(signum, signal.SIG_DFL)
-                os.kill(os.getpid(), signum)
-        elif not asked:
-            asked.append(time.monotonic())
-            ask(signum)
-        elif time.monotonic() - asked[0] > SAME_SECONDS:
-            last.append(signum)
-            raise KeyboardInterrupt(signum)
-
-    def insist() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            if asked and look is not None:
-                look()
-            if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
-                kill(descendants(owner))
-                os._exit(128 + last[0])
-
-    threading.Thread(target=insist, daemon=True).start()
-    previous = {signum: signal.signal(signum, handle) for signum in signals}
-    try:
-        yield
-    finally:
-        ended.set()
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)

@@ -36,8 +36,8 @@ from dtrain.launch.devices import choose_device, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.methods import METHODS, Method
 from dtrain.methods.facts import REWARD_MODEL, facts_of
-from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.optim import (
     NAMES,
     SCHEDULES,

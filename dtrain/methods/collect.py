@@ -15,7 +15,7 @@ from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
-from dtrain.methods.engines import EpisodePlayer, RolloutEngine
+from dtrain.methods.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.reward_model import RewardModel

@@ -1,20 +1,15 @@
-"""What draws a method's completions, what answers and what judges them, as the recipe's `grpo` section says it.
+"""What draws a method's completions, what answers and what judges them, as the recipe's `grpo` section says it."""
 
-Every engine draws with the weights of now: `generate` is collective, every rank passes all requests and gets all
-completions, in their order, or Interrupted where a rank's `ask_stop` says yes meanwhile. `expect` says which requests
-come next, for an engine that can draw ahead of time.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from dtrain.config.schema import Grpo, Recipe
 from dtrain.data import Tokenizer
 from dtrain.errors import UserError
-from dtrain.methods.rollout_buffer import Sample
+from dtrain.methods.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy import Policy
 from dtrain.rollout.native import NativeEngine
@@ -24,27 +19,6 @@ from dtrain.run_context import RunContext
 
 if TYPE_CHECKING:
     from dtrain.rollout.graphs import GraphMaker
-
-
-class RolloutEngine(Protocol):
-    def generate(
-        self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None
-    ) -> list[Completion]: ...
-
-    def expect(self, requests: Sequence[Request], version: int) -> None: ...
-
-
-class EpisodePlayer(Protocol):
-    """Completions in several turns, an environment answering each (`environments.play`)."""
-
-    def play(
-        self,
-        engine: RolloutEngine,
-        requests: Sequence[Request],
-        rows: Sequence[Mapping[str, Any]],
-        version: int,
-        ask_stop: AskStop | None = None,
-    ) -> list[Sample]: ...
 
 
 class OnTheMesh:

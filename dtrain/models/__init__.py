@@ -20,7 +20,8 @@
 
 from typing import Any
 
-from dtrain.models.config import ModelConfig, Rope, parse_config, read_config
+from dtrain.models.config import ModelConfig, Rope
+from dtrain.models.read_config import parse_config, read_config
 
 __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "parse_config", "read_config"]
 

@@ -15,8 +15,9 @@ from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
 from dtrain.eval_section import longest_answer
 from dtrain.methods.facts import facts_of
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import ModelConfig
 from dtrain.models.layers import weights_in
+from dtrain.models.read_config import read_config
 from dtrain.optim import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
 from dtrain.plan.hardware import Hardware, Time, estimate

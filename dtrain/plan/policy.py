@@ -15,8 +15,9 @@ from dtrain.config.schema import Recipe
 from dtrain.methods import Method
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import MethodWithReference
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.optim import build_optimizer
 from dtrain.optimizers.adam import LowBitAdam
 from dtrain.parallel.checkpointing import checkpoint_activations

@@ -19,7 +19,8 @@ from dtrain.config import Sizes, sizes
 from dtrain.config.schema import Recipe
 from dtrain.config.world import LARGEST_AUTO
 from dtrain.methods.facts import facts_of
-from dtrain.models.config import LINEAR, ModelConfig, read_config
+from dtrain.models.config import LINEAR, ModelConfig
+from dtrain.models.read_config import read_config
 from dtrain.optim import build_optimizer
 from dtrain.parallel.fits import misfits
 from dtrain.plan.hardware import Hardware, Time, estimate, wire_time

@@ -12,8 +12,8 @@ from dtrain.data import Tokenizer
 from dtrain.data.pairs import PairEncoder
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
-from dtrain.models.config import read_config
 from dtrain.models.layers import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.parallel.fsdp import give_weights_back
 from dtrain.policy.batching import DynamicShapes, assemble
 from dtrain.policy.build import build_model

@@ -10,8 +10,9 @@ from torch import Tensor
 from dtrain.config.schema import Model
 from dtrain.errors import UserError
 from dtrain.losses import HeadInput
-from dtrain.models.config import ModelConfig, read_config
+from dtrain.models.config import ModelConfig
 from dtrain.models.layers import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.precision import Precision

@@ -187,7 +187,7 @@ MESHES = {
 
 def read_on_a_mesh(rank, recipe, adapter):
     from dtrain import config
-    from dtrain.models.config import read_config
+    from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh
     from dtrain.policy.build import build_model
     from dtrain.policy.precision import choose_precision

@@ -18,8 +18,8 @@ from dtrain.errors import Stopped, UserError
 from dtrain.hosts import rendezvous
 from dtrain.hosts.coordinator import SETTLE_SECONDS, Coordinator, CoordinatorAddress, JoinRequest, Member, connect
 from dtrain.hosts.rendezvous import Callbacks
+from dtrain.launch.last_checkpoint import within
 from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import within
 from dtrain.parallel.runtime import StopFlag
 
 HOSTS = ("a", "a", "b", "b")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dtrain import config
 from dtrain.addresses import EVERYWHERE, address_to_listen_at, listen
-from dtrain.launch.rank import within
+from dtrain.launch.last_checkpoint import within
 from tests.launch.processes import Launched
 from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
 from tests.launch.test_two_hosts import MASTER, OTHER, hosts  # noqa: F401  a fixture

@@ -13,7 +13,7 @@ from dtrain.checkpoint.huggingface_write import write_directory
 from dtrain.config import sizes
 from dtrain.losses import HeadInput, forward_kl, reverse_kl
 from dtrain.methods.distill import DistillMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

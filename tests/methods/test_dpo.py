@@ -10,7 +10,7 @@ from dtrain.config import sizes
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section
 from dtrain.methods.dpo import DpoMethod, PairSums
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

@@ -10,7 +10,7 @@ import torch
 from dtrain import models
 from dtrain.losses import forward_kl
 from dtrain.methods import on_policy
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.preflight import preflight
 from tests.methods.test_distill import teacher_at
 from tests.test_trainer import assert_same, metrics, run, trajectory, weights

@@ -6,7 +6,7 @@ import torch
 
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config import sizes
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime

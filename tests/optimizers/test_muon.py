@@ -7,7 +7,7 @@ from torch import nn
 from dtrain import check
 from dtrain.config import schema, sizes
 from dtrain.errors import UserError
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.optim import build_optimizer
 from dtrain.optimizers.muon import is_matrix
 from dtrain.plan.policy import state_bytes

@@ -9,7 +9,7 @@ import torch
 
 from dtrain import config
 from dtrain.models import nf4
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.plan import report
 from dtrain.plan.hardware import GPUS, USABLE
 from dtrain.plan.plan import make_plan

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dtrain import config
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.plan.beside import PlannedPeak
 from dtrain.plan.children import Child, side_by_side
 from dtrain.plan.report import gib

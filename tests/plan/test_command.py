@@ -14,7 +14,7 @@ import torch
 from dtrain import config, models
 from dtrain.cli import main
 from dtrain.errors import RecipeError
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.plan import report
 from dtrain.plan.hardware import GPUS
 from dtrain.plan.plan import make_plan, problems

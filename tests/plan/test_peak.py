@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dtrain import config
 from dtrain.batch import collate
 from dtrain.methods import METHODS
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime

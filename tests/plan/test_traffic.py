@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import config
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.plan.step import plan_step

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.errors import UserError
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import build

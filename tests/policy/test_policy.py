@@ -9,7 +9,7 @@ from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.errors import UserError
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.optim import LossScale
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime

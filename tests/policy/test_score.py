@@ -7,7 +7,7 @@ import pytest
 from dtrain.batch import IGNORE, collate
 from dtrain.config import sizes
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

@@ -10,7 +10,7 @@ import torch
 from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy

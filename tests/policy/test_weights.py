@@ -13,7 +13,7 @@ from dtrain.batch import collate
 from dtrain.config import sizes
 from dtrain.errors import UserError
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model

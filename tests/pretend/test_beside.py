@@ -7,7 +7,7 @@ import torch
 from dtrain import cli, config
 from dtrain.batch import collate
 from dtrain.methods.sft import SftMethod
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.plan.children import Child
 from dtrain.policy import Policy

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dtrain import config
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.plan.step import plan_step
 from tests.pretend.card import GIB, Card
 from tests.pretend.test_memory import CASES, SHAPE, peak_of_a_step

@@ -6,7 +6,7 @@ import torch
 from dtrain import config
 from dtrain.batch import collate
 from dtrain.methods import METHODS
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.plan.step import plan_step
 from dtrain.plan.trace import full_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain import config
-from dtrain.models.config import read_config
+from dtrain.models.read_config import read_config
 from tests.tiny import FAMILIES, tiny_recipe
 from tools.gpu.ranks import Run
 from tools.gpu.runs import decode_rank, hang_rank, peak_rank, proof_rank, rows_of, shape_recipe, train_rank

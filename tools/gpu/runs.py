@@ -66,7 +66,7 @@ def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:
 
     from dtrain.batch import collate
     from dtrain.methods import METHODS
-    from dtrain.models.config import read_config
+    from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group
     from dtrain.parallel.runtime import Runtime
     from dtrain.plan.trace import full_rows
