@@ -21,10 +21,10 @@ from typing import Any
 from dtrain import json_files
 from dtrain.data import formats
 from dtrain.data.columns import how_to_map, renamed
+from dtrain.data.file_kinds import KINDS
 from dtrain.errors import UserError
 from dtrain.ranges import nearest
 
-KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 CSV_FIELD_BYTES = 2**31 - 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtrain.checkpoint.hub import is_id, told
-from dtrain.data.files import KINDS
+from dtrain.data.file_kinds import KINDS
 from dtrain.data.hub_files import choose
 from dtrain.errors import UserError
 from dtrain.json_files import LARGE, read_text

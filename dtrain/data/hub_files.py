@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from dtrain.data.files import KINDS
+from dtrain.data.file_kinds import KINDS
 from dtrain.errors import UserError
 
 # What names of files and folders call the splits.
