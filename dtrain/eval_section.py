@@ -23,6 +23,7 @@ from dtrain.errors import UserError
 from dtrain.methods.facts import facts_of
 from dtrain.methods.grpo_section import reward_problems
 from dtrain.ranges import is_finite, is_number, nearest, shown
+from dtrain.rollout.pass_at_k import passes
 from dtrain.rollout.rewards.columns import lacking_columns
 from dtrain.rollout.rewards.find import BUILT_IN
 from dtrain.rollout.rewards.math_answers import answer_in
@@ -71,11 +72,6 @@ def sets(recipe: Recipe) -> list[EvalSet]:
 def longest_answer(positions: int) -> int:
     """Tokens, of a model with so many positions, where nothing is asked for."""
     return min(LONGEST_ANSWER, positions // 2)
-
-
-def passes(samples: int) -> list[int]:
-    """The k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
-    return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
 
 
 def fields(one: EvalSet) -> dict[str, Better]:

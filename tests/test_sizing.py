@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtrain import config
+from dtrain import check
 from dtrain.config.schema import Scheduler, Stage
 from dtrain.config.world import automatic_batch
 from dtrain.errors import UserError
@@ -40,10 +40,10 @@ def test_the_recipe_tells_a_share_from_a_count(tmp_path):
         warmup = tiny_recipe(tmp_path, f"scheduler.warmup={text}").scheduler.warmup
         assert warmup == value and type(warmup) is type(value)
     for text in ("1.0", "1.5", "-0.1", "-1"):
-        problems = config.check(tiny_recipe(tmp_path, f"scheduler.warmup={text}"), 1)
+        problems = check.check(tiny_recipe(tmp_path, f"scheduler.warmup={text}"), 1)
         assert ["scheduler.warmup=" in problem and "share" in problem for problem in problems] == [True]
     for text in ("0", "-4", "many"):
-        problems = config.check(tiny_recipe(tmp_path, f"train.global_batch={text}"), 1)
+        problems = check.check(tiny_recipe(tmp_path, f"train.global_batch={text}"), 1)
         assert any(f"train.global_batch={text} must be a whole number" in problem for problem in problems)
 
 

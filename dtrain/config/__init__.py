@@ -8,18 +8,14 @@ patterns         which parameters a recipe's patterns mean
 slips            what is said to a slip of the pen, in YAML or in a value
 words, lacks     other tools' words for our keys; what has no key here, and why
 
-What must hold between keys is `dtrain.check`, which knows the methods; its functions are found here too.
+What must hold between keys is `dtrain.check`, which knows the methods.
 """
-
-from importlib import import_module
-from typing import Any
 
 from dtrain.config.load import find, keys, load, read, recipes_dir, shipped
 from dtrain.config.saved import diff, hidden, hiding, origins, to_yaml, unsaid, with_origins_of
 from dtrain.config.schema import Recipe
 from dtrain.config.world import Sizes, sizes
 
-_ABOVE = {"check": "dtrain.check", "notes": "dtrain.check"}
 __all__ = [
     "Recipe",
     "Sizes",
@@ -37,11 +33,4 @@ __all__ = [
     "to_yaml",
     "unsaid",
     "with_origins_of",
-    *_ABOVE,
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ABOVE[name]), name)

@@ -17,8 +17,8 @@ from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import formats_of, parse, read_chunks
 from dtrain.data.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.errors import Interrupted, UserError
-from dtrain.eval_section import passes
 from dtrain.parallel.ranks import Ranks
+from dtrain.rollout.pass_at_k import pass_at, passes
 from dtrain.rollout.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rollout.rewards import Rewards
 
@@ -211,11 +211,6 @@ def read_questions(
                 except UserError as error:
                     raise UserError(f"{place}: {error}{lacking(given, columns)}") from error
     return found
-
-
-def pass_at(k: int, samples: int, right: int) -> float:
-    """The chance that k of `samples` completions, of which `right` pass, have one that does (arXiv:2107.03374)."""
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def known(value: Any) -> Any:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
-from dtrain import config, models
+from dtrain import check, config, models
 from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
 from dtrain.checkpoint.export import export
 from dtrain.checkpoint.peft_config import (
@@ -186,7 +186,6 @@ MESHES = {
 
 
 def read_on_a_mesh(rank, recipe, adapter):
-    from dtrain import config
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh
     from dtrain.policy.build import build_model
@@ -459,7 +458,7 @@ def test_an_adapter_of_another_base_is_refused(made):
 
     def found(model):
         recipe = tiny_recipe(made, "model.init=pretrained", f"lora={{path: {adapter}}}", f"model.path={model}")
-        return [one for one in preflight(recipe, 1) if "base_model" in one], config.notes(recipe)
+        return [one for one in preflight(recipe, 1) if "base_model" in one], check.notes(recipe)
 
     assert found(made / "base") == found(copy) == ([], [])
     [problem], notes = found(other)

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from dtrain import config, models
+from dtrain import check, config, models
 from dtrain.cli import main
 from dtrain.config.schema import Lora
 from dtrain.errors import RecipeError, UserError
@@ -203,7 +203,7 @@ def test_what_is_sound_is_let_through(problems, overrides):
     ],
 )
 def test_a_low_learning_rate_is_noted(overrides, told):
-    notes = config.notes(config.load("sft", overrides))
+    notes = check.notes(config.load("sft", overrides))
     assert [] == notes if told is None else [told in note for note in notes] == [True]
     assert all("10 times that of full fine-tuning is usual" in note for note in notes)
 

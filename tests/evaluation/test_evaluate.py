@@ -13,8 +13,8 @@ from dtrain import models
 from dtrain.cli import main
 from dtrain.eval_section import usual_reward
 from dtrain.evaluation.evaluate import read_reward
-from dtrain.evaluation.judging import pass_at
 from dtrain.rollout.engine import Engine
+from dtrain.rollout.pass_at_k import pass_at
 from dtrain.rollout.request import Request, SamplingParams
 from tests.serve.serving import make_model, naive
 
