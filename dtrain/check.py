@@ -9,15 +9,16 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
-from dtrain import eval_section, lora_section
 from dtrain.config import saved, words
 from dtrain.config.load import keys
 from dtrain.config.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.data import columns
-from dtrain.methods.facts import FACTS, facts_of
+from dtrain.eval_sets import best_problems, sets
+from dtrain.methods.facts import SECTIONS, facts_by_name, facts_of
 from dtrain.ranges import Range, is_finite, nearest, shown
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
@@ -64,16 +65,35 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("metrics.every", lambda v: v >= 1, "at least 1"),
     ("metrics.tensorboard", lambda v: v in ("auto", True, False), "auto, true or false"),
     ("metrics.plan", lambda v: v in ("auto", True, False), "auto, true or false"),
-    *lora_section.SECTION_RANGES,
-    *(one for facts in FACTS.values() for one in facts.ranges),
 )
+
+
+def ranges(recipe: Recipe) -> list[tuple[str, Callable[[Any], bool], str]]:
+    """`RANGES`, and those of the sections that are the method's own or say something."""
+    default, found = Recipe(), list(RANGES)
+    if recipe.lora is not None:
+        found += _lora().SECTION_RANGES
+    for method in SECTIONS:
+        if method == recipe.method or getattr(recipe, method, None) != getattr(default, method, None):
+            found += facts_by_name(method, recipe).ranges
+    return found
+
+
+def _lora() -> Any:
+    """The checks of the section `lora`, which recipes without one do not load."""
+    return import_module("dtrain.lora_section")
 
 
 def notes(recipe: Recipe) -> list[str]:
     """What the user of `recipe` is told before a run, and is no mistake."""
     share = recipe.data.val if recipe.train.validate_every is None else None
     unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
-    return [*saved.notes(recipe), *lora_section.notes(recipe), *([unused] if isinstance(share, float) else [])]
+    found = saved.notes(recipe)
+    if recipe.lora is not None:
+        found += _lora().notes(recipe)
+    if isinstance(share, float):
+        found.append(unused)
+    return found
 
 
 def check(recipe: Recipe, world_size: int) -> list[str]:
@@ -85,10 +105,11 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _formats(recipe)
     problems += _columns(recipe)
     problems += facts_of(recipe).problems(recipe)
-    problems += lora_section.problems(recipe)
+    problems += _lora().problems(recipe) if recipe.lora is not None else []
     problems += _stages(recipe)
     problems += _allowed_changes(recipe)
-    problems += eval_section.problems(recipe)
+    problems += best_problems(recipe)
+    problems += import_module("dtrain.eval_section").problems(recipe) if sets(recipe) else []
     problems += _few_bits(recipe)
     problems += _muon(recipe)
     problems += _dynamic(recipe)
@@ -216,7 +237,7 @@ def _get(recipe: Recipe, key: str) -> Any:
 
 
 def _out_of_range(recipe: Recipe) -> list[tuple[str, Any, str]]:
-    values = ((key, _get(recipe, key), holds, sentence) for key, holds, sentence in RANGES)
+    values = ((key, _get(recipe, key), holds, sentence) for key, holds, sentence in ranges(recipe))
     return [(key, value, sentence) for key, value, holds, sentence in values if value is not None and not holds(value)]
 
 

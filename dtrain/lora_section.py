@@ -12,7 +12,6 @@ from dtrain.checkpoint.peft_config import adapter_of, adapter_problems
 from dtrain.config import words
 from dtrain.config.schema import Lora, Recipe
 from dtrain.methods.facts import facts_of
-from dtrain.models import nf4_config
 from dtrain.models.adapter_config import (
     ALL_LINEAR,
     ENDS,
@@ -113,8 +112,7 @@ def notes(recipe: Recipe) -> list[str]:
 def misfits(recipe: Recipe, model: ModelConfig) -> list[str]:
     """What of the section does not fit `model`, one line each. Nothing where `problems` finds it wrong in itself."""
     section = recipe.lora
-    found = nf4_config.misfits(model, "none" if section is None else section.quantize, max(recipe.parallel.tp, 1))
-    found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
+    found: list[str] = []
     if section is None or _expressions(section) or _out_of_range(section):
         return found
     if section.path is not None:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dtrain import eval_section, lora_section
+from dtrain import eval_sets
 from dtrain.check import check
 from dtrain.checkpoint.hub import cached, download, is_id, look
 from dtrain.checkpoint.model_directory import CONFIG, INDEX, SINGLE, TOKENIZER, indexed_files
@@ -38,8 +39,6 @@ from dtrain.models.config import ModelConfig
 from dtrain.models.read_config import read_config
 from dtrain.parallel.fits import misfits
 from dtrain.ranges import beside
-from dtrain.rollout.rewards.find import find_file, find_verifiers
-from dtrain.rollout.tools import tool_schema
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -156,7 +155,7 @@ def preflight(recipe: Recipe, world_size: int, awaited: Collection[str] = ()) ->
         lambda: _shapes(recipe),
         lambda: _files(recipe, awaited),
         *(partial(_data, recipe, split, key) for key, split in splits if isinstance(split, DataSource)),
-        *(partial(_eval, recipe, one) for one in eval_section.sets(recipe)),
+        *(partial(_eval, recipe, one) for one in eval_sets.sets(recipe)),
         lambda: _checkpoint(recipe),
         lambda: _export(recipe),
         lambda: [text for text, is_problem in _code(recipe) if is_problem],
@@ -191,7 +190,7 @@ def _shapes(recipe: Recipe) -> list[str]:
     elif recipe.model.path and "model.path" not in absent:
         try:
             model = read_config(recipe.model.path, facts_of(recipe).labels(recipe))
-            problems += _misfits(model, recipe) + lora_section.misfits(recipe, model) + _frozen(recipe, model)
+            problems += _misfits(model, recipe) + _adapter(recipe, model) + _frozen(recipe, model)
             if model.experts is None and recipe.moe.balance > 0:
                 problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
             if model.linear is None and recipe.model.linear_attention == "fla":
@@ -230,6 +229,14 @@ def _is_an_adapter(directory: Path) -> str:
         f"model.path={directory} is an adapter in PEFT's layout, not a model: set model.path={base} and "
         f"lora.path={directory} to go on from it{why}"
     )
+
+
+def _adapter(recipe: Recipe, model: ModelConfig) -> list[str]:
+    """Return what weights in 4 bits and the section `lora` ask of `model`, one line each."""
+    quantize = "none" if recipe.lora is None else recipe.lora.quantize
+    found = nf4_config.misfits(model, quantize, max(recipe.parallel.tp, 1))
+    found = [f"model.path={recipe.model.path}: {one}" if one.startswith("its ") else one for one in found]
+    return found if recipe.lora is None else found + import_module("dtrain.lora_section").misfits(recipe, model)
 
 
 def _frozen(recipe: Recipe, model: ModelConfig) -> list[str]:
@@ -442,9 +449,14 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
         ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
         ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
         *facts_of(recipe).code(recipe),
-        *(code for one in eval_section.sets(recipe) for code in one.code),
+        *(code for one in eval_sets.sets(recipe) for code in one.code),
     ]
     found = []
+    if not any(path for _, path, _ in named):
+        return []
+    from dtrain.rollout.rewards.find import find_file, find_verifiers
+    from dtrain.rollout.tools import tool_schema
+
     for key, path, what in named:
         if what == "server of tools":
             found += _server(key, path)
@@ -479,7 +491,7 @@ def _server(key: str, command: str | None) -> list[tuple[str, bool]]:
 def _sources(recipe: Recipe) -> list[tuple[Source, str]]:
     splits = [("data.train", recipe.data.train), ("data.val", recipe.data.val)]
     found = [one for key, split in splits if isinstance(split, DataSource) for one in entries(split, key)]
-    return [*found, *((one.section, one.key) for one in eval_section.sets(recipe))]
+    return [*found, *((one.section, one.key) for one in eval_sets.sets(recipe))]
 
 
 def _paths(source: Source) -> list[str]:
@@ -550,14 +562,14 @@ def _here(recipe: Recipe, source: Source, key: str, problems: list[str]) -> list
     return resolve(named, f"{key}.path", source, recipe.cache) if named else []
 
 
-def _eval(recipe: Recipe, one: eval_section.EvalSet) -> list[str]:
+def _eval(recipe: Recipe, one: eval_sets.EvalSet) -> list[str]:
     problems: list[str] = []
     files: list[Path] = []
     directory = recipe.model.directory
     positions = read_config(directory, 0).max_position_embeddings if _is_model(directory) else None
     for act in (
         lambda: files.extend(_here(recipe, one.section, one.key, problems)),
-        lambda: problems.extend(eval_section.look(one, files, positions)),
+        lambda: problems.extend(import_module("dtrain.eval_section").look(one, files, positions)),
     ):
         try:
             act()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtrain import __version__, eval_section, sizing
+from dtrain import __version__, eval_sets, sizing
 from dtrain.config.schema import DataSource, Recipe
 from dtrain.methods.facts import facts_of
 from dtrain.metrics import records
@@ -115,7 +115,7 @@ def _notes(trainer: "Trainer") -> Iterator[str]:
 
 def closing(recipe: Recipe, directory: Path, has_export: bool) -> Iterator[str]:
     """What a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
-    evals = eval_section.sets(recipe) if recipe.eval is not None else []
+    evals = eval_sets.sets(recipe) if recipe.eval is not None else []
     rewards = {f"{one.prefix}reward_mean": f"{one.name} reward" for one in evals}
     names = {**facts_of(recipe).curves, **rewards}
     curves = _curves(directory / "metrics.jsonl", names)

@@ -34,7 +34,7 @@ from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
-from dtrain.eval_section import better
+from dtrain.eval_sets import better
 from dtrain.methods import METHODS
 from dtrain.methods.facts import facts_of
 from dtrain.models.read_config import read_config

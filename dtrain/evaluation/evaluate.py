@@ -15,7 +15,8 @@ from dtrain.data.files import resolve
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
-from dtrain.eval_section import longest_answer, usual_reward
+from dtrain.eval_section import usual_reward
+from dtrain.eval_sets import longest_answer
 from dtrain.evaluation.judging import Judged, Questions, Report, known, open_judges, read_questions
 from dtrain.evaluation.judging import evaluate as judged_answers
 from dtrain.parallel.ranks import Ranks

@@ -18,7 +18,8 @@ from dtrain.data import Tokenizer, choose_template
 from dtrain.data.files import resolve
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.errors import UserError
-from dtrain.eval_section import EvalSet, longest_answer, sets
+from dtrain.eval_section import rewards_of
+from dtrain.eval_sets import EvalSet, longest_answer, sets
 from dtrain.evaluation.judging import (
     Judged,
     Questions,
@@ -69,7 +70,7 @@ def read_set(recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> tuple[Questi
         stop_ids=tuple(tokenizer.eos_ids),
         stop=tuple(drawn.stop),
     )
-    rewards = [_remembered(recipe, reward) for reward in one.rewards(files)]
+    rewards = [_remembered(recipe, reward) for reward in rewards_of(one, files)]
     asks = Questions(asked, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
     return asks, rewards
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain import eval_section, metrics, models, resume, sizing
+from dtrain import eval_sets, metrics, models, resume, sizing
 from dtrain.checkpoint.files import refuse_unwritable
 from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.rundir import RunDirectory
@@ -112,7 +112,7 @@ def rehearse(
     is_read = bool(columns) and len(found.problems) == before
     if known:
         return found
-    for one in eval_section.sets(recipe):
+    for one in eval_sets.sets(recipe):
         if f"{one.key}.path" not in awaited:
             found.ask(import_module("dtrain.evaluation.training").read_set, recipe, one, tokenizer)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)

@@ -105,3 +105,12 @@ class DistillMethod(Method):
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = self._factor * sums["kl"] / max(sums["trained"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}
+
+
+def build(recipe: Recipe) -> Method:
+    """Return distillation on the data's completions, or on those that the student draws."""
+    if recipe.distill.samples == "student":
+        from dtrain.methods.on_policy import OnPolicyDistillMethod  # draws, which the other form does not load
+
+        return OnPolicyDistillMethod(recipe)
+    return DistillMethod(recipe)

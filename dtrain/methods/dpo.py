@@ -243,3 +243,6 @@ class DpoMethod(MethodWithReference):
 def _labels_of_chosen(batch: Batch) -> Tensor:
     """[n, S]: where the labels of chosen completions are."""
     return (batch["labels"] != IGNORE) & (document_ids(batch) % 2 == 0) if rows_in(batch) else batch["labels"] != IGNORE
+
+
+build = DpoMethod

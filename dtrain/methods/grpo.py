@@ -263,3 +263,6 @@ class GrpoMethod(RolloutMethod, MethodWithReference):
                 f"more than grpo.max_mismatch={most}: training on them would be wrong. {fix}; or raise "
                 "grpo.max_mismatch"
             )
+
+
+build = GrpoMethod

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dtrain.config import words
 from dtrain.config.schema import Grpo, Recipe, Reward
+from dtrain.data.prompts import PromptOptions
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
+from dtrain.methods.facts import REWARD_MODEL, Facts
 from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
 from dtrain.rollout.rewards import options as rewards
+from dtrain.rollout.tools import tool_schemas
 
 
 def sampling_ranges(section: str) -> tuple:
@@ -323,3 +327,65 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
         bounds = options["target_tokens"], options["max_tokens"]
         found.append(f"{at['target_tokens']}={bounds[0]} must be below {at['max_tokens']}={bounds[1]}")
     return found
+
+
+class GrpoFacts(Facts):
+    kind = "prompts"
+    ranges = SECTION_RANGES
+    adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
+    curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
+    best = ("loss", "val_reward_mean")
+    more_steps = "a smaller grpo.prompts_per_step"
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        return problems(recipe)
+
+    def refuses(self, recipe: Recipe, format: str) -> str | None:
+        if format in ("preference", "text"):
+            return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
+        return None
+
+    def other_models(self, recipe: Recipe) -> list[tuple[str, str]]:
+        is_another = self.needs_reference(recipe) and recipe.grpo.reference not in ("start", "base")
+        rates = self.reward_model(recipe)
+        found = [("grpo.reference", recipe.grpo.reference)] if is_another else []
+        return found + ([(REWARD_MODEL, rates)] if rates else [])
+
+    def reward_model(self, recipe: Recipe) -> str | None:
+        return recipe.grpo.reward_model.path
+
+    def code(self, recipe: Recipe) -> list[tuple[str, str | None, str]]:
+        named = [(f"grpo.rewards[{i}].fn", one.fn, "reward") for i, one in enumerate(recipe.grpo.rewards)]
+        for i, one in enumerate(recipe.grpo.tools):
+            named += [(f"grpo.tools[{i}].fn", one.fn, "tool"), (f"grpo.tools[{i}].mcp", one.mcp, "server of tools")]
+        named.append(("grpo.verifiers.name", recipe.grpo.verifiers.name, "environment of verifiers"))
+        return [*named, ("grpo.environment", recipe.grpo.environment, "environment")]
+
+    def prompts(self, recipe: Recipe) -> PromptOptions:
+        section = recipe.grpo
+        room = recipe.data.max_length, section.sampling.max_new_tokens
+        tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
+        return PromptOptions.within(
+            *room, section.system_prompt, tools=tools, answers=section.verifiers.name is not None
+        )
+
+    def longest_row(self, recipe: Recipe) -> int:
+        """Packed, a micro-batch is one row."""
+        return recipe.data.max_length * (recipe.train.micro_batch if recipe.data.packing else 1)
+
+    def is_dynamic(self, recipe: Recipe) -> bool:
+        return recipe.train.dynamic_batch or recipe.grpo.dynamic_batch
+
+    def automatic_batch(self, recipe: Recipe, rows: int) -> int:
+        return recipe.grpo.prompts_per_step * recipe.grpo.group_size
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        return bool(recipe.grpo.beta)
+
+    def sends_weights(self, recipe: Recipe) -> bool:
+        return recipe.grpo.server.weights == "broadcast"
+
+
+def facts(recipe: Recipe | None = None) -> GrpoFacts:
+    """The facts of this method."""
+    return GrpoFacts()

@@ -190,3 +190,6 @@ def _split(batch: Batch) -> tuple[Batch, Batch]:
     is_own = (batch["desirable"] != 0).any(1)
     own, others = ({name: stream[rows] for name, stream in batch.items()} for rows in (is_own, ~is_own))
     return trim(own), trim(others)
+
+
+build = KtoMethod

@@ -1,32 +1,17 @@
 """Every method by the name that a recipe calls it by."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 from dtrain.config.schema import Recipe
-from dtrain.methods.distill import DistillMethod
-from dtrain.methods.dpo import DpoMethod
-from dtrain.methods.grpo import GrpoMethod
-from dtrain.methods.kto import KtoMethod
 from dtrain.methods.method import Method
-from dtrain.methods.on_policy import OnPolicyDistillMethod
-from dtrain.methods.reward import RewardMethod
-from dtrain.methods.sft import DftMethod, SftMethod
+
+Build = Callable[[Recipe], Method]
 
 
-def _sft(recipe: Recipe) -> Method:
-    return DftMethod(recipe) if recipe.sft.loss == "dft" else SftMethod(recipe)
+def _of_module(name: str) -> Build:
+    """Return `build` of the module `name` of this package, which is loaded when a recipe asks for the method."""
+    return lambda recipe: import_module(f"dtrain.methods.{name}").build(recipe)
 
 
-def _distill(recipe: Recipe) -> Method:
-    draws = recipe.distill.samples == "student"
-    return OnPolicyDistillMethod(recipe) if draws else DistillMethod(recipe)
-
-
-METHODS: dict[str, Callable[[Recipe], Method]] = {
-    "sft": _sft,
-    "dpo": DpoMethod,
-    "kto": KtoMethod,
-    "grpo": GrpoMethod,
-    "distill": _distill,
-    "reward": RewardMethod,
-}
+METHODS: dict[str, Build] = {name: _of_module(name) for name in ("sft", "dpo", "kto", "grpo", "distill", "reward")}

@@ -114,3 +114,6 @@ class RewardMethod(Method):
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = sums["loss"] / max(sums["count"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+
+
+build = RewardMethod

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import Batch
+from dtrain.config.schema import Recipe
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
 
@@ -37,3 +38,8 @@ class DftMethod(SftMethod):
 def _share(total: Tensor, batch: Batch, global_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     trained = torch.full((), batch["label_index"].shape[0], device=total.device)
     return total / global_tokens, {"lost": total.detach(), "trained": trained}
+
+
+def build(recipe: Recipe) -> Method:
+    """Return the method of the recipe's `sft.loss`."""
+    return DftMethod(recipe) if recipe.sft.loss == "dft" else SftMethod(recipe)

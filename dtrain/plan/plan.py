@@ -13,7 +13,7 @@ from dtrain.attention.decode import slot_size
 from dtrain.config import Sizes, sizes
 from dtrain.config.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.errors import RecipeError
-from dtrain.eval_section import longest_answer
+from dtrain.eval_sets import longest_answer
 from dtrain.methods.facts import facts_of
 from dtrain.models.config import ModelConfig
 from dtrain.models.layers import weights_in

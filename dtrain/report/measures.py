@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from dtrain.methods.facts import FACTS, Facts
+from dtrain.methods.facts import SECTIONS, Facts, facts_by_name
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
 OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
@@ -87,7 +87,7 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def told_by(method: str) -> Mapping[str, str]:
     """The fields that tell what a run of the method learned, with their names for a reader."""
-    return FACTS.get(method, Facts()).curves
+    return (facts_by_name(method) if method in SECTIONS else Facts()).curves
 
 
 def better_of(field: str, method: str) -> Callable | None:
