@@ -452,6 +452,8 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
         *(code for one in eval_sets.sets(recipe) for code in one.code),
     ]
     found = []
+    by_command = ("server of tools", "environment of verifiers")
+    named = [(key, path, what) for key, path, what in named if what in by_command or _is_import_path(path)]
     if not any(path for _, path, _ in named):
         return []
     from dtrain.rollout.rewards.find import find_file, find_verifiers
@@ -465,7 +467,7 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
                 found.append((f"{key}: {path}, from {find_verifiers(path)}", False))
             except UserError as error:
                 found.append((f"{key}: {error}", True))
-        elif isinstance(path, str) and set(".:") & set(path):
+        elif path is not None:
             try:
                 origin = find_file(path, what)[2]
                 if what == "tool":
@@ -474,6 +476,10 @@ def _code(recipe: Recipe) -> list[tuple[str, bool]]:
             except UserError as error:
                 found.append((f"{key}: {error}", True))
     return found
+
+
+def _is_import_path(value: Any) -> bool:
+    return isinstance(value, str) and bool(set(".:") & set(value))
 
 
 def _server(key: str, command: str | None) -> list[tuple[str, bool]]:

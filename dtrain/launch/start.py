@@ -16,11 +16,11 @@ from pathlib import Path
 from dtrain.check import notes
 from dtrain.config import Recipe, hidden, hiding, read, sizes
 from dtrain.errors import RecipeError, UserError
+from dtrain.import_paths import search_path
 from dtrain.launch import agent
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import Train, run_in_place, told_to_all
 from dtrain.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
-from dtrain.rollout.worker import search_path
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self
 
 from dtrain.errors import UserError
+from dtrain.import_paths import search_path
 
 LOAD_SECONDS = 120.0  # for the imports of the user's own modules; a longer timeout counts
 WEEK = 7 * 86400.0  # a socket takes no timeout of a month; what is allowed longer than a week has no limit
@@ -146,13 +146,6 @@ class Worker:
         if (stage, cause) not in self._told:
             self._told.add((stage, cause))
             self._say(text)
-
-
-def search_path() -> list[str]:
-    """sys.path with the working directory behind it, where it is not on it yet: a file there may have the name of a
-    library, and does not take its place."""
-    here = str(Path.cwd())
-    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]
 
 
 def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:

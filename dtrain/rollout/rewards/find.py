@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dtrain.errors import UserError
+from dtrain.import_paths import search_path
 from dtrain.ranges import nearest
-from dtrain.rollout.worker import search_path
 
 _NAMES = (
     *("math_exact", "text_exact", "numeric", "regex", "format_tags", "json_valid"),
