@@ -18,7 +18,7 @@ from dtrain.config.schema import OPTIMIZERS, SCHEDULES, DataSource, Recipe
 from dtrain.config.world import batch_problems, mesh_problems
 from dtrain.data import columns
 from dtrain.eval_sets import best_problems, sets
-from dtrain.methods.facts import SECTIONS, facts_by_name, facts_of
+from dtrain.methods.facts import facts_of, section_ranges
 from dtrain.ranges import Range, is_finite, nearest, shown
 
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
@@ -70,13 +70,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def ranges(recipe: Recipe) -> list[tuple[str, Callable[[Any], bool], str]]:
     """`RANGES`, and those of the sections that are the method's own or say something."""
-    default, found = Recipe(), list(RANGES)
-    if recipe.lora is not None:
-        found += _lora().SECTION_RANGES
-    for method in SECTIONS:
-        if method == recipe.method or getattr(recipe, method, None) != getattr(default, method, None):
-            found += facts_by_name(method, recipe).ranges
-    return found
+    found = [*RANGES, *section_ranges(recipe)]
+    return found if recipe.lora is None else [*found, *_lora().SECTION_RANGES]
 
 
 def _lora() -> Any:

@@ -136,3 +136,10 @@ def facts_of(recipe: Recipe) -> Facts:
 def facts_by_name(method: str, recipe: Recipe | None = None) -> Facts:
     """The facts of a method by its name; of its usual form where no recipe says which."""
     return import_module(f"dtrain.methods.{SECTIONS[method]}").facts(recipe)
+
+
+def section_ranges(recipe: Recipe) -> list[tuple]:
+    """The ranges of the sections of methods that are the recipe's own, or say something all the same."""
+    default = Recipe()
+    said = [name for name in SECTIONS if getattr(recipe, name, None) != getattr(default, name, None)]
+    return [one for name in dict.fromkeys([recipe.method, *said]) for one in facts_by_name(name, recipe).ranges]
