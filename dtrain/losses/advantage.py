@@ -38,7 +38,8 @@ def advantages(
 
     Where the rewards that the baseline is the mean of, or whose deviation divides, are all the same, the advantage is
     exactly 0; but under the scale leave_one_out it is then not divided, as the one reward that differs from equal
-    others is what its group teaches. Raises ValueError for an unknown word, a size that does not divide N, and infinite rewards.
+    others is what its group teaches. Raises ValueError for an unknown word, a size that does not divide N, and infinite
+    rewards.
     """
     for key, word, known in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
         if word not in known:

@@ -112,8 +112,9 @@ def _sizes(recipe: Recipe) -> list[str]:
         )
     elif section.scale == "leave_one_out" and section.group_size < 3:
         found.append(
-            f"grpo.scale=leave_one_out is the spread of a completion's others, and grpo.group_size={section.group_size} "
-            "leaves fewer than two of them: set grpo.group_size to 3 or more, or grpo.scale=none"
+            "grpo.scale=leave_one_out is the spread of a completion's others, and "
+            f"grpo.group_size={section.group_size} leaves fewer than two of them: set grpo.group_size to 3 or more, "
+            "or grpo.scale=none"
         )
     longest = recipe.data.max_length
     if longest >= 2 and section.sampling.max_new_tokens >= longest:

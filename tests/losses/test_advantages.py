@@ -71,7 +71,9 @@ def test_the_definitions(baseline, scale):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"baseline": "batch", "scale": "batch"}, {"baseline": "leave_one_out"}, {"scale": "leave_one_out"}], ids=str
+    "options",
+    [{}, {"baseline": "batch", "scale": "batch"}, {"baseline": "leave_one_out"}, {"scale": "leave_one_out"}],
+    ids=str,
 )
 def test_the_order_of_groups_and_completions_changes_nothing_to_the_last_bit(options):
     generator = torch.Generator().manual_seed(1)
