@@ -59,7 +59,10 @@ def a_model_of_transformers(rank, size, compiled):
     assert not _has_any_global_hook()
 
 
-@pytest.mark.parametrize(("size", "compiled"), [(2, None), (2, "wrapped"), (2, "in place"), (1, None)])
+@pytest.mark.parametrize(
+    ("size", "compiled"),
+    [(2, None), (1, None), *(pytest.param(2, how, marks=pytest.mark.full) for how in ("wrapped", "in place"))],
+)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 def test_a_model_without_our_kernels_is_an_error_at_the_end_of_the_context(size, compiled):
     run_world(a_model_of_transformers, size, size, compiled)
