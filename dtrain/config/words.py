@@ -288,9 +288,9 @@ OURS = by_word(
         "grpo.kwargs, {off_policy_mask_threshold: ...}": "off_policy_mask_threshold",
         "grpo.kwargs, {importance_sampling_level: token | sequence}": "importance_sampling_level",
         "grpo.kwargs, {entropy_coef: ...}": "entropy_coeff entropy_coef",
-        "grpo.advantage=leave_one_out": "use_leave_one_out_baseline",
+        "grpo.advantage=leave_one_out with grpo.scale=leave_one_out": "use_leave_one_out_baseline",
         "grpo.advantage, group | leave_one_out | batch | none": "advantage_estimator adv_estimator",
-        "grpo.scale, group | batch | none": "scale_rewards normalize_rewards",
+        "grpo.scale, group | leave_one_out | batch | none": "scale_rewards normalize_rewards",
         "grpo.reward_model.path, a directory or an id of the hub": "reward_model_path reward_model.model.path",
         "grpo.rewards, [{fn, weight, kwargs}]": (
             "reward_funcs reward_functions reward_weights reward_fn reward_function"
@@ -406,7 +406,7 @@ VALUES: dict[str, dict[str, str]] = {
     "checkpoint.keep_best": {"val_loss": "eval_loss loss_val validation_loss", "val_reward_mean": "reward eval_reward"},
     "grpo.engine": {"http": "vllm sglang server", "native": "hf transformers local torch"},
     "grpo.advantage": {"group": "grpo gae", "leave_one_out": "rloo loo", "none": "reinforce"},
-    "grpo.scale": {"group": "true std", "none": "false no"},
+    "grpo.scale": {"group": "true std", "leave_one_out": "rloo loo", "none": "false no"},
     "grpo.rewards.fn": {
         "math_exact": "accuracy accuracy_reward math math_verify gsm8k correctness exact_match",
         "format_tags": "format format_reward think_format think_format_reward soft_format_reward strict_format_reward",
