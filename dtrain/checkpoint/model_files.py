@@ -132,9 +132,9 @@ def of_classifier(config: dict[str, Any], architecture: str, labels: int, source
     return {key: value for key, value in config.items() if key != "num_labels"} | changed
 
 
-def padding_token(directory: Path, ends: Sequence[int | None]) -> int | None:
+def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
     """The id of the tokenizer's padding token, as far as its small files tell; None where it ends texts too, as
-    `ends` do."""
+    `eos_ids` do."""
     try:
         named = read_json(directory / "tokenizer_config.json")
         added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
@@ -146,7 +146,7 @@ def padding_token(directory: Path, ends: Sequence[int | None]) -> int | None:
     )
     word = None if word == ends else word
     pad = next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
-    return None if pad in ends else pad
+    return None if pad in eos_ids else pad
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
