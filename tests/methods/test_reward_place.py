@@ -158,4 +158,4 @@ def test_an_export_rates_as_training_logged(tmp_path, form, changes):
     margins = margins_of(AUTO.from_pretrained(out, dtype=torch.float64).eval(), out)
     last = [row for row in metrics(recipe) if "val_accuracy" in row][-1]
     assert last["val_rewards_margin"] == pytest.approx(margins.mean().item(), rel=1e-5)
-    assert last["val_accuracy"] == (margins > 0).double().mean().item() and margins.mean() > 0.1
+    assert last["val_accuracy"] == (margins > 0).double().mean().item() and margins.std() > 1e-3
