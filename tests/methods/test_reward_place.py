@@ -1,5 +1,5 @@
-"""Where a score is read: the last token of a conversation as transformers' `apply_chat_template` encodes it, by training,
-validation, grpo.reward_model and /classify alike; against transformers' classifiers."""
+"""The token that a score is read at: the last of a conversation as transformers' `apply_chat_template` encodes it, in
+training, validation, grpo.reward_model and /classify; against transformers' classifiers."""
 
 import json
 
