@@ -58,11 +58,18 @@ PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
 def train(recipe: Recipe, runtime: Runtime) -> None:
     """Run `recipe` to its end on this rank. Collective: every rank of the run calls it.
 
-    Raises UserError for what the user can mend (RecipeError with all that `preflight.shapes` finds, before any work),
-    Stopped when a signal ended the run in order.
+    Raises RecipeError, before any work, with all that `preflight.shapes` finds; the rest as `train_checked`.
     """
-    if problems := shapes(recipe, runtime.world_size):  # a caller from Python has not run `dtrain run`'s checks
+    if problems := shapes(recipe, runtime.world_size):
         raise RecipeError(problems)
+    train_checked(recipe, runtime)
+
+
+def train_checked(recipe: Recipe, runtime: Runtime) -> None:
+    """`train` of a recipe that was checked, as `launch` has done before any rank starts. Collective.
+
+    Raises UserError for what the user can mend, Stopped when a signal ended the run in order.
+    """
     with ExitStack() as stack:
         if not dist.is_initialized():
             init_one_process_group(runtime.device.type)
