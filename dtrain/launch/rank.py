@@ -59,7 +59,8 @@ def run_rank(
     """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
 
     `train` defaults to `dtrain.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
-    process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank was lost.
+    process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank
+    was lost.
     """
     import torch
     import torch.distributed as dist
