@@ -6,10 +6,11 @@ imports run downwards, and config, errors, json_files and ranges stand beside:
     cli, arguments           the `dtrain` command
     typed                    what to say to words that it does not know
     launch                   the start of a run: in place, in processes of its own, or as a rank of others
+    trainer                  the loop
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check, lora_section      what must hold between a recipe's keys, and in its section `lora`
     eval_section             the same of `eval`, and what its sets measure
-    trainer, resume          the loop; where it starts
+    resume                   where a run starts
     summary                  what the terminal is told of a run, first and last
     sizing                   what the data make of the batch; runs that would train nothing
     methods, policy          sft, dpo, kto, grpo, distill, reward; a model on a mesh with its optimizer
