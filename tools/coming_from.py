@@ -21,11 +21,11 @@ from dtrain import config
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = """# Coming from another tool
 
-`tools/coming_from.py` writes this page. `dtrain validate FILE` answers a file of another tool with each key's name here.
-Then it shows the whole recipe, to copy. A comment marks each value that the file leaves to its tool, where dtrain's own
-default is another. The comments below a recipe say what dtrain does otherwise.
+`tools/coming_from.py` writes this page. `dtrain validate FILE` answers a file of another tool: each key by its name
+here, and then the whole recipe, to copy. A comment marks each value that the file leaves to its tool, where dtrain's
+own default is another. The comments below a recipe say what dtrain does otherwise.
 
-- `train.global_batch` is that of one GPU. For more GPUs multiply it by their number. NeMo-RL's and Automodel's count all.
+- `train.global_batch` is that of one GPU. For more, multiply it by their number. NeMo-RL's and Automodel's count all.
 - Saving, logging and validation keep dtrain's defaults, unless the file has keys for them.
 - The same keys do not give the same bits: dtrain draws the order of rows and the start of adapters in its own way.
 """
@@ -167,7 +167,7 @@ lr_scheduler:
 """
 FILES = {
     "TRL": (
-        "A file for `trl sft --config`. For a script's `LoraConfig` add `use_peft: true`; its own defaults are r 8, lora_alpha 8.",
+        "A file for `trl sft --config`. Of a script's `LoraConfig` write `use_peft: true`, `lora_r` and `lora_alpha`.",
         TRL,
     ),
     "axolotl": ("", AXOLOTL),

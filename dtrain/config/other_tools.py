@@ -120,7 +120,7 @@ class Translation:
         if self.tool and leaf in self.tool.nulls and not value:
             self._put(key, ours or (words.moved(key, 1.0) or ("", 0))[0], None)
             return
-        if value is None:
+        if value is None or (value == "auto" and ours is None):
             return
         if isinstance(value, str) and "${" in value:
             self.lost.append(key)
@@ -216,7 +216,8 @@ class Translation:
         if layer.startswith("no "):
             return has_adapter >= layer.startswith("no lora.") and layer.removeprefix("no ") not in self.values
         key, _, value = layer.partition("=")
-        return {"all": True, "lora": has_adapter, self.method: True}.get(layer, str(self.values.get(key)) == value)
+        is_value = str(self.values.get(key, self.theirs.get(key))) == value
+        return {"all": True, "lora": has_adapter, self.method: True}.get(layer, is_value)
 
     def _default(self, tool: Tool, usual: Mapping[str, Any]) -> None:
         """The tool's default of each key that the file leaves out, where dtrain's differs."""
@@ -271,6 +272,8 @@ class Translation:
                 self._put("datasets", "data.train.format", kind.partition(".")[0])
             more = sorted({key for one in entries for key in one} - {"path", "type"})
             self.lost += [f"datasets.{key}" for key in more]
+        elif entries:
+            self.lost.append("datasets")
         if (column := self._leaf("dataset_text_field")) not in (None, "text"):
             self.values["data.train.columns"] = {"text": column}
         if self._leaf("stage") in ("pt", "pretrain"):
@@ -309,7 +312,8 @@ class Translation:
             before = usual.get("optimizer.betas", [0.9, 0.999])
             pair = [before[0] if first is None else first, before[1] if second is None else second]
             self._put("adam_beta1", "optimizer.betas", pair)
-        if self._leaf("bf16") is False and not self._leaf("fp16") and self.tool and "bf16" not in self.tool.keys:
+        is_half = self._leaf("fp16") or usual.get("train.dtype") != "bfloat16" or self._key("bf16") == ""
+        if self._leaf("bf16") is False and not is_half:
             self.values.setdefault("train.dtype", "float32")
         if self.tool and self.tool.name == "torchtune" and self._leaf("dtype") == "bf16":
             self.values["train.masters"] = "bfloat16"

@@ -164,6 +164,9 @@ DEFAULTS = {
 }
 
 
+METHODS_ = ("sft", "dpo", "kto", "grpo")
+
+
 def translated(file: str) -> other_tools.Translation:
     return config.translate(coming_from.arguments(file))
 
@@ -208,7 +211,8 @@ METHODS = [
     ),
     ("center_rewards_coefficient: 0.01", "reward", {"optimizer.lr": 1e-4, "data.max_length": 1024}),
     (
-        "num_generations: 4\ngradient_accumulation_steps: 2\nreward_funcs: [accuracy]\nepsilon_high: 0.28\nscale_rewards: false",
+        "num_generations: 4\ngradient_accumulation_steps: 2\nreward_funcs: [accuracy]\nepsilon_high: 0.28\n"
+        "scale_rewards: false",
         "grpo",
         {
             "optimizer.lr": 1e-6,
@@ -354,6 +358,15 @@ def test_clipping_is_off_where_transformers_has_it_off_and_its_default_where_axo
     assert recipe_of(f"{BARE['axolotl']}\nmax_grad_norm: null").train.max_grad_norm == 1.0
 
 
+def test_bf16_that_is_off_is_float32_and_its_default_is_not():
+    for tool in ("TRL", "axolotl"):
+        assert recipe_of(f"{BARE[tool]}\nbf16: false").train.dtype == "float32"
+        assert recipe_of(f"{BARE[tool]}\nbf16: false\nfp16: true").train.dtype == "float16"
+        assert recipe_of(f"{BARE[tool]}\nbf16: true").train.dtype == "bfloat16"
+    assert recipe_of(f"{BARE['axolotl']}\nbf16: auto").train.dtype == "bfloat16"
+    assert recipe_of(f"{BARE['TRL']}\ndtype: bfloat16").train.masters == "bfloat16"
+
+
 def test_each_component_of_torchtune_has_an_answer_of_its_own():
     keys = {
         "tokenizer": "model.path",
@@ -379,6 +392,9 @@ UNFIT = [
     ("TRL", "truncation_mode: keep_end", "which keeps the start of a row"),
     ("TRL", "label_smoothing_factor: 0.1", "not carried over: label_smoothing_factor"),
     ("TRL", "warmup_ratio: 0.1", "rounds a share of warm-up up"),
+    ("TRL", "dtype: auto", "dtype=auto is not carried over"),
+    ("TRL", "packing_strategy: wrapped", "wrapped packing cuts samples"),
+    ("TRL", "load_in_8bit: true", "not carried over: load_in_8bit"),
     ("axolotl", "adapter: lora", "axolotl has no rank of its own"),
     ("LLaMA-Factory", "stage: ppo", "which needs no critic"),
     ("LLaMA-Factory", "packing: true", "lets samples see one another"),
@@ -412,13 +428,19 @@ def test_the_method_that_is_typed_counts_and_a_recipe_of_ours_is_no_file_of_anot
 
 
 def test_the_table_names_keys_of_a_recipe():
-    known = {*config.keys()}
-    sections = {key.rpartition(".")[0] for key in known}
+    known = {"", *config.keys()}
     for tool in other_tools.tools().values():
-        for ours_ in tool.keys.values():
-            for method in ("dpo", "kto", "grpo"):
-                key = ours_.format(method=method).partition(".kwargs.")[0]
-                is_key = key in known or f"{key}.kwargs" in known or key in sections or method != "grpo"
-                assert not key or is_key or key == "data.val.path", (tool.name, ours_)
-        for layer, recipe in [*tool.defaults.items(), *tool.components.items()]:
-            assert not set(recipe) - {*known} - {key.partition(".")[0] for key in known}, (tool.name, layer)
+        for named in tool.keys.values():
+            ours_ = {
+                named.format(method=method).replace(".kwargs.", ".kwargs:").partition(":")[0] for method in METHODS_
+            }
+            assert ours_ & known, (tool.name, named)
+        for recipe in (*tool.defaults.values(), *tool.components.values()):
+            config.load(without_nulls(recipe))
+
+
+def without_nulls(tree):
+    """A tree of defaults without those that a tool does not have; clipping may be null."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: without_nulls(one) for key, one in tree.items() if one is not None or key == "max_grad_norm"}
