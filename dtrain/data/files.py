@@ -12,6 +12,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -317,6 +318,8 @@ def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]
     reader = csv.DictReader(text, strict=True)
     line = 1
     try:
+        # A spreadsheet's empty columns have empty names, which nothing reads.
+        _refuse_doubled(f"{file}:1", [name for name in reader.fieldnames or () if name])
         for row in reader:
             start, line = line + 1 if reader.line_num > line else line, reader.line_num
             if None in row:
@@ -335,6 +338,7 @@ def _parquet(file: Path) -> Iterator[Chunk]:
         raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            _refuse_doubled_fields(file, list(table.schema_arrow))
             line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
             for batch in table.iter_batches(batch_size=CHUNK_ROWS):
                 rows = batch.to_pylist()
@@ -342,3 +346,21 @@ def _parquet(file: Path) -> Iterator[Chunk]:
                 line += len(rows)
     except pyarrow.ArrowException as problem:
         raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
+
+
+def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
+    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
+    _refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
+    for field in fields:
+        inner = [field.type.field(index) for index in range(field.type.num_fields)]
+        _refuse_doubled_fields(file, inner, f"{parent}{field.name}.")
+
+
+def _refuse_doubled(place: str, names: Sequence[str]) -> None:
+    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        several = len(doubled) > 1
+        raise UserError(
+            f"{place}: the name{'s' * several} {', '.join(doubled)} stand{'s' * (not several)} twice among the columns; "
+            f"keep one of {'each' if several else 'them'}"
+        )

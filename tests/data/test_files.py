@@ -91,6 +91,49 @@ def test_parquet_rows_are_counted(tmp_path):
         read(tmp_path / "b.parquet")
 
 
+@pytest.mark.parametrize("header, told", [
+    ("text,text", "the name 'text' stands twice among the columns; keep one of them"),
+    ('a,"te\nxt",b,a,"te\nxt"', r"the names 'a', 'te\nxt' stand twice among the columns; keep one of each"),
+])  # fmt: skip
+def test_doubled_columns_of_csv_are_refused(tmp_path, header, told):
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
+    with pytest.raises(UserError) as error:
+        read(tmp_path / "a.csv")
+    assert str(error.value) == f"{tmp_path / 'a.csv'}:1: {told}"
+    with pytest.raises(UserError, match="twice among the columns"):
+        files.formats_of([tmp_path / "a.csv"], "auto", "examples", {"text": "text"}, "data.train.columns")
+
+
+def test_empty_columns_of_csv_are_no_mistake(tmp_path):
+    (tmp_path / "a.csv").write_text("text,,\nyes,,\n")
+    assert read(tmp_path / "a.csv") == [(2, {"text": "yes", "": ""})]
+
+
+def struct(*names):
+    return pyarrow.StructArray.from_arrays([pyarrow.array([name]) for name in names], names=names)
+
+
+@pytest.mark.parametrize("columns, told", [
+    ([("text", pyarrow.array(["a"]))] * 2, "the name 'text' stands"),
+    ([("text", struct("a")), ("text", struct("b"))], "the name 'text' stands"),
+    ([("a", struct("x", "y", "x"))], "the name 'a.x' stands"),
+    ([("m", pyarrow.ListArray.from_arrays([0, 1], struct("role", "content", "content")))], ".content' stands"),
+    ([("n", pyarrow.array([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))), ("n", struct("x"))], "'n'"),
+])  # fmt: skip
+def test_doubled_columns_of_parquet_are_refused(tmp_path, columns, told):
+    table = pyarrow.Table.from_arrays([values for _, values in columns], names=[name for name, _ in columns])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: the name") as error:
+        read(tmp_path / "a.parquet")
+    assert told in str(error.value)
+
+
+def test_names_that_stand_in_two_structs_are_no_mistake(tmp_path):
+    table = pyarrow.Table.from_arrays([struct("x"), struct("x"), pyarrow.array(["c"])], names=["a", "b", "x"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [(1, {"a": {"x": "x"}, "b": {"x": "x"}, "x": "c"})]
+
+
 def test_gzip(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
         stream.write('{"n": 1}\n{"n": 2}\n')
