@@ -359,8 +359,4 @@ def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") 
 def _refuse_doubled(place: str, names: Sequence[str]) -> None:
     doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
     if doubled:
-        several = len(doubled) > 1
-        raise UserError(
-            f"{place}: the name{'s' * several} {', '.join(doubled)} stand{'s' * (not several)} twice among the columns; "
-            f"keep one of {'each' if several else 'them'}"
-        )
+        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")
