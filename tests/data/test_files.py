@@ -185,6 +185,34 @@ def test_json_that_python_cannot_read_names_its_line(tmp_path, value):
             read(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_a_row_has_a_bounded_size(tmp_path, name):
+    """A line of 60 MB took minutes to tokenise, and one without end all of the memory."""
+    file, rows = tmp_path / name, [{"text": "short"}, {"text": "long " * 3_400_000}, {"text": "x"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_bytes({
+            "a.jsonl": lines,
+            "a.json": json.dumps(rows, indent=1).encode(),
+            "a.jsonl.gz": gzip.compress(lines, 1),
+            "a.csv": "".join(f"{row['text']}\n" for row in [{"text": "text"}, *rows]).encode(),
+        }[name])  # fmt: skip
+    with pytest.raises(UserError, match=rf"{name}:\d+: (this row is larger than 16 MiB|this is not CSV: field larger)"):
+        read(file)
+    rows[1]["text"] = rows[1]["text"][:16_000_000]
+    file = tmp_path / "b.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row for _, row in read(file)] == rows
+
+
+def test_the_line_of_a_row_that_is_too_large(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n' * 3 + '{"text": "' + "x" * files.ROW_BYTES)
+    with pytest.raises(UserError, match=r"a\.jsonl:4: this row is larger than 16 MiB"):
+        read(tmp_path / "a.jsonl")
+
+
 def test_a_gzip_file_damaged_in_the_middle(tmp_path):
     content = bytearray(gzip.compress(b"".join(b'{"n": %d}\n' % number for number in range(90_000))))
     content[20] ^= 0xFF
