@@ -1,7 +1,7 @@
 """dtrain: fine-tune open-weight language models; one recipe, any mesh, the same numbers.
 
 `import dtrain` loads no torch: what needs it is loaded when it is first asked for. The core, from top to bottom;
-imports run downwards, and config, errors, json_files and ranges stand beside:
+imports run downwards, and config, errors, json_files, patterns and ranges stand beside:
 
     cli, arguments           the `dtrain` command
     typed                    what to say to words that it does not know
@@ -24,6 +24,7 @@ imports run downwards, and config, errors, json_files and ranges stand beside:
     ranges                   what a setting may be
     config, errors           the recipe; what a user can mend
     json_files               JSON that others may have written
+    patterns                 regular expressions for names, matched in bounded time
 
 The rooms beside the core, which loads them by name where a command or a recipe asks for them:
 

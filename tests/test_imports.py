@@ -125,6 +125,7 @@ def test_every_room_has_its_floor():
         "errors",
         "config",
         "json_files",
+        "patterns",
         "ranges",
     }
 

@@ -225,6 +225,8 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {slips.first_line(error)}")
+    except RecursionError:
+        problems.append(f"{key}: the value is nested too deep")
     except ValueError:  # a name where OmegaConf takes the number of an entry
         section, _, name = key.rpartition(".")
         problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
