@@ -174,6 +174,13 @@ class RowEncoder:
             )
         return self._replies
 
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of a whole conversation, those of transformers' `apply_chat_template`: what the template writes behind
+        the token that ends the last turn is part of them. Raises UserError."""
+        return self.tokenizer.encode(self.replies.template.render(self.replies.with_objects(messages, tools), tools))
+
     def check_ids(self, ids: Sequence[int], key: str) -> None:
         """Raises UserError for an id of a tokenized row that the model has no embedding for."""
         limit = self.tokenizer.id_limit

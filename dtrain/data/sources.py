@@ -63,6 +63,7 @@ def open_rows(
         num_workers=section.num_workers,
         progress=progress,
         label=f"{split} data",
+        say=say,
     )
     for line in report(samples, f"{split} data", section.too_long):
         say(line)
