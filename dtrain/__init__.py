@@ -1,15 +1,16 @@
 """dtrain: fine-tune open-weight language models; one recipe, any mesh, the same numbers.
 
 `import dtrain` loads no torch: what needs it is loaded when it is first asked for. The core, from top to bottom;
-imports run downwards, and config, errors, json_files and ranges stand beside:
+imports run downwards, and config, errors, json_files, patterns and ranges stand beside:
 
     cli, arguments           the `dtrain` command
     typed                    what to say to words that it does not know
     launch                   the start of a run: in place, in processes of its own, or as a rank of others
+    trainer                  the loop
     preflight, preview       what is wrong before anything starts; rows as the model sees them
     check, lora_section      what must hold between a recipe's keys, and in its section `lora`
     eval_section             the same of `eval`, and what its sets measure
-    trainer, resume          the loop; where it starts
+    resume                   where a run starts
     summary                  what the terminal is told of a run, first and last
     sizing                   what the data make of the batch; runs that would train nothing
     methods, policy          sft, dpo, kto, grpo, distill, reward; a model on a mesh with its optimizer
@@ -23,6 +24,7 @@ imports run downwards, and config, errors, json_files and ranges stand beside:
     ranges                   what a setting may be
     config, errors           the recipe; what a user can mend
     json_files               JSON that others may have written
+    patterns                 regular expressions for names, matched in bounded time
 
 The rooms beside the core, which loads them by name where a command or a recipe asks for them:
 

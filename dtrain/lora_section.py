@@ -1,7 +1,6 @@
 """What must hold in a recipe's section `lora` and around it: by itself, and for the model that it meets. No torch."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from dtrain.models.adapter_config import (
     parameter_name,
 )
 from dtrain.models.config import ModelConfig
+from dtrain.patterns import of_end, pattern_error
 from dtrain.ranges import nearest, shown
 
 _SHARE = (lambda v: 0 <= v < 1, "from 0 up to 1, and below it")
@@ -152,12 +152,10 @@ def _expressions(section: Lora) -> list[str]:
     named += [(f"lora.{key}", name) for key in ("rank_pattern", "alpha_pattern") for name in getattr(section, key)]
     found = []
     for key, text in named:
-        try:
-            re.compile(text)
-        except re.error as error:
+        if error := pattern_error(of_end(text) if "pattern" in key else text):
             names = "" if "pattern" in key else "; names alone are written [q_proj, v_proj]"
             hint = f"`.*` stands for any text, \\. for a dot{names}"
-            found.append(f"{key}: {text} is no regular expression ({error}); {hint}")
+            found.append(f"{key}: {text[:200]} is no regular expression ({error}); {hint}")
     return found
 
 

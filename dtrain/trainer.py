@@ -33,7 +33,7 @@ from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
-from dtrain.errors import Interrupted, Stopped, Unavailable, UserError
+from dtrain.errors import Interrupted, RecipeError, Stopped, Unavailable, UserError
 from dtrain.eval_sets import better
 from dtrain.methods import METHODS
 from dtrain.methods.facts import facts_of
@@ -43,6 +43,7 @@ from dtrain.parallel.ranks import Ranks
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.build import build_model
+from dtrain.preflight import shapes
 from dtrain.resume import Start
 from dtrain.run_context import RunContext
 from dtrain.sizing import refuse_idle, settled
@@ -57,6 +58,16 @@ PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
 
 def train(recipe: Recipe, runtime: Runtime) -> None:
     """Run `recipe` to its end on this rank. Collective: every rank of the run calls it.
+
+    Raises RecipeError, before any work, with all that `preflight.shapes` finds; the rest as `train_checked`.
+    """
+    if problems := shapes(recipe, runtime.world_size):
+        raise RecipeError(problems)
+    train_checked(recipe, runtime)
+
+
+def train_checked(recipe: Recipe, runtime: Runtime) -> None:
+    """`train` of a recipe that was checked, as `launch` has done before any rank starts. Collective.
 
     Raises UserError for what the user can mend, Stopped when a signal ended the run in order.
     """

@@ -12,7 +12,7 @@ import yaml
 from dtrain import config
 from dtrain.check import DIGESTS
 from dtrain.cli import _parser
-from dtrain.config import words
+from dtrain.config import other_tools, words
 from dtrain.data import formats
 from dtrain.data.labelled import read_label
 from dtrain.data.preferences import normalise_pair
@@ -21,7 +21,7 @@ from dtrain.losses import policy_options, preference_options
 from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
-from tools import plan_recipes, recipe_reference
+from tools import coming_from, plan_recipes, recipe_reference
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
@@ -29,6 +29,7 @@ PROMISED = (
     "README.md",
     "recipes/README.md",
     "docs/gpus.md",
+    "docs/coming-from.md",
     "docs/recipe.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
 )
@@ -56,7 +57,8 @@ def test_the_promised_pages_are_there_and_the_readme_leads_to_them():
 
 def test_the_pages_are_short():
     """Words outside of blocks and tables, of the pages that are written by hand and do not grow with time."""
-    counted = {path: words_of_prose(path) for path in PAGES if path not in ("CHANGELOG.md", "docs/recipe.md")}
+    written = [path for path in PAGES if path not in ("CHANGELOG.md", "docs/recipe.md", "docs/coming-from.md")]
+    counted = {path: words_of_prose(path) for path in written}
     assert sum(counted.values()) <= 9000, counted
 
 
@@ -130,6 +132,11 @@ def test_the_key_reference_is_the_schema_s():
     assert all(row[-1] for row in rows)
     as_before = ("data.val.", "distill.sampling.")  # sections of a kind that stands there already
     assert {key for key in config.keys() if not key.startswith(as_before)} - told == set()
+
+
+def test_the_recipes_of_other_tools_files_are_what_dtrain_makes_of_them():
+    assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from.page(), "run tools/coming_from.py"
+    assert {*coming_from.FILES} == other_tools.tools().keys() - {"transformers"}
 
 
 @pytest.mark.parametrize("path", PAGES)

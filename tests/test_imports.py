@@ -26,10 +26,10 @@ FLOORS = (
     ("launch",),
     ("plan", "faces"),
     ("remote", "environments"),
+    ("trainer",),
     ("preflight", "preview"),
     ("check",),
     ("lora_section",),
-    ("trainer",),
     ("summary",),
     ("resume", "sizing", "eval_section"),
     ("methods",),
@@ -125,6 +125,7 @@ def test_every_room_has_its_floor():
         "errors",
         "config",
         "json_files",
+        "patterns",
         "ranges",
     }
 

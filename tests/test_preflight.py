@@ -5,7 +5,10 @@ import json
 import pytest
 
 from dtrain import config
+from dtrain.errors import RecipeError
+from dtrain.parallel.runtime import Runtime
 from dtrain.preflight import not_here, preflight, shapes
+from dtrain.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 
@@ -214,3 +217,21 @@ def test_kernels_of_linear_attention_are_refused_where_there_is_none(tmp_path):
     found = preflight(tiny_recipe(tmp_path, *keys), 1)
     assert found == ["model.linear_attention=fla: this model has no linear attention; leave it out"]
     assert preflight(tiny_recipe(tmp_path, *keys, family="qwen3.5"), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["lora={target: [all-linear, experts], dora: true}", "parallel.ep=2"], "PEFT has none of experts"),
+        (["optimizer.name=muon", "parallel.tp=2"], "optimizer.name=muon: takes parameters by whole rows"),
+        (["optimizer.state=int8", "parallel.tp=2"], "optimizer.state=int8: takes parameters by whole rows"),
+        (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be"),
+    ],
+)
+def test_a_caller_from_python_is_told_what_validate_tells(tmp_path, overrides, answer):
+    """Before any work: no process group is asked for, and no run directory is made."""
+    recipe = tiny_recipe(tmp_path, *overrides, family="qwen3-moe")
+    with pytest.raises(RecipeError) as refused:
+        train(recipe, Runtime(rank=0, local_rank=0, world_size=2))
+    assert answer in str(refused.value) and refused.value.problems == preflight(recipe, 2)
+    assert not recipe.run.directory.exists()

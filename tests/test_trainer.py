@@ -12,7 +12,7 @@ from dtrain.checkpoint.store import CheckpointStore
 from dtrain.errors import Stopped, UserError
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.plan.beside import Peak
-from dtrain.trainer import train
+from dtrain.trainer import train, train_checked
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world
 
@@ -36,12 +36,13 @@ def weights(recipe, step=10):
 
 
 def on_rank(rank, recipe, world_size):
-    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
+    train_checked(recipe, Runtime(rank=rank, local_rank=rank, world_size=world_size))
 
 
 def run(recipe, world_size=1):
+    """Also of recipes that are refused, as nf4 in float64 is."""
     if world_size == 1:
-        train(recipe, Runtime())
+        train_checked(recipe, Runtime())
     else:
         run_world(on_rank, world_size, recipe, world_size)
     return recipe

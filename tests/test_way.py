@@ -31,4 +31,4 @@ def test_what_a_loss_calls_is_counted(tmp_path):
     ((_, found),) = run_world(counted, 1, "sft", tmp_path)
     assert {"methods/sft.py", "models/layers.py", "losses/hidden.py", "optim.py"} <= set(found["step"])
     assert {"data/cache.py", "data/rows.py", "trainer.py"} <= set(found["way"])
-    assert found["frames"][0] == "trainer.py:train" and found["frames"][-1] == "methods/sft.py:loss"
+    assert found["frames"][0] == "trainer.py:train_checked" and found["frames"][-1] == "methods/sft.py:loss"

@@ -41,8 +41,8 @@ def count(recipe: config.Recipe) -> dict[str, Any]:
     """Files and functions of dtrain.
 
     step: files of the second step, from its rows to the updated weights. way: files of what opens the data, and of the
-    loop, but for those that keep records (metrics, checkpoint, config). frames: the functions on the stack from `train`
-    to the method's loss.
+    loop, but for those that keep records (metrics, checkpoint, config). frames: the functions on the stack from
+    `train_checked` to the method's loss.
     """
     way: set[str] = set()
     step: set[str] = set()
@@ -75,7 +75,7 @@ def count(recipe: config.Recipe) -> dict[str, Any]:
 
     sys.setprofile(called)
     try:
-        trainer.train(recipe, Runtime())
+        trainer.train_checked(recipe, Runtime())
     finally:
         sys.setprofile(None)
     way = {file for file in way if not file.startswith(RECORDS)}

@@ -91,7 +91,7 @@ def replace(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.new")
     _write(beside, content)
     beside.replace(path)
-    _sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -101,8 +101,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+def sync(path: Path) -> None:
+    """Make the content of a file durable, or the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -150,9 +150,9 @@ def refuse_unwritable(path: Path) -> None:
 
 def publish(partial: Path, final: Path) -> None:
     """Rename a finished directory to its name, durably; raises OSError if `final` is there and not empty."""
-    _sync_directory(partial)
+    sync(partial)
     partial.rename(final)
-    _sync_directory(final.parent)
+    sync(final.parent)
 
 
 def set_aside(path: Path, prefix: str = ".discarded-") -> Path:

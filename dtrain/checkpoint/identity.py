@@ -28,9 +28,8 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
     read, or changes meanwhile, is a UserError on every rank too.
     """
     ranks = ranks or Ranks()
-    machine = _BOOT.read_text() if _BOOT.is_file() else socket.gethostname()
-    seen = ranks.every(lambda: digest(machine, [_inode(file) for file in files]))
-    beside = [rank for rank, view in enumerate(seen) if view == seen[ranks.rank]]  # this rank among them
+    seen = ranks.every(lambda: view(files))
+    beside = [rank for rank, other in enumerate(seen) if other == seen[ranks.rank]]  # this rank among them
 
     def read() -> dict[tuple[int, int], str]:
         counts = [-(-file.stat().st_size // CHUNK) for file in files]
@@ -58,10 +57,10 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
     return whole
 
 
-def _inode(file: Path) -> tuple[int, int]:
-    """One file, for all processes of a machine, whatever they mount where."""
-    stat = file.stat()
-    return stat.st_dev, stat.st_ino
+def view(files: Sequence[Path]) -> str:
+    """A text that is the same for processes of one machine that see the same `files`, whatever they mount where."""
+    machine = _BOOT.read_text() if _BOOT.is_file() else socket.gethostname()
+    return digest(machine, [(stat.st_dev, stat.st_ino) for stat in (file.stat() for file in files)])
 
 
 def _read(file: Path, chunk: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,16 @@ def of_classifier(config: dict[str, Any], architecture: str, labels: int, source
         changed["id2label"] = {str(index): one for index, one in enumerate(names)}
         changed["label2id"] = {one: index for index, one in enumerate(names)}
     changed["problem_type"] = "regression" if labels == 1 else "single_label_classification"
-    if config.get("pad_token_id") is None and (pad := _pad_of(source)) is not None:
+    if config.get("pad_token_id") is None:
         ends = config.get("eos_token_id")
-        if pad not in (ends if isinstance(ends, list) else [ends]):
+        if (pad := padding_token(source, ends if isinstance(ends, list) else [ends])) is not None:
             changed["pad_token_id"] = pad
     return {key: value for key, value in config.items() if key != "num_labels"} | changed
 
 
-def _pad_of(directory: Path) -> int | None:
-    """The id of the tokenizer's padding token, as far as its small files tell; None where it ends texts too."""
+def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
+    """The id of the tokenizer's padding token, as far as its small files tell; None where it ends texts too, as
+    `eos_ids` do."""
     try:
         named = read_json(directory / "tokenizer_config.json")
         added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
@@ -104,7 +106,8 @@ def _pad_of(directory: Path) -> int | None:
         for said in (named.get("pad_token"), named.get("eos_token"))
     )
     word = None if word == ends else word
-    return next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
+    pad = next((one["id"] for one in added if isinstance(one, dict) and word and one.get("content") == word), None)
+    return None if pad in eos_ids else pad
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

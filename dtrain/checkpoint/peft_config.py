@@ -32,6 +32,7 @@ from dtrain.models.adapter_config import (
     parameters,
 )
 from dtrain.models.config import STACKS, ModelConfig
+from dtrain.patterns import fullmatch, of_end, pattern_error
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -39,6 +40,7 @@ BASE = "base_model_name_or_path"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _LISTED = 10
+_LONGEST = 200  # characters of a value that messages show
 _FIRST, _SECOND = STACKS
 
 # Fields that change no number of an adapter that is there: how it began, or where it came from.
@@ -314,7 +316,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         return None, [str(error)]
     fields = {key: found.pop(key, default) for key, (default, _, _) in _USED.items()}
     problems = [
-        f"{file}: {key} is {value!r}, and must be {words}"
+        f"{file}: {key} is {_brief(value)}, and must be {words}{_reason(key, value)}"
         for key, value in fields.items()
         for _, holds, words in [_USED[key]]
         if not holds(value)
@@ -370,6 +372,22 @@ def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
     )
 
 
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _reason(key: str, value: Any) -> str:
+    """Why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
+    patterns: list[str] = []
+    if key in ("target_modules", "exclude_modules") and isinstance(value, str):
+        patterns = [value]
+    elif key in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
+        patterns = [of_end(pattern) for pattern in value]
+    error = next((error for pattern in patterns if (error := pattern_error(pattern))), None)
+    return "" if error is None else f" ({error})"
+
+
 def _names(value: str | Iterable[str]) -> str | tuple[str, ...]:
     return value if isinstance(value, str) else tuple(value)
 
@@ -420,10 +438,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def _is_pattern(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and value != "" and bool(re.compile(value))
-    except re.error:
-        return False
+    return isinstance(value, str) and value != "" and pattern_error(value) is None
 
 
 def _is_names(value: Any) -> bool:
@@ -439,8 +454,9 @@ def _is_natural(value: Any) -> bool:
 
 
 def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
-    is_table = isinstance(value, dict) and all(_is_pattern(key) and holds(one) for key, one in value.items())
-    return value is None or is_table
+    if not isinstance(value, dict):
+        return value is None
+    return all(key and _is_pattern(of_end(key)) and holds(one) for key, one in value.items())
 
 
 def _means_layers(value: Any) -> bool:
@@ -450,7 +466,8 @@ def _means_layers(value: Any) -> bool:
         return True
     if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
         return False
-    return any(re.match(rf"(?:^|.*?\.){pattern}\.\d+\.", "model.layers.0.self_attn.q_proj") for pattern in patterns)
+    whole = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns]
+    return any(not pattern_error(one) and fullmatch(one, "model.layers.0.self_attn.q_proj") for one in whole)
 
 
 # Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.

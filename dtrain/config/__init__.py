@@ -7,11 +7,12 @@ world            the mesh and the batch in a world of so many processes
 patterns         which parameters a recipe's patterns mean
 slips            what is said to a slip of the pen, in YAML or in a value
 words, lacks     other tools' words for our keys; what has no key here, and why
+other_tools      a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
 
 What must hold between keys is `dtrain.check`, which knows the methods.
 """
 
-from dtrain.config.load import find, keys, load, read, recipes_dir, shipped
+from dtrain.config.load import find, keys, load, read, recipes_dir, shipped, translate
 from dtrain.config.saved import diff, hidden, hiding, origins, to_yaml, unsaid, with_origins_of
 from dtrain.config.schema import Recipe
 from dtrain.config.world import Sizes, sizes
@@ -31,6 +32,7 @@ __all__ = [
     "shipped",
     "sizes",
     "to_yaml",
+    "translate",
     "unsaid",
     "with_origins_of",
 ]

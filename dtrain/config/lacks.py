@@ -191,7 +191,8 @@ NOT_YET = by_word(
             "wandb_mode wandb_watch wandb_log_model wandb_run_id"
         ),
         "a profiler; run torch.profiler around Python's dtrain.run(recipe)": (
-            "profiler profiler_steps enable_torch_profiler profiler_wait_steps profiler_active_steps"
+            "profiler profiler._component_ profiler_steps enable_torch_profiler profiler_wait_steps "
+            "profiler_active_steps"
         ),
         "plugins": "plugins",
         "weights of GPTQ and AWQ, and export to them": (

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain import ranges
-from dtrain.config import secrets, slips, words
+from dtrain.config import other_tools, secrets, slips, words
 from dtrain.config.saved import (
     PARTS,
     UNSET,
@@ -72,12 +72,13 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
         given = _tree(OmegaConf.create(tree))
     problems: list[str] = []
     config = OmegaConf.create(merge(asdict(Recipe()), given))
-    foreign = _in_our_keys(given)
     for override in overrides:
         _apply(config, override, problems)
     values = _resolve(config, "", problems)
     made = _section(Recipe, values, "", problems)
-    problems += [] if foreign is None else [foreign]
+    method = made.method if "method" in given or any(one.startswith("method=") for one in overrides) else None
+    if foreign := translate(given, made.model.path, method):
+        problems.append("\n      ".join(foreign.answer().splitlines()))
     if made.run.name is None:
         made.run.name = stem or made.method
     for section, key in (path.split(".") for path in _PATHS):
@@ -224,6 +225,8 @@ def _apply(config: DictConfig, override: str, problems: list[str]) -> None:
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
         problems.append(f"{shown}: {slips.first_line(error)}")
+    except RecursionError:
+        problems.append(f"{key}: the value is nested too deep")
     except ValueError:  # a name where OmegaConf takes the number of an entry
         section, _, name = key.rpartition(".")
         problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
@@ -442,38 +445,28 @@ def _near(word: str, prefix: str, siblings: list[str]) -> str:
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 
 
-def _in_our_keys(given: Mapping) -> str | None:
-    """A recipe of another tool as one of ours, to copy: what has a key here, and fits it. None where it is ours."""
-    known = keys()
+def translate(given: Mapping, path: str | None = None, method: str | None = None) -> other_tools.Translation | None:
+    """A recipe of another tool as one of ours. None where it is ours: it shows no tool, or `path`, our model's, is
+    given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
     hints = get_type_hints(Recipe)
-    theirs = {key: value for key, value in flat(given).items() if key.partition(".")[0] not in hints}
-    theirs |= {f"{key}.name": given[key] for key in ("optimizer", "scheduler") if isinstance(given.get(key), str)}
-    found: dict[str, Any] = {}
-    for theirs_key, value in theirs.items():
-        if isinstance(value, list) and value and all(isinstance(one, Mapping) and "path" in one for one in value):
-            value = [one["path"] for one in value]
-        leaf = theirs_key.rpartition(".")[2]
-        same = [key for key in known if key.rpartition(".")[2] == leaf]
-        key, value = words.moved(theirs_key, value) or (same[0] if len(same) == 1 else "", value)
-        if not key or value in (None, -1) or key in found:
-            continue
-        if isinstance(value, str) and "," in value and key in ("data.train.path", "lora.target"):
-            value = [part.strip() for part in value.split(",")]
-        value = value[0] if isinstance(value, list) and len(value) == 1 and key == "data.train.path" else value
-        problems: list[str] = []
-        made: Any = _section(Recipe, _nested({key: value}), "", problems)
-        for part in key.split("."):
-            made = getattr(made, part)
-        if not problems:
-            found[key] = made
-    if len(found) < FOREIGN:
-        return None
-    micro, times = found.get("train.micro_batch"), given.get("gradient_accumulation_steps")
-    if isinstance(micro, int) and isinstance(times, int):
-        found["train.global_batch"] = micro * times
-    text = yaml.safe_dump(_nested(found), sort_keys=False, default_flow_style=None, width=1000, allow_unicode=True)
-    head = "it is written for another tool; what has a key here, to copy (train.global_batch is that of one GPU):"
-    return "\n      ".join([head, *text.splitlines()])
+    resolved = _resolve(OmegaConf.create(dict(given)), "", [])
+    theirs = flat(resolved)
+    theirs |= {f"{key}.name": theirs.pop(key) for key in ("optimizer", "scheduler") if isinstance(theirs.get(key), str)}
+    if other_tools.tool_of(theirs) is None:
+        named = ("optimizer.name", "scheduler.name")
+        theirs = {key: value for key, value in theirs.items() if _head(key) not in hints or key in named}
+    made = other_tools.Translation(theirs, method, keys(), _fitted)
+    is_ours = (made.tool is None or path) and len(made.values) - len(made.origins) < FOREIGN
+    return None if is_ours else made
+
+
+def _fitted(key: str, value: Any) -> tuple[Any, list[str]]:
+    """`value` in the type of a dotted key, and what is wrong with it."""
+    problems: list[str] = []
+    made: Any = _section(Recipe, _nested({key: value}), "", problems)
+    for part in key.split("."):
+        made = getattr(made, part)
+    return value if isinstance(value, list) else made, problems
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

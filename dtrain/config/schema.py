@@ -146,6 +146,10 @@ class Data:
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
+    prompts_as: Literal["user", "text"] | None = None
+    """A prompt that is plain text: user: it is written as a user's message, and its completion as the assistant's, by
+    the chat template. text: it is continued as text. null: text in training, as TRL has it; `eval` asks as the run
+    trains."""
 
 
 @dataclass
@@ -627,8 +631,9 @@ class Grpo:
     """How far it moves: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     advantage: Literal["group", "leave_one_out", "batch", "none"] = "group"
     """What is subtracted from a reward: the mean of its group, of its group's others, of the rollout, or nothing."""
-    scale: Literal["group", "batch", "none"] = "group"
-    """What the difference is divided by: the standard deviation of its group, of the rollout, or nothing."""
+    scale: Literal["group", "leave_one_out", "batch", "none"] = "group"
+    """What the difference is divided by: the standard deviation of its group, of its group's others, of the rollout, or
+    nothing. leave_one_out in both keys is NeMo-RL's default; a spread of 0 divides nothing there."""
     rewards: list[Reward] = field(default_factory=lambda: [Reward(fn="math_exact")])
     """A completion earns the weighted sum of these. They run in a process that sees no CUDA device, unless the code
     names one in CUDA_VISIBLE_DEVICES before it loads torch."""

@@ -207,7 +207,18 @@ OURS = by_word(
         "eval.sampling.max_new_tokens": "eval_max_new_tokens",
         "optimizer.name": "optim optimizer_type optimizer_name",
         "optimizer.name=muon": "use_muon",
-        "optimizer.name or scheduler.name (a name or an import path), dpo.loss or grpo.loss": "_component_",
+        "optimizer.name, a name or an import path": "optimizer._component_ optimizer._target_",
+        "scheduler.name, a name or an import path": "lr_scheduler._component_ lr_scheduler._target_",
+        "dpo.loss or grpo.loss: sft has cross-entropy without a key": "loss._component_ loss_fn._target_",
+        "model.path: its config.json names the family; lora={} and lora.quantize=nf4 stand for lora_ and qlora_": (
+            "model._component_ model._target_"
+        ),
+        "model.path: the tokenizer is read from that directory": "tokenizer._component_ tokenizer._target_",
+        "data.train.path, and data.train.format for what its rows are": "dataset._component_ dataset._target_",
+        "model.path for what is read; a run saves under run.dir/run.name/checkpoints": "checkpointer._component_",
+        "dpo.reference: start, a directory or an id of the hub": "ref_checkpointer._component_",
+        "metrics.wandb, metrics.tensorboard: metrics.jsonl is always written": "metric_logger._component_",
+        "lora={}: its keys are rank, alpha, dropout and target": "peft._target_",
         "optimizer.lr": "learning_rate lr max_lr peak_lr base_learning_rate",
         "optimizer.betas, a list of two": "adam_beta1 adam_beta2 beta1 beta2",
         "optimizer.eps": "adam_epsilon adam_eps",
@@ -216,7 +227,7 @@ OURS = by_word(
         "scheduler.name": "lr_scheduler_type lr_scheduler scheduler_type lr_schedule lr_decay_style",
         "scheduler.warmup, a share of the steps": "warmup_ratio warmup_fraction lr_warmup_fraction",
         "scheduler.warmup_steps": "num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_iters",
-        "scheduler.min_lr_ratio, a share of optimizer.lr": "min_lr lr_min",
+        "scheduler.min_lr_ratio: a share of optimizer.lr": "min_lr lr_min",
         "scheduler.min_lr_ratio": "cosine_min_lr_ratio min_lr_rate",
         "scheduler.kwargs": "lr_scheduler_kwargs",
         "scheduler, a list of stages with steps each": "cosine_constant_lr_ratio",
@@ -288,9 +299,9 @@ OURS = by_word(
         "grpo.kwargs, {off_policy_mask_threshold: ...}": "off_policy_mask_threshold",
         "grpo.kwargs, {importance_sampling_level: token | sequence}": "importance_sampling_level",
         "grpo.kwargs, {entropy_coef: ...}": "entropy_coeff entropy_coef",
-        "grpo.advantage=leave_one_out": "use_leave_one_out_baseline",
+        "grpo.advantage=leave_one_out with grpo.scale=leave_one_out": "use_leave_one_out_baseline",
         "grpo.advantage, group | leave_one_out | batch | none": "advantage_estimator adv_estimator",
-        "grpo.scale, group | batch | none": "scale_rewards normalize_rewards",
+        "grpo.scale, group | leave_one_out | batch | none": "scale_rewards normalize_rewards",
         "grpo.reward_model.path, a directory or an id of the hub": "reward_model_path reward_model.model.path",
         "grpo.rewards, [{fn, weight, kwargs}]": (
             "reward_funcs reward_functions reward_weights reward_fn reward_function"
@@ -332,9 +343,14 @@ it is, or as `key=value` where theirs is true; after a colon or a second key it 
 VALUES: dict[str, dict[str, str]] = {
     "method": {
         "sft": "pt pretrain pretraining cpt instruct instruction_tuning finetune",
-        "dpo, with dpo.loss=orpo or simpo": "orpo simpo cpo",
-        "grpo": "gspo dapo ppo rloo reinforce rl rlhf rlvr",
-        "dpo": "preference ipo",
+        "dpo, with dpo.loss=orpo": "orpo",
+        "dpo, with dpo.loss=simpo": "simpo cpo",
+        "dpo, with dpo.loss=ipo": "ipo",
+        "grpo, with grpo.loss=gspo": "gspo",
+        "grpo, with grpo.advantage=leave_one_out": "rloo",
+        "grpo, which needs no critic": "ppo",
+        "grpo": "dapo reinforce rl rlhf rlvr",
+        "dpo": "preference",
         "kto": "unpaired_preference",
         "sft, and the section lora={}": "lora qlora peft",
         "sft, with sft.loss=dft": "dft",
@@ -362,15 +378,21 @@ VALUES: dict[str, dict[str, str]] = {
     "train.masters": {"bfloat16": "bf16", "float32": "fp32"},
     "train.activation_checkpointing": {"full": "true unsloth all block", "none": "false off no"},
     "optimizer.name": {
-        "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adamw torch.optim.AdamW",
+        "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fused_adamw torch.optim.adamw",
+        "adam": "torch.optim.adam",
+        "sgd": "torch.optim.sgd",
         "adamw, with optimizer.state=int8": (
-            "adamw_8bit adamw_bnb_8bit adam8bit adamw8bit adamw_torch_8bit ao_adamw_8bit"
+            "adamw_8bit adamw_bnb_8bit adam8bit adamw8bit adamw_torch_8bit ao_adamw_8bit bitsandbytes.optim.adamw8bit "
+            "torchao.optim.adamw8bit"
         ),
-        "adamw, with optimizer.state=int8 and parallel.optimizer_offload=true": "paged_adamw_8bit",
+        "adamw, with optimizer.state=int8 and parallel.optimizer_offload=true": (
+            "paged_adamw_8bit bitsandbytes.optim.pagedadamw8bit"
+        ),
         "adamw, with parallel.optimizer_offload=true": "paged_adamw_32bit paged_adamw",
     },
     "scheduler.name": {
         "cosine, with scheduler.min_lr_ratio": "cosine_with_min_lr cosine_annealing cosineannealing cosineannealinglr",
+        "cosine": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         "constant, with scheduler.warmup": "constant_with_warmup",
         "cosine, with scheduler.warmup": "cosine_with_warmup",
         "linear, with scheduler.warmup": "linear_with_warmup",
@@ -398,15 +420,24 @@ VALUES: dict[str, dict[str, str]] = {
         "preference": "dpo ranking pairs chosen_rejected orpo",
         "auto": "json jsonl csv parquet hf",
     },
-    "data.loss_on": {"assistant": "assistant_only responses response", "completion": "answer output", "all": "full"},
-    "data.too_long": {"truncate": "keep_start keep_end cut", "drop": "skip filter discard", "error": "raise"},
+    "data.loss_on": {
+        "assistant": "assistant_only responses response false",
+        "completion": "answer output",
+        "all": "full true",
+    },
+    "data.too_long": {
+        "truncate": "keep_start cut",
+        "truncate, which keeps the start of a row": "keep_end",
+        "drop": "skip filter discard",
+        "error": "raise",
+    },
     "launch.device": {"cuda": "gpu nvidia 0 cuda:0 rocm", "cpu": "mps"},
     "checkpoint.resume": {"auto": "true latest last yes", "null": "false no none"},
     "checkpoint.export": {"final": "true last end", "none": "false never no", "every": "always steps"},
     "checkpoint.keep_best": {"val_loss": "eval_loss loss_val validation_loss", "val_reward_mean": "reward eval_reward"},
     "grpo.engine": {"http": "vllm sglang server", "native": "hf transformers local torch"},
     "grpo.advantage": {"group": "grpo gae", "leave_one_out": "rloo loo", "none": "reinforce"},
-    "grpo.scale": {"group": "true std", "none": "false no"},
+    "grpo.scale": {"group": "true std", "leave_one_out": "rloo loo", "none": "false no"},
     "grpo.rewards.fn": {
         "math_exact": "accuracy accuracy_reward math math_verify gsm8k correctness exact_match",
         "format_tags": "format format_reward think_format think_format_reward soft_format_reward strict_format_reward",
@@ -478,15 +509,14 @@ def hint(key: str, value: str, known: Collection[str]) -> str:
 
 
 def moved(key: str, value: Any) -> tuple[str, Any] | None:
-    """Another tool's key and value as ours; None where the table does not say that it is the same thing."""
+    """Another tool's key as ours, with its value, whose word may yet be another tool's (`meant`); None where the table
+    does not say that it is the same thing."""
     parts = _parts(key)
     said = key if key in VALUES else OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", said)
     if not same or value is None or (same[2] and value is not True):
         return None
-    value = same[2].removeprefix("=") if same[2] else value
-    ours = meant(same[1], value)
-    return same[1], value if ours is None else ours.split(",")[0]
+    return same[1], same[2].removeprefix("=") if same[2] else value
 
 
 def _parts(key: str) -> list[str]:

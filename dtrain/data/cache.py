@@ -11,14 +11,14 @@ chosen and rejected; n counts documents:
     columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
     column_offsets.bin    int64, n + 1 offsets of them
     left_out.txt          every row that is no sample, and why
-    meta.json             counts, fingerprint, sizes; written last
+    meta.json             counts, fingerprint, sizes, digests of all files; written last (cache_seal.py)
 
-It is built beside its place and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
-released with its holder, lets one process build while others wait. Building streams: memory does not grow with the
-set. Old caches are not removed; the directory may be deleted whenever no run uses it.
+It is built beside its place, synced and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
+released with its holder, lets one process build while others wait. Every run reads it against its digests first: what
+is damaged is made anew. Building streams: memory does not grow with the set. Old caches are not removed; the directory
+may be deleted whenever no run uses it.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,7 +27,7 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, starmap
@@ -38,16 +38,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dtrain.checkpoint.files import publish
 from dtrain.checkpoint.identity import digests
+from dtrain.data.cache_seal import META, drop_damaged, is_whole, lock, seal
 from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.files import read_chunks
 from dtrain.data.order import Share
 from dtrain.data.pool import Job, Pool
 from dtrain.errors import UserError
-from dtrain.json_files import digest, loads
+from dtrain.json_files import digest
 from dtrain.parallel.ranks import Ranks
 
-VERSION = 4
+VERSION = 5
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {
@@ -92,7 +94,7 @@ class Samples:
 
     def __init__(self, directory: Path, weights: Sequence[float]):
         self.directory, self.weights = directory, tuple(weights)
-        self.meta: dict[str, Any] = json.loads((directory / "meta.json").read_text())
+        self.meta: dict[str, Any] = json.loads((directory / META).read_text())
         self._tokens, self._trained, self._offsets, origins, *self._columns = (
             torch.from_file(
                 str(directory / name), shared=False, size=self.meta["sizes"][name] // kind.itemsize, dtype=kind
@@ -171,35 +173,40 @@ def open_cache(
     num_workers: int | None = None,
     progress: bool = True,
     label: str = "data",
+    say: Callable[[str], None] = print,
 ) -> Samples:
     """The samples of `sources`, from the cache or made now by `num_workers` processes (None or 0: as many as cores).
 
     Without a `cache_dir` they are made in a temporary file that vanishes with the process. Processes that open the
-    same cache at once wait for the one that makes it. Collective where a process group is up: the ranks share out the
-    reading that tells whether the files are those of the cache. Raises UserError for a row that is wrong, with file and
-    line, for a file that changes meanwhile, and where no sample is left.
+    same cache at once wait for the one that makes it. A damaged one is made anew, which goes to `say`. Collective where
+    a process group is up: the ranks share out the reading that tells whether the files are those of the cache, and the
+    cache is what was written. Raises UserError for a row that is wrong, with file and line, for a file that changes
+    meanwhile, and where no sample is left.
     """
     weights = [source.weight for source in sources]
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as scratch:
-            _build(Path(scratch), sources, encoder, num_workers, progress, label)
+            meta = _build(Path(scratch), sources, encoder, num_workers, progress, label)
+            (Path(scratch) / META).write_text(json.dumps(meta))
             return Samples(Path(scratch), weights)
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
     place = root / _key(sources, encoder, Ranks())
+    for damage in drop_damaged(place, Ranks()):
+        say(f"{label}: {damage}; it is made anew")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if not _whole(place):
-            with _lock(root / f"{place.name}.lock"):
-                if not _whole(place):
+        if not is_whole(place):
+            with lock(place):
+                if not is_whole(place):
                     for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
                         shutil.rmtree(rest)
                     shutil.rmtree(place, ignore_errors=True)
                     beside = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
                     try:
-                        _build(beside, sources, encoder, num_workers, progress, label)
+                        seal(beside, place.name, _build(beside, sources, encoder, num_workers, progress, label))
                         if root / _key(sources, encoder, Ranks(alone=True)) != place:
                             raise UserError(f"a file of the {label} changed while it was tokenised: start again")
-                        beside.rename(place)
+                        publish(beside, place)
                     finally:
                         shutil.rmtree(beside, ignore_errors=True)
     except OSError as problem:
@@ -216,24 +223,6 @@ def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
     readings = [source.reading for source in sources]
     names = [str(file.resolve()) for file in files]
     return digest(VERSION, readings, names, digests(files, ranks=ranks), encoder.fingerprint)[:16]
-
-
-def _whole(place: Path) -> bool:
-    """Whether the cache is there, with all its bytes."""
-    try:
-        meta = loads((place / "meta.json").read_bytes())
-        return meta["version"] == VERSION and all(
-            (place / name).stat().st_size == size for name, size in meta["sizes"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-@contextmanager
-def _lock(file: Path) -> Iterator[None]:
-    with open(file, "a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 class _Writer:
@@ -299,7 +288,8 @@ def _build(
     num_workers: int | None,
     progress: bool,
     label: str,
-) -> None:
+) -> dict[str, Any]:
+    """Write the files of a cache, and return what its meta.json says of them."""
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     workers = num_workers or _cores()
@@ -336,7 +326,7 @@ def _build(
             per_source[source] += len(chunk.lengths) // encoder.documents
             bar.update(chunk.size)
     _refuse_nothing(writer, files, label, encoder.noun, encoder.part)
-    meta = {
+    return {
         "version": VERSION,
         "documents_per_sample": encoder.documents,
         "noun": encoder.noun,
@@ -350,7 +340,6 @@ def _build(
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
 def _cores() -> int:

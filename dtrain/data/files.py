@@ -1,7 +1,7 @@
 """Data files: which files a path means, the format of each by its first row, and their rows in order, with their lines.
 
 JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
-three may be gzipped (`.gz`). Nothing is read whole: rows come in chunks of bounded size. Torch is not imported.
+three may be gzipped (`.gz`). Nothing is read whole: rows of bounded size come in chunks. Torch is not imported.
 """
 
 import csv
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +28,7 @@ from dtrain.ranges import nearest
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
-CSV_FIELD_BYTES = 2**31 - 1
+ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
 Stream = io.BufferedReader | gzip.GzipFile
@@ -145,7 +146,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
             elif _first_character(stream) == b"[":
                 rows = _json_array(file, stream)
             else:
-                rows = ((line, text, len(text)) for line, text in enumerate(stream, start=1) if text.strip())
+                rows = _json_lines(file, stream)
             yield from _chunks(file, rows)
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
@@ -253,6 +254,22 @@ def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]
         yield Chunk(str(file), gathered, size)
 
 
+def _refuse_long(file: Path, line: int, size: int) -> None:
+    """Raise UserError for a row, or what has been read of it, of more than ROW_BYTES."""
+    if size > ROW_BYTES:
+        raise UserError(
+            f"{file}:{line}: this row is larger than {ROW_BYTES >> 20} MiB, more than one row may be: is there a line "
+            "break after each row? Split a longer document into several rows"
+        )
+
+
+def _json_lines(file: Path, stream: Stream) -> Iterator[tuple[int, bytes, int]]:
+    for line, text in enumerate(iter(lambda: stream.readline(ROW_BYTES + 1), b""), start=1):
+        _refuse_long(file, line, len(text))
+        if text.strip():
+            yield line, text, len(text)
+
+
 def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
     """The objects of one JSON array, decoded one after the other from a sliding piece of the file."""
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -286,8 +303,10 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
             try:
                 row, end = json_files.decoder.raw_decode(buffer, position)
                 json_files.check_shape(row)
+                _refuse_long(file, line, end - position)
                 break
             except json.JSONDecodeError as problem:
+                _refuse_long(file, line, len(buffer) - position)
                 at, found = line + buffer.count("\n", position, problem.pos), buffer[problem.pos : problem.pos + 1]
                 if not more():
                     after = " (a comma before the ] is one too many)" if found == "]" else ""
@@ -312,11 +331,13 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
 
 
 def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]]:
-    csv.field_size_limit(CSV_FIELD_BYTES)  # the csv module's own 128 KiB is less than one long document
+    csv.field_size_limit(ROW_BYTES)  # the csv module's own 128 KiB is less than one long document
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(text, strict=True)
     line = 1
     try:
+        # A spreadsheet's empty columns have empty names, which nothing reads.
+        _refuse_doubled(f"{file}:1", [name for name in reader.fieldnames or () if name])
         for row in reader:
             start, line = line + 1 if reader.line_num > line else line, reader.line_num
             if None in row:
@@ -335,10 +356,27 @@ def _parquet(file: Path) -> Iterator[Chunk]:
         raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            _refuse_doubled_fields(file, list(table.schema_arrow))
             line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
             for batch in table.iter_batches(batch_size=CHUNK_ROWS):
                 rows = batch.to_pylist()
+                for number, row in enumerate(rows if batch.nbytes > ROW_BYTES else (), start=line):
+                    _refuse_long(file, number, len(str(row)))
                 yield Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
                 line += len(rows)
     except pyarrow.ArrowException as problem:
         raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
+
+
+def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
+    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
+    _refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
+    for field in fields:
+        inner = [field.type.field(index) for index in range(field.type.num_fields)]
+        _refuse_doubled_fields(file, inner, f"{parent}{field.name}.")
+
+
+def _refuse_doubled(place: str, names: Sequence[str]) -> None:
+    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")

@@ -12,6 +12,7 @@ import yaml
 
 from dtrain.data.file_kinds import KINDS
 from dtrain.errors import UserError
+from dtrain.patterns import fullmatch, pattern_error
 
 # What names of files and folders call the splits.
 WORDS = {
@@ -165,10 +166,7 @@ def _fits(path: str, pattern: str) -> bool:
         pieces.get(part) or (part.replace("[!", "[^") if part[0] == "[" and len(part) > 1 else re.escape(part))
         for part in parts
     )
-    try:
-        return re.fullmatch(text, path) is not None
-    except re.error:
-        return path == pattern
+    return path == pattern if pattern_error(text) else fullmatch(text, path)
 
 
 def _refuse_parts(name: str, files: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """Rows with a number that a model learns to give: an example and its label, a pair and its margin.
 
-An example is any row of formats.FORMATS with a column `label`; all of its text is read, through the token that ends it,
-without the white space that a template writes after that one. What is too long loses its end. A pair is a row of
-preferences, whose `margin` is 0 where it has none. Torch is not imported.
+An example is any row of formats.FORMATS with a column `label`; all of its text is read. A pair is a row of preferences,
+whose `margin` is 0 where it has none. The score of a document is read at its last token. So a conversation is encoded
+as transformers encodes it, with what its template writes behind the last turn; and what is too long loses its
+beginning, never its end. Torch is not imported.
 """
 
 import json
@@ -20,6 +21,7 @@ from dtrain.errors import UserError
 from dtrain.ranges import is_number
 
 EMPTY = "no token"
+ENDS = "to their ends"  # else a cache from before would be read, whose documents end with their last turn
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class PairJudgement(PairEncoder):
     """Pairs, each with its margin."""
 
     keeps_columns = True
-    marks = ("pairs", "margins")
+    keeps_ends = True
+    marks = ("pairs", "margins", ENDS)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, judged: Judged, **limits: Any):
         super().__init__(tokenizer, template, **limits)
@@ -82,7 +85,7 @@ class TextJudgement(RowEncoder):
     """Whole texts, each with its label."""
 
     keeps_columns = True
-    marks = ("labels",)
+    marks = ("labels", ENDS)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, judged: Judged, **limits: Any):
         super().__init__(tokenizer, template, **limits)
@@ -96,13 +99,12 @@ class TextJudgement(RowEncoder):
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         kept, sample = self.judged.kept(row), normalise(self._unlabelled(row), name)
         if isinstance(sample, Conversation):
-            messages = self.replies.with_objects(sample.messages, sample.tools)
-            ids = self.tokenizer.encode(self.replies.template.render(messages, sample.tools).rstrip())
+            ids = self.conversation(sample.messages, sample.tools)
         else:
             ids, _ = self._examples.encode(sample)
         if self.drops(len(ids)):
             return LONG
-        read = ids[: self.max_length]
+        read = ids[-self.max_length :]
         return [Document(read, bytearray(b"\1" * len(read)), len(ids), kept)] if read else EMPTY
 
     def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:

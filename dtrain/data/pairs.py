@@ -9,7 +9,8 @@ prompt; plain strings are framed as sample.py frames them. At least one token st
 completion: a document's first token is predicted from nothing.
 
 What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
-most, the same in both documents; then each completion loses its end. Torch is not imported.
+most, the same in both documents; then each completion loses its end. Documents that are rated keep their ends
+(`judged.py`). Torch is not imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ class PairEncoder(RowEncoder):
     documents = 2
     noun = "pairs"
     marks: Sequence[str] = ("pairs",)
+    keeps_ends = False  # of the documents: what a template writes behind the last turn, and of what is too long
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         pair = normalise_pair(row, name)
@@ -42,7 +44,7 @@ class PairEncoder(RowEncoder):
             return LONG
         if chosen == rejected:
             return EQUAL
-        prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length)
+        prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length, self.keeps_ends)
         if chosen == rejected:
             return EQUAL_CUT
         return [
@@ -73,13 +75,13 @@ class PairEncoder(RowEncoder):
 
         messages = self.replies.with_objects(pair.prompt, pair.tools)
         prompt = self.tokenizer.encode(self.replies.template.render(messages, pair.tools, add_generation_prompt=True))
-        chosen, rejected = (
-            self.conversation([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected)
-        )
+        chosen, rejected = (self._completed([*pair.prompt, *more], pair.tools) for more in (pair.chosen, pair.rejected))
         return prompt, chosen, rejected
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Ids:
-        """Ids of a whole conversation, through the token that ends its last turn."""
+    def _completed(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Ids:
+        """Ids of a prompt with its completion."""
+        if self.keeps_ends:
+            return self.conversation(messages, tools)
         written = self.replies.template.render(self.replies.with_objects(messages, tools), tools)
         return self.tokenizer.encode(written.rstrip())
 
@@ -96,7 +98,10 @@ class PairEncoder(RowEncoder):
         return [*before, *ids, *(after if ends else [])]
 
 
-def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int) -> tuple[Ids, Ids, Ids]:
-    """The three, so cut that the prompt (never empty) and either completion have at most `max_length` tokens."""
+def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False) -> tuple[Ids, Ids, Ids]:
+    """The three, so cut that the prompt (never empty) and either completion have at most `max_length` tokens.
+    keeps_ends: a completion loses its beginning, not its end."""
     kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))
-    return prompt[len(prompt) - kept :], chosen[: max_length - kept], rejected[: max_length - kept]
+    left = max_length - kept
+    chosen, rejected = (ids[max(0, len(ids) - left) :] if keeps_ends else ids[:left] for ids in (chosen, rejected))
+    return prompt[len(prompt) - kept :], chosen, rejected

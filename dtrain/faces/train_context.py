@@ -3,21 +3,25 @@
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from dtrain.attention.context import ContextKernel
 from dtrain.batch import STREAMS
 from dtrain.faces.thd import make_cp_batch_for_te
 from dtrain.parallel import context as public
 from dtrain.parallel.context import pad_right
 from dtrain.parallel.layout import mesh_rank, shard_sequence
 
-ROTATIONS = (None, "allgather", "alltoall", "ring")
+ROTATIONS = (None, "allgather", "alltoall", "addtoall", "ring")
 
 
 def get_train_context(
@@ -56,11 +60,17 @@ def create_context_parallel_ctx(
     included. No collective.
 
     It can be entered once. A buffer's tensor object changes its storage, so views made before keep the whole.
-    cp_rotate_method: how keys travel, None | allgather | alltoall (or ring); the model's kernel decides that when it is
-    built, the name is checked here.
+    cp_rotate_method: how keys travel, None | allgather | alltoall (ring and NeMo-RL's addtoall are other names of it);
+    the model's kernel decides that when it is built, the name is checked here.
+
+    A model that is called inside must attend with a `ContextKernel` over as many ranks; any other attends to this
+    rank's part alone. The kernel is known as an attribute of the called module or of one in it, which dtrain's models
+    have. A context in which this thread calls no module (one that only reads its buffers) is left alone, and so is a
+    mesh of one rank. An exception from inside is passed on as it is.
 
     Raises ValueError for another name, a buffer without a dimension, a length that 2·cp does not divide, and a buffer
-    with a gradient, which a change in place would lose.
+    with a gradient, which a change in place would lose. Raises RuntimeError on exit, with the buffers whole again,
+    where modules were called and none of them has such a kernel.
     """
     if cp_rotate_method not in ROTATIONS:
         raise ValueError(f"cp_rotate_method={cp_rotate_method!r}: there are {', '.join(map(repr, ROTATIONS))}")
@@ -73,22 +83,71 @@ def create_context_parallel_ctx(
     wholes = [buffer.detach() for buffer in cp_buffers]
     parts = [shard_sequence(whole, rank, size, dim) for whole, dim in zip(wholes, cp_seq_dims, strict=True)]
     kept = {id(buffer) for buffer in cp_no_restore_buffers}
-    return _exchanged([*zip(cp_buffers, parts, wholes, strict=True)], kept)
+    return _exchanged([*zip(cp_buffers, parts, wholes, strict=True)], kept, size)
 
 
 @contextlib.contextmanager
-def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int]) -> Iterator[None]:
-    """Each (buffer, part, whole) holds its part inside, and its whole again after, unless its id is in `kept`."""
+def _exchanged(buffers: list[tuple[Tensor, Tensor, Tensor]], kept: set[int], ranks: int) -> Iterator[None]:
+    """Each (buffer, part, whole) holds its part inside, and its whole again after, unless its id is in `kept`. ranks:
+    that the kernel of a model inside exchanges keys with."""
     with torch.no_grad():
         for buffer, part, _ in buffers:
             buffer.set_(part)  # type: ignore[call-overload]  # torch's stubs know storages alone
+    watch = _KernelWatch(ranks)
     try:
+        if ranks > 1:
+            watch.start()
         yield
     finally:
+        watch.stop()
         with torch.no_grad():
             for buffer, _, whole in buffers:
                 if id(buffer) not in kept:
                     buffer.set_(whole)  # type: ignore[call-overload]
+    watch.check()
+
+
+class _KernelWatch:
+    """Hook before every module's forward: it remembers the first module that this thread calls, and is gone once one
+    with a context-parallel kernel over `ranks` ranks is called, before any compiled layer of it."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.model: nn.Module | None = None
+        self.is_called = self.has_kernel = False
+        self._handle: RemovableHandle | None = None
+
+    def start(self) -> None:
+        self._thread = threading.get_ident()
+        self._handle = register_module_forward_pre_hook(self)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:
+            return
+        if not self.is_called:
+            self.is_called, self.model = True, module
+        # A whole model compiled in place traces this; the rest would end the graph, and `check` looks at the model too.
+        if not torch.compiler.is_compiling() and self._holds_kernel(module):
+            self.has_kernel = True
+            self.stop()
+
+    def check(self) -> None:
+        """Raise RuntimeError where modules were called and none has such a kernel."""
+        if self.model is not None and not self.has_kernel and not self._holds_kernel(self.model):
+            raise RuntimeError(
+                f"{type(self.model).__name__} ran inside a context-parallel context, and none of dtrain's "
+                f"context-parallel kernels over {self.ranks} ranks: each rank attended to its own part of the rows "
+                "alone, so what it computed is wrong. Use a model of dtrain's with such a kernel (Policy builds one; "
+                "or model.use_kernel(GatherKernel(KERNELS['sdpa'], cp_mesh))), or call this one on whole rows"
+            )
+
+    def _holds_kernel(self, model: nn.Module) -> bool:
+        values = (value for module in model.modules() for value in vars(module).values())
+        return any(isinstance(value, ContextKernel) and value.group.size() == self.ranks for value in values)
 
 
 def make_cp_batch_and_ctx(

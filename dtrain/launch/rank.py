@@ -52,8 +52,9 @@ def run_rank(
 ) -> None:
     """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
 
-    `train` defaults to `dtrain.trainer.train`. `terminal` is a file that a lost rank is told on, beside this process's
-    stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank was lost.
+    `train` defaults to `dtrain.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
+    process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank
+    was lost.
     """
     import torch
     import torch.distributed as dist
@@ -94,7 +95,7 @@ def run_rank(
             hosts.same_on_all(recipe)
         peak = planned.peak if planned else None
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
-        (train or importlib.import_module("dtrain.trainer").train)(recipe, runtime)
+        (train or importlib.import_module("dtrain.trainer").train_checked)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from dtrain.preflight import named_code, not_here, preflight, to_copy, together,
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:
     """Run `recipe`, or what it gives, to its end, in place or in processes of its own. `train` defaults to
-    `dtrain.trainer.train`.
+    `dtrain.trainer.train_checked`.
 
     Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM
     or SIGUSR1, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.

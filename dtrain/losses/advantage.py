@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Baseline = Literal["group", "leave_one_out", "batch", "none"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "leave_one_out", "batch", "none"]
 Groups = int | Tensor | Sequence[int]
 
 
@@ -22,7 +22,7 @@ def advantages(
     *,
     baseline: Baseline = "group",
     scale: Scale = "group",
-    eps: float = 1e-4,
+    eps: float | None = None,
 ) -> Tensor:
     """(reward − baseline) ÷ (standard deviation + eps), [N], in max(float32, the dtype of rewards).
 
@@ -31,12 +31,15 @@ def advantages(
 
     baseline: group, its mean (GRPO: Shao et al., arXiv:2402.03300); leave_one_out, the mean of the group's others
     (RLOO: Ahmadian et al., arXiv:2402.14740), where there is one; batch, the mean of all (REINFORCE++:
-    arXiv:2501.03262); none, 0. scale: the standard deviation of the group's rewards, of all rewards (arXiv:2508.08221),
-    or none (Dr. GRPO: Liu et al., arXiv:2503.20783), with Bessel's correction, 0 for one reward alone. The defaults are
-    TRL 1.16's.
+    arXiv:2501.03262); none, 0. scale: the standard deviation of the group's rewards, of its others (NeMo-RL's default,
+    with the baseline leave_one_out), of all rewards (arXiv:2508.08221), or none (Dr. GRPO: Liu et al.,
+    arXiv:2503.20783), with Bessel's correction, 0 for one reward alone. eps: None for 1e-4, beside leave_one_out for
+    NeMo-RL's 1e-6. The defaults are TRL 1.16's.
 
     Where the rewards that the baseline is the mean of, or whose deviation divides, are all the same, the advantage is
-    exactly 0. Raises ValueError for an unknown word, a size that does not divide N, and infinite rewards.
+    exactly 0; but under the scale leave_one_out it is then not divided, as the one reward that differs from equal
+    others is what its group teaches. Raises ValueError for an unknown word, a size that does not divide N, and infinite
+    rewards.
     """
     for key, word, known in (("baseline", baseline, get_args(Baseline)), ("scale", scale, get_args(Scale))):
         if word not in known:
@@ -48,13 +51,16 @@ def advantages(
 
     def of(value: float, own: _Known) -> float:
         compared = {"group": own, "leave_one_out": own, "batch": everyone, "none": None}[baseline]
-        spread = {"group": own, "batch": everyone, "none": None}[scale]
+        spread = {"group": own, "leave_one_out": None, "batch": everyone, "none": None}[scale]
         if math.isnan(value) or any(one is not None and one.is_constant for one in (compared, spread)):
             return 0.0
         gap = value if compared is None else value - compared.mean
         if baseline == "leave_one_out":
             gap *= own.count / (own.count - 1)
-        return gap if spread is None else gap / (spread.deviation + eps)
+        if scale == "leave_one_out":
+            deviation = own.deviation_without(value)
+            return gap / (deviation + (1e-6 if eps is None else eps)) if deviation else gap
+        return gap if spread is None else gap / (spread.deviation + (1e-4 if eps is None else eps))
 
     return _like(rewards, [of(value, by_group[group]) for value, group in zip(values, ids, strict=True)])
 
@@ -118,6 +124,16 @@ class _Known:
         self.mean = math.fsum(known) / len(known) if known else 0.0
         spread = math.fsum((value - self.mean) ** 2 for value in known)
         self.deviation = 0.0 if self.is_constant else math.sqrt(spread / (len(known) - 1))
+        self._known = known
+        self._without: dict[float, float] = {}
+
+    def deviation_without(self, value: float) -> float:
+        """The standard deviation of the others of one that is `value`; 0 where these are all the same."""
+        if value not in self._without:
+            others = list(self._known)
+            others.remove(value)
+            self._without[value] = _Known(others).deviation
+        return self._without[value]
 
 
 def _by_group(values: Sequence[float], ids: Sequence[int]) -> dict[int, _Known]:

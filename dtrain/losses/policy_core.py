@@ -27,7 +27,7 @@ from dtrain.losses.policy_losses import (
     off_policy_mask,
 )
 from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
-from dtrain.ranges import NUMBER, hint, is_number
+from dtrain.ranges import NUMBER, hint, is_number, sizes_for
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class PolicySpec:
                 raise ValueError(f"{key} is no option of {self.name}{hint(key, read)}")
             check, words = RANGES.get(key, NUMBER)
             if not check(value):
-                raise ValueError(f"{key}={value!r} must be {words.replace('null', 'None')}")
+                raise ValueError(f"{key}={value!r} must be {words.replace('null', 'None')}{sizes_for(value)}")
         if not is_clip(self.clip):
-            raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1")
+            sizes = next((sizes for one in self.clip if (sizes := sizes_for(one))), "")
+            raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1{sizes}")
         if not (is_number(self.beta) and self.beta >= 0):
-            raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0")
+            raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0{sizes_for(self.beta)}")
         whole = read | dict(self.options)
         object.__setattr__(self, "clip", tuple(float(one) for one in self.clip))
         object.__setattr__(self, "options", MappingProxyType(whole))

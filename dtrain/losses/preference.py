@@ -12,7 +12,7 @@ from dtrain.batch import IGNORE
 from dtrain.losses import pair_losses
 from dtrain.losses.pair_losses import Pairs
 from dtrain.losses.preference_options import DIVERGENCE, LOSSES, OFF, RANGES
-from dtrain.ranges import NUMBER, hint, nearest
+from dtrain.ranges import NUMBER, hint, nearest, sizes_for
 
 
 def preference_loss(
@@ -198,7 +198,7 @@ def _check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
             raise ValueError(_unread(key, " + ".join(names), read - {"beta"}))
         good, words = RANGES.get(key, NUMBER)
         if not isinstance(value, Tensor) and not good(value):
-            raise ValueError(f"{key}={value!r}: {words}")
+            raise ValueError(f"{key}={value!r}: {words}{sizes_for(value)}")
     for name in names:
         if "f_divergence" in in_use and not LOSSES[name].f_divergence:
             raise ValueError(_unread("f_divergence", name, LOSSES[name].options))

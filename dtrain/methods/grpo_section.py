@@ -109,6 +109,12 @@ def _sizes(recipe: Recipe) -> list[str]:
             f"grpo.group_size=1 with grpo.advantage={section.advantage} and grpo.scale={section.scale} compares a "
             "completion with itself: set grpo.group_size to 2 or more, or grpo.advantage=batch and grpo.scale=batch"
         )
+    elif section.scale == "leave_one_out" and section.group_size < 3:
+        found.append(
+            "grpo.scale=leave_one_out is the spread of a completion's others, and "
+            f"grpo.group_size={section.group_size} leaves fewer than two of them: set grpo.group_size to 3 or more, "
+            "or grpo.scale=none"
+        )
     longest = recipe.data.max_length
     if longest >= 2 and section.sampling.max_new_tokens >= longest:
         found.append(no_room("grpo", section.sampling.max_new_tokens, longest))

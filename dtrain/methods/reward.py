@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.batch import Batch, documents
+from dtrain.checkpoint.model_files import padding_token
 from dtrain.config.schema import Recipe
 from dtrain.data import GlobalBatch, Rows
 from dtrain.methods.method import Method
@@ -38,6 +39,8 @@ class RewardMethod(Method):
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         config = policy.model.config
         self._rows, self._pad = dict(splits), config.pad_token_id
+        if self._pad is None:  # as the export's config.json will say
+            self._pad = padding_token(self.recipe.model.directory, config.eos_token_ids)
         if config.has_new_head and self.recipe.model.init == "pretrained":
             run.metrics.say(
                 f"score: a new head of {config.labels} output{'s' * (config.labels != 1)}, drawn by run.seed: "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.models.config import FULL, LINEAR, SLIDING, ModelConfig
+from dtrain.patterns import endmatch, fullmatch
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
@@ -140,13 +141,13 @@ def out_of_tower(name: str) -> str:
 def matches(name: str, wanted: Names) -> bool:
     """Whether a module of this name is meant by `wanted`."""
     if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
+        return fullmatch(wanted, name)
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 def by_end(pattern: str, name: str) -> bool:
     """Whether a key of `rank_pattern` or `alpha_pattern` means the module of this name."""
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    return endmatch(pattern, name)
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:

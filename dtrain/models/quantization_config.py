@@ -1,10 +1,10 @@
 """`quantization_config` of a config.json: what bitsandbytes' checkpoints of 4-bit weights say. Imports no torch."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 from dtrain.models.fields import shown
+from dtrain.patterns import fullmatch, pattern_error
 
 _READ = "of quantized weights only bitsandbytes' nf4 is read"
 _ORIGINAL = "; use the original checkpoint"
@@ -39,7 +39,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
     elif storage not in ("uint8", "torch.uint8"):
         problems.append(f"quantization_config has bnb_4bit_quant_storage {shown(storage)}: only uint8 is read")
     patterns = values.get("llm_int8_skip_modules") or []
-    if not isinstance(patterns, list) or not all(isinstance(one, str) and _compiles(one) for one in patterns):
+    if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
         problems.append("quantization_config llm_int8_skip_modules: must be a list of names or regular expressions")
         return ()
     return tuple(patterns)
@@ -48,12 +48,13 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...]:
 def skips(patterns: Iterable[str], name: str) -> bool:
     """Whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
     beginning up to a dot, as it stands or as a regular expression, or its end."""
-    return any(re.match(rf"(?:{one})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(one) for one in patterns)
+    return any(fullmatch(_from_start(one), name) or name.endswith(one) for one in patterns)
 
 
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
+def _from_start(pattern: str) -> str:
+    """The expression for whole names of which `pattern` is the beginning, up to a dot."""
+    return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$)).*"
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and pattern_error(_from_start(value)) is None

@@ -19,6 +19,8 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "PARALLIZE_FUNCTIONS": "parallelize",
+    "RotaryEmbedParallel": "parallelize",
     "_parallelize_gemma3": "parallelize",
     "_parallelize_llama": "parallelize",
     "_parallelize_model": "parallelize",

@@ -2,11 +2,11 @@
 order.
 
 Each of these puts dtrain's model on its meshes in place and returns it; all apply the model's own table (`model.plan`).
-Styles for rotary tables (NeMo's RotaryEmbedParallel) have no use here: a decoder makes them from positions once per
-forward, whole, on every rank. The norm over each head of q and k is the style `head_norm`.
+The norm over each head of q and k is the style `head_norm`.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,6 +44,44 @@ def _parallelize_llama(
 
 _parallelize_qwen = _parallelize_llama
 _parallelize_gemma3 = _parallelize_llama
+
+
+class _ByClassName(Mapping[str | type, Callable[..., ParallelModel]]):
+    """Mapping from names of model classes, looked up by the class as well: dtrain's, or transformers' of the name."""
+
+    def __init__(self, functions: dict[str, Callable[..., ParallelModel]]):
+        self._functions = functions
+
+    def __getitem__(self, model: str | type) -> Callable[..., ParallelModel]:
+        return self._functions[model.__name__ if isinstance(model, type) else model]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+
+# The function of each class that NeMo-RL has one for; `_parallelize_model` takes every model with a plan.
+PARALLIZE_FUNCTIONS: Mapping[str | type, Callable[..., ParallelModel]] = _ByClassName(
+    {
+        "Qwen2ForCausalLM": _parallelize_qwen,
+        "Qwen3ForCausalLM": _parallelize_qwen,
+        "LlamaForCausalLM": _parallelize_llama,
+        "Gemma3ForCausalLM": _parallelize_gemma3,
+        "Gemma3ForConditionalGeneration": _parallelize_gemma3,
+    }
+)
+
+
+class RotaryEmbedParallel:
+    """NeMo-RL's style for a module of rotary tables, which no model here has. Raises NotImplementedError when made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "RotaryEmbedParallel cuts what a rotary module gives, and dtrain's models have none: a decoder makes the "
+            "tables from positions once per forward, whole on every rank; leave the entry out of the plan"
+        )
 
 
 def _parallelize_model(

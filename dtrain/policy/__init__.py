@@ -9,15 +9,22 @@ reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
 saved                 what it saves and reads
 memory, weights       weights moved away and back; given to whoever generates
+worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
+
+from typing import TYPE_CHECKING, Any
 
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
 from dtrain.policy.memory import get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.weights import WeightReceiver
 
+if TYPE_CHECKING:
+    from dtrain.policy.worker import DTensorPolicyWorker
+
 __all__ = [
     "Batching",
+    "DTensorPolicyWorker",
     "DynamicShapes",
     "Fixed",
     "Packed",
@@ -26,3 +33,11 @@ __all__ = [
     "get_cpu_state_dict",
     "unshard_fsdp2_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DTensorPolicyWorker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dtrain.policy.worker import DTensorPolicyWorker
+
+    return DTensorPolicyWorker

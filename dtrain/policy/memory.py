@@ -126,10 +126,10 @@ def _is_step(key: str) -> bool:
 
 
 @torch.no_grad()
-def get_cpu_state_dict(tensors: Iterable[tuple[str, Tensor]], pin_memory: bool = False) -> dict[str, Tensor]:
+def get_cpu_state_dict(state_generator: Iterable[tuple[str, Tensor]], pin_memory: bool = False) -> dict[str, Tensor]:
     """This rank's part of each (name, tensor), copied to the host; scalars as they are. No collective."""
     copied = {}
-    for name, tensor in tensors:
+    for name, tensor in state_generator:
         local = local_tensor(tensor).detach()
         copied[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin_memory).copy_(local)
     return copied

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shutil
+import time
 from dataclasses import asdict
 
 import pytest
@@ -351,6 +352,35 @@ def test_fields_that_cannot_be_used_are_refused_by_name(made, field):
 def test_all_of_them_at_once(made):
     change(made / "adapter", **{field: value for field, (value, _) in REFUSED.items()})
     assert len(adapter_problems({"path": made / "adapter"}, models.read_config(made / "base"))) == len(REFUSED)
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern, why", [
+    ("(" * 5000 + ")" * 5000, "nested too deep"),
+    (r"(q)\1", "a backreference is not supported"),
+    ("(q_proj", r"missing \)"),
+])  # fmt: skip
+def test_expressions_that_cannot_be_used_are_refused_by_name(made, field, pattern, why):
+    change(made / "adapter", **{field: {pattern: 4} if field.endswith("pattern") else pattern})
+    with pytest.raises(UserError, match=rf"{ADAPTER_CONFIG}: {field} is .*{why}") as error:
+        read_adapter_config(made / "adapter")
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_no_expression_takes_long(made, field):
+    """`re` tries 2^n ways with a name of n letters."""
+    pattern, start = "([a-z_.0-9]+)+!", time.monotonic()
+    change(made / "adapter", **{field: {pattern: 4} if field.endswith("pattern") else pattern})
+    found = adapter_problems({"path": made / "adapter"}, models.read_config(made / "base"))
+    assert bool(found) == (field == "target_modules")  # it means no layer
+    assert time.monotonic() - start < 10
+
+
+def test_a_file_of_brackets_is_refused(made):
+    (made / "adapter" / ADAPTER_CONFIG).write_text('{"r": ' + "[" * 5000 + "]" * 5000 + "}")
+    with pytest.raises(UserError, match=rf"{ADAPTER_CONFIG} is not JSON \(it is nested deeper than 100 levels\)"):
+        read_adapter_config(made / "adapter")
 
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva"])

@@ -57,6 +57,7 @@ def test_how_it_is_written(overrides, expected):
     [
         ("lora=true", "lora=true: lora is a mapping with the keys rank, alpha"),
         ("lora=1", "write lora={} for their defaults, or null for none"),
+        (f"lora.target={'[' * 5000}{']' * 5000}", "lora.target: the value is nested too deep"),
         ("lora=qlora", "write lora={} for their defaults, or null for none"),
         ("lora.rank=1.5", "lora.rank=1.5 must be a whole number"),
         ("lora.rnk=8", "lora.rnk is no key of a recipe; did you mean lora.rank?"),
@@ -91,6 +92,16 @@ REFUSED = {
     "a pattern is no expression": (
         ["lora.rank_pattern={'q_proj)': 4}"],
         "lora.rank_pattern: q_proj) is no regular expression",
+    ),
+    "a target of brackets": ([f"lora.target='{'(' * 5000}{')' * 5000}'"], "(it is nested too deep)"),
+    "a target that only a backtracker takes": ([r"lora.target='(q)\1'"], "(a backreference is not supported"),
+    "a target with more ways than a name has": (
+        ["lora.target='([a-z_.0-9]+)+!'"],
+        "lora.target: ([a-z_.0-9]+)+! matches no linear layer of the model",
+    ),
+    "a rank with more ways than a name has": (
+        ["lora.rank_pattern={'([a-z_.0-9]+)+!': 4}"],
+        "lora.rank_pattern: ([a-z_.0-9]+)+! matches the end of no adapted layer's name",
     ),
     "a name that slipped": (
         ["lora.target=[q_prj,v_proj]"],

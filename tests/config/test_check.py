@@ -77,6 +77,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["checkpoint.allow_changes=[optimzer]"], "optimzer is no key of a recipe; did you mean optimizer?"),
         (1, ["method=grpo", "train.global_batch=48"], "set train.global_batch=16 or 128"),
         (1, ["method=grpo", "grpo.group_size=1", "train.global_batch=16"], "grpo.group_size=1 with grpo.advantage"),
+        (1, ["method=grpo", "grpo.scale=leave_one_out", "grpo.group_size=2"], "leaves fewer than two of them"),
         (1, ["method=grpo", "data.max_length=512"], "grpo.sampling.max_new_tokens=512 leaves no room for a prompt"),
         (1, ["method=grpo", "grpo.loss=gsop"], "grpo.loss=gsop is no policy loss; did you mean gspo?"),
         (1, ["method=grpo", "grpo.sampling.temperature=0"], "grpo.sampling.temperature=0.0 must be a finite"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtrain.checkpoint import identity
 from dtrain.data import cache, pool
 from dtrain.data.cache import Source, open_cache
 from dtrain.data.formats import Text
@@ -55,7 +56,7 @@ def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
     file, root = write_jsonl(tmp_path / "a.jsonl", texts(20)), tmp_path / "cache"
     built = []
     build = cache._build
-    monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments)))
+    monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments))[1])
     first = open_(coder, file, root)
     assert contents(open_(coder, file, root)) == contents(first) and len(built) == 1
     assert open_cache([Source((file,), "text", 0.5)], coder, cache_dir=root).fingerprint != first.fingerprint
@@ -208,7 +209,7 @@ def test_memory_does_not_grow_with_the_set(tmp_path, coder):
         return size
 
     peak(10)  # with what the first set of a process loads
-    assert peak(8000) < 1.2 * peak(1000)
+    assert peak(8000) < 1.2 * peak(1000) + identity.THREADS * identity.BLOCK  # threads read it once more, to seal it
 
 
 def test_meta_is_json(tmp_path, coder):

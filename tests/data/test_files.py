@@ -91,6 +91,49 @@ def test_parquet_rows_are_counted(tmp_path):
         read(tmp_path / "b.parquet")
 
 
+@pytest.mark.parametrize("header, told", [
+    ("text,text", "'text'"),
+    ('a,"te\nxt",b,a,"te\nxt"', r"'a', 'te\nxt'"),
+])  # fmt: skip
+def test_doubled_columns_of_csv_are_refused(tmp_path, header, told):
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
+    with pytest.raises(UserError) as error:
+        read(tmp_path / "a.csv")
+    assert str(error.value) == f"{tmp_path / 'a.csv'}:1: several columns have the same name: {told}; keep one of each"
+    with pytest.raises(UserError, match="several columns have the same name"):
+        files.formats_of([tmp_path / "a.csv"], "auto", "examples", {"text": "text"}, "data.train.columns")
+
+
+def test_empty_columns_of_csv_are_no_mistake(tmp_path):
+    (tmp_path / "a.csv").write_text("text,,\nyes,,\n")
+    assert read(tmp_path / "a.csv") == [(2, {"text": "yes", "": ""})]
+
+
+def struct(*names):
+    return pyarrow.StructArray.from_arrays([pyarrow.array([name]) for name in names], names=names)
+
+
+@pytest.mark.parametrize("columns, told", [
+    ([("text", pyarrow.array(["a"]))] * 2, ": 'text';"),
+    ([("text", struct("a")), ("text", struct("b"))], ": 'text';"),
+    ([("a", struct("x", "y", "x"))], ": 'a.x';"),
+    ([("m", pyarrow.ListArray.from_arrays([0, 1], struct("role", "content", "content")))], ".content';"),
+    ([("n", pyarrow.array([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))), ("n", struct("x"))], "'n'"),
+])  # fmt: skip
+def test_doubled_columns_of_parquet_are_refused(tmp_path, columns, told):
+    table = pyarrow.Table.from_arrays([values for _, values in columns], names=[name for name, _ in columns])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: several columns have the same name") as error:
+        read(tmp_path / "a.parquet")
+    assert told in str(error.value)
+
+
+def test_names_that_stand_in_two_structs_are_no_mistake(tmp_path):
+    table = pyarrow.Table.from_arrays([struct("x"), struct("x"), pyarrow.array(["c"])], names=["a", "b", "x"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [(1, {"a": {"x": "x"}, "b": {"x": "x"}, "x": "c"})]
+
+
 def test_gzip(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
         stream.write('{"n": 1}\n{"n": 2}\n')
@@ -140,6 +183,34 @@ def test_json_that_python_cannot_read_names_its_line(tmp_path, value):
         (tmp_path / "a.json").write_text(text)
         with pytest.raises(UserError, match=rf"a\.json:{line}: Python cannot read this"):
             read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_a_row_has_a_bounded_size(tmp_path, name):
+    """A line of 60 MB took minutes to tokenise, and one without end all of the memory."""
+    file, rows = tmp_path / name, [{"text": "short"}, {"text": "long " * 3_400_000}, {"text": "x"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_bytes({
+            "a.jsonl": lines,
+            "a.json": json.dumps(rows, indent=1).encode(),
+            "a.jsonl.gz": gzip.compress(lines, 1),
+            "a.csv": "".join(f"{row['text']}\n" for row in [{"text": "text"}, *rows]).encode(),
+        }[name])  # fmt: skip
+    with pytest.raises(UserError, match=rf"{name}:\d+: (this row is larger than 16 MiB|this is not CSV: field larger)"):
+        read(file)
+    rows[1]["text"] = rows[1]["text"][:16_000_000]
+    file = tmp_path / "b.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row for _, row in read(file)] == rows
+
+
+def test_the_line_of_a_row_that_is_too_large(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n' * 3 + '{"text": "' + "x" * files.ROW_BYTES)
+    with pytest.raises(UserError, match=r"a\.jsonl:4: this row is larger than 16 MiB"):
+        read(tmp_path / "a.jsonl")
 
 
 def test_a_gzip_file_damaged_in_the_middle(tmp_path):

@@ -318,7 +318,7 @@ def test_workers_change_nothing_and_any_cursor_resumes(samples, packing):
 
 def test_the_cache_is_used_again_and_is_no_other_kinds(tmp_path, monkeypatch):
     built, build = [], cache._build
-    monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments)))
+    monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments))[1])
     coder = encoder(tmp_path / "model", max_length=16)
     rows = [{**tokenized([1], [2] * (1 + number % 3), [3]), "input_ids": [1, 2]} for number in range(9)]
     source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), "tokenized")
@@ -362,7 +362,7 @@ def test_processes_give_what_one_gives(tmp_path, monkeypatch):
 
 def section(file, **more):
     plain = dict(max_length=64, packing=True, loss_on="assistant", shuffle=True, too_long="truncate", num_workers=0)
-    unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={})
+    unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={}, prompts_as=None)
     split = SimpleNamespace(path=str(file), format=more.pop("format", "auto"), sources=None)
     return SimpleNamespace(**{**plain, **unset, "train": split, **more})
 

@@ -46,7 +46,7 @@ def test_trls_own_numbers(case):
     torch.testing.assert_close(got, expected, **EXACT)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "leave_one_out", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch", "none"])
 def test_the_definitions(baseline, scale):
     expected = []
@@ -59,14 +59,21 @@ def test_the_definitions(baseline, scale):
                 "batch": statistics.mean(GROUPED),
                 "none": 0.0,
             }[baseline]
-            spread = {"group": statistics.stdev(group), "batch": statistics.stdev(GROUPED), "none": 1 - 0.01}[scale]
+            spread = {
+                "group": statistics.stdev(group),
+                "leave_one_out": statistics.stdev(group[:place] + group[place + 1 :]) or 1 - 0.01,
+                "batch": statistics.stdev(GROUPED),
+                "none": 1 - 0.01,
+            }[scale]
             expected.append((value - mean) / (spread + 0.01))
     got = advantages(vector(*GROUPED), 4, baseline=baseline, scale=scale, eps=0.01)
     torch.testing.assert_close(got, vector(*expected), **EXACT)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"baseline": "batch", "scale": "batch"}, {"baseline": "leave_one_out"}], ids=str
+    "options",
+    [{}, {"baseline": "batch", "scale": "batch"}, {"baseline": "leave_one_out"}, {"scale": "leave_one_out"}],
+    ids=str,
 )
 def test_the_order_of_groups_and_completions_changes_nothing_to_the_last_bit(options):
     generator = torch.Generator().manual_seed(1)
@@ -88,6 +95,44 @@ def test_equal_rewards_give_exact_zeros_and_unknown_ones_count_nowhere():
         assert advantages(vector(0.7), 1, baseline=baseline).tolist() == [0.0]
     assert advantages(vector(2.0, None), 1, baseline="none", scale="none").tolist() == [2.0, 0.0]
     assert advantages(vector(), 4).tolist() == []
+
+
+def nemo_rl(rewards, is_valid):
+    """NeMo-RL's default for one prompt, by its definition: each of the valid rewards less the mean of the other valid
+    ones, divided by their standard deviation (n - 1) + 1e-6 where that is above 0; 0 for a reward alone."""
+    found = []
+    for place, reward in enumerate(rewards):
+        others = [r for at, r in enumerate(rewards) if at != place and is_valid[at]]
+        gap = reward - statistics.mean(others) if others and is_valid[place] else 0.0
+        spread = statistics.stdev(others) if len(others) > 1 else 0.0
+        found.append(gap / (spread + 1e-6) if spread > 0 else gap)
+    return found
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (1.0, 2.0, 3.0),
+        (1.0, 0.0, 0.0, 0.0),  # the others of the first are all the same: it is not divided
+        (0.3, 0.3, 0.3),
+        (0.5, 2.0),  # one other: it has no spread
+        (4.0,),
+        (1.0, None, 3.0, 0.25, 3.0),
+        (1.0, None, 2.0, None),
+        (0.0, 1e-9, 1.0),
+    ],
+)
+def test_nemo_rls_default(rewards):
+    got = advantages(vector(*rewards), len(rewards), baseline="leave_one_out", scale="leave_one_out")
+    known = [value is not None for value in rewards]
+    expected = nemo_rl([value or 0.0 for value in rewards], known)
+    torch.testing.assert_close(got, vector(*expected), **EXACT)
+
+
+def test_nemo_rls_default_by_hand():
+    got = advantages(vector(1, 2, 3), 3, baseline="leave_one_out", scale="leave_one_out")
+    edge = 1.5 / (math.sqrt(0.5) + 1e-6)  # 2.121
+    torch.testing.assert_close(got, vector(-edge, 0.0, edge), **EXACT)
 
 
 def test_dtypes():

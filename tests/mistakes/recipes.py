@@ -208,7 +208,7 @@ VALUES = (
     _one((f"grpo.tools=[{{fn: {TOOLS}.say}}]", "grpo.environment=a.b"), "leave one of them out", base="grpo"),
     _one("method=qlora", "method=qlora is none of", "did you mean sft, and the section lora={}?"),
     _one("method=ppo", "method=ppo is none of", "did you mean grpo?"),
-    _one("method=orpo", "did you mean dpo, with dpo.loss=orpo or simpo?"),
+    _one("method=orpo", "did you mean dpo, with dpo.loss=orpo?"),
     _one("method=sfft", "did you mean sft?"),
     _one("method=distill", "distill.teacher is missing"),
     _one("train.dtype=fp16", "did you mean float16?"),
@@ -461,18 +461,19 @@ WORDS = (
 )
 WHOLE = (
     _one((), "model_name_or_path: dtrain's word for it is model.path", "plot_loss: dtrain needs no key for it",
-         "it is written for another tool", "model: {path: Qwen/Qwen3-0.6B}", "target: all-linear",
-         "epochs: 3,", "global_batch: 16", "scheduler: {name: cosine, warmup: 0.1}",
+         "it is written for LLaMA-Factory", "path: Qwen/Qwen3-0.6B\n", "target: all-linear",
+         "epochs: 3\n", "global_batch: 16", "warmup: 0.1", "weight_decay: 0.0  # LLaMA-Factory 0.9.5's default",
          files={"llama_factory.yaml": LLAMA_FACTORY}, base="llama_factory.yaml"),
     _one((), "base_model: dtrain's word for it is model.path", "optimizer.state=int8", "path: mine.jsonl",
-         "quantize: nf4", "optimizer: {lr: 0.0002, name: adamw}",
+         "it is written for axolotl", "quantize: nf4", "lr: 0.0002\n", "state: int8\n", "format: alpaca",
          "activation_checkpointing: full", "global_batch: 8", "max_length: 2048",
          files={"axolotl.yaml": AXOLOTL}, base="axolotl.yaml"),
-    _one((), "model._component_", "batch_size: dtrain's word for it is train.global_batch",
+    _one((), "model._component_", "it is written for torchtune", "max_grad_norm: null",
+         "batch_size: dtrain's word for it is train.global_batch",
          "enable_activation_checkpointing: dtrain's word for it is train.activation_checkpointing",
          files={"torchtune.yaml": TORCHTUNE}, base="torchtune.yaml"),
     _one((), "num_generations: dtrain's word for it is grpo.group_size", "beta is no key",
-         "dpo.beta or kto.beta or grpo.beta", "it is written for another tool", "group_size: 8",
+         "dpo.beta or kto.beta or grpo.beta", "it is written for TRL", "group_size: 8", "fn: math_exact",
          files={"trl.yaml": TRL}, base="trl.yaml"),
 )  # fmt: skip
 

@@ -177,7 +177,7 @@ def test_buffers_are_cut_in_place_and_restored_after_an_exception():
     assert second.shape == (4, 2)
 
 
-@pytest.mark.parametrize("method", [None, "allgather", "alltoall", "ring"])
+@pytest.mark.parametrize("method", [None, "allgather", "alltoall", "addtoall", "ring"])
 def test_the_rotations_that_there_are(method):
     create_context_parallel_ctx(Dimension(2), [], [], set(), method)
 
@@ -185,7 +185,7 @@ def test_the_rotations_that_there_are(method):
 @pytest.mark.parametrize(
     ("buffers", "dims", "method", "message"),
     [
-        ([], [], "addtoall", "cp_rotate_method='addtoall': there are"),
+        ([], [], "broadcast", "cp_rotate_method='broadcast': there are"),
         ([torch.zeros(1, 8)], [], None, "1 buffers and 0 sequence dimensions"),
         ([torch.zeros(1, 6)], [1], None, "6 tokens cannot be cut into 4 equal chunks"),
     ],

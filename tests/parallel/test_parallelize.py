@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dtrain.parallel
 from dtrain.parallel import (
+    PARALLIZE_FUNCTIONS,
+    RotaryEmbedParallel,
     _parallelize_gemma3,
     _parallelize_llama,
     _parallelize_model,
@@ -129,6 +131,24 @@ def test_what_cannot_be_parallelized(tmp_path):
     run_world(refusals, 2, config_of(tmp_path))
 
 
+def test_the_table_of_functions_is_read_by_class_and_by_name(tmp_path):
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+
+    for family, function in FUNCTIONS.items():
+        assert PARALLIZE_FUNCTIONS[type(random_model(config_of(tmp_path / family, family)))] is function
+    assert PARALLIZE_FUNCTIONS[Qwen3ForCausalLM] is _parallelize_qwen
+    assert LlamaForCausalLM in PARALLIZE_FUNCTIONS and "LlamaForCausalLM" in PARALLIZE_FUNCTIONS
+    assert nn.Linear not in PARALLIZE_FUNCTIONS and PARALLIZE_FUNCTIONS.get(nn.Linear) is None
+    assert len(dict(PARALLIZE_FUNCTIONS)) == len(PARALLIZE_FUNCTIONS) == 5
+    with pytest.raises(KeyError):
+        PARALLIZE_FUNCTIONS["GPT2LMHeadModel"]
+
+
+def test_a_style_for_rotary_modules_says_why_it_means_nothing():
+    with pytest.raises(NotImplementedError, match="RotaryEmbedParallel .* have none: .* leave the entry out"):
+        RotaryEmbedParallel(use_local_output=True)
+
+
 def local_parts(rank):
     mesh = init_device_mesh("cpu", (2,))
     plain = torch.arange(6.0, requires_grad=True)
@@ -146,6 +166,6 @@ def test_the_plain_part_of_a_dtensor():
 
 def test_the_package_exports_by_name():
     for name in dtrain.parallel.__all__:
-        assert callable(getattr(dtrain.parallel, name))
+        assert callable(getattr(dtrain.parallel, name)) or name == "PARALLIZE_FUNCTIONS"
     with pytest.raises(AttributeError, match="no attribute 'gone'"):
         _ = dtrain.parallel.gone

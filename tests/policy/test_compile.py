@@ -18,7 +18,7 @@ from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.models import regions
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.trainer import train
+from dtrain.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
 from tests.test_trainer import metrics
 from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows
@@ -135,7 +135,7 @@ def on_rank(rank, recipe, size, device="cpu"):
     counters.clear()
     stop = Counting()
     place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
-    train(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=place, stop=stop))
+    train_checked(recipe, Runtime(rank=rank, local_rank=rank, world_size=size, device=place, stop=stop))
     return stop.seen
 
 

@@ -149,7 +149,7 @@ def saved_and_loaded(rank, recipe, world_size, at):
     policy.train(batch, SftMethod(recipe).loss)
     policy.save_checkpoint(at / "weights", at / "optimizer", at / "tokenizer")
     with unshard_fsdp2_model(policy.model):
-        whole = get_cpu_state_dict(policy.model.named_parameters())
+        whole = get_cpu_state_dict(state_generator=policy.model.named_parameters())
     assert all(policy.prepare_refit_info()[name][0] == tensor.shape for name, tensor in whole.items())
     other = policy_of(rank, recipe, world_size)
     other.load_checkpoint(at / "weights", at / "optimizer")

@@ -9,7 +9,7 @@ import torch
 
 from dtrain.config.schema import Recipe
 from dtrain.parallel.runtime import Runtime
-from dtrain.trainer import train
+from dtrain.trainer import train_checked
 from tests.pretend import cuda, journal
 
 
@@ -29,10 +29,10 @@ def runtime_of(rank: int, size: int) -> Runtime:
 
 
 def train_on_card(rank: int, recipe: Recipe, size: int) -> Felt:
-    """`train` on this rank of `size`. Raises what it raises."""
+    """`train_checked` on this rank of `size`. Raises what it raises."""
     journal.clear()
     cuda.library().reset_peak()
-    train(recipe, runtime_of(rank, size))
+    train_checked(recipe, runtime_of(rank, size))
     return felt()
 
 

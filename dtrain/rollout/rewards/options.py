@@ -11,6 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from dtrain.patterns import python_error
 from dtrain.ranges import NUMBER, Range, is_finite
 from dtrain.rollout.rewards.find import BUILT_IN
 
@@ -32,10 +33,7 @@ REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType({name: _options(path
 
 
 def _is_pattern(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and bool(re.compile(value))
-    except re.error:
-        return False
+    return isinstance(value, str) and python_error(value) is None
 
 
 def _is_list(value: Any) -> bool:

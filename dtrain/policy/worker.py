@@ -1,0 +1,247 @@
+"""The policy under NeMo-RL's name and keywords, for callers who bring its code: a thin class over `Policy`, no Ray.
+
+What its worker does and this one cannot is a NotImplementedError that says why.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtrain.config.schema import Recipe
+from dtrain.models.config import ModelConfig
+from dtrain.models.layers import CausalLM
+from dtrain.parallel import context
+from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy.build import build_model
+from dtrain.policy.policy import Policy
+from dtrain.rollout.budget import free_memory
+
+MIB = 2**20
+
+
+class DTensorPolicyWorker(Policy):
+    """`Policy`, built with its arguments; then, as NeMo-RL's worker is, with an optimizer whose schedule is over
+    `train.steps`, a copy of the first weights as the reference, and what is saved at `weights_path` and
+    `optimizer_path` (`load_checkpoint`).
+
+    Functions that are not here are `Policy`'s. Raises NotImplementedError for NeMo-RL's own config in place of a
+    recipe, ValueError where the schedule has no length.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        config: ModelConfig | None = None,
+        mesh: Mesh | None = None,
+        runtime: Runtime | None = None,
+        build: Callable[..., CausalLM] = build_model,
+        *,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        **others: Any,
+    ):
+        if not isinstance(recipe, Recipe) or config is None or mesh is None or runtime is None or others:
+            raise NotImplementedError(
+                "DTensorPolicyWorker(recipe, config, mesh, runtime) takes dtrain's recipe, and reads no config, "
+                "tokenizer or processor of NeMo-RL's: write a recipe (dtrain/methods/README.md has its keys beside "
+                "NeMo-RL's), and load it with dtrain.config.load"
+            )
+        if init_optimizer and recipe.train.steps is None:
+            raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")
+        super().__init__(recipe, config, mesh, runtime, build)
+        self._runtime = runtime
+        if init_reference_model:
+            self.init_reference_model()
+        if init_optimizer:
+            assert recipe.train.steps is not None
+            self.init_optimizer(recipe.train.steps)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path, optimizer_path)
+
+    def train(  # type: ignore[override]  # `data` for `batch`
+        self,
+        data: Any,
+        loss_fn: Callable[..., Any],
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """`Policy.train` on `data`, a mapping of tensors such as a BatchedDataDict; gbs: default `train.global_batch`.
+
+        Returns also `gpu_name` and `model_dtype`; `grad_norm` is a tensor [1], or None. Raises NotImplementedError for
+        a loss of NeMo-RL's, known by its `loss_type`.
+        """
+        if hasattr(loss_fn, "loss_type"):
+            _refuse(
+                f"train with {type(loss_fn).__name__}",
+                "NeMo-RL's losses take whole logits, which are never made here: write loss_fn(source, batch, "
+                "global_valid_seqs, global_valid_toks) from source.logprobs() (dtrain/policy/score.py)",
+            )
+        batch_size = self.recipe.train.global_batch
+        gbs = self.recipe.train.batch if gbs is None and batch_size != "auto" else gbs
+        result = super().train(data, loss_fn, eval_mode, gbs, mbs)
+        norm = result["grad_norm"]
+        return result | {
+            "grad_norm": None if norm is None else torch.tensor([norm]),
+            "gpu_name": super().get_gpu_info()["name"],
+            "model_dtype": self.precision.compute,
+        }
+
+    def get_logprobs(  # type: ignore[override]
+        self, data: Any, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """`Policy.get_logprobs`."""
+        return super().get_logprobs(data, micro_batch_size)
+
+    def get_reference_policy_logprobs(  # type: ignore[override]
+        self, data: Any, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """`Policy.get_reference_policy_logprobs`."""
+        return super().get_reference_policy_logprobs(data, micro_batch_size)
+
+    def get_topk_logits(  # type: ignore[override]
+        self, data: Any, k: int, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """`Policy.get_topk_logits`."""
+        return super().get_topk_logits(data, k, micro_batch_size)
+
+    @staticmethod
+    def create_context_parallel_ctx(
+        cp_mesh: DeviceMesh,
+        cp_buffers: Sequence[Tensor],
+        cp_seq_dims: Sequence[int],
+        cp_no_restore_buffers: Collection[Tensor],
+        cp_rotate_method: str | None = None,
+    ) -> AbstractContextManager[None]:
+        """`dtrain.parallel.context.create_context_parallel_ctx`."""
+        return context.create_context_parallel_ctx(
+            cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method
+        )
+
+    @staticmethod
+    def train_context(cp_context: Any = None) -> AbstractContextManager[None]:
+        """Context that enters `cp_context`, where there is one."""
+        return context.get_train_context(False, False, cp_context)()
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """`Policy.prepare_for_training`; arguments are taken and play no part, as in NeMo-RL."""
+        super().prepare_for_training()
+
+    def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int | None = None) -> None:
+        """`Policy.init_collective`. train_world_size: NeMo-RL counts that many training ranks in `world_size`, of which
+        rank 0 alone sends here."""
+        super().init_collective(ip, port, world_size - (train_world_size or 1) + 1)
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:  # type: ignore[override]
+        """([(name, bytes of the full tensor in the dtype of computation)], bytes that are free for them on the device,
+        of a CPU a share of its memory). No collective."""
+        super().prepare_weights_for_ipc()
+        sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
+        return sizes, float(self.get_free_memory_bytes())
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """{`report_device_id()`: (False, [(name, (function, arguments))])}: the handles of
+        `Policy.get_weights_ipc_handles`, none of which packs several tensors. Collective. Raises RuntimeError before
+        `prepare_weights_for_ipc`."""
+        if not hasattr(self, "_ipc_dtype"):
+            raise RuntimeError("get_weights_ipc_handles needs prepare_weights_for_ipc first")
+        return {self.report_device_id(): (False, list(super().get_weights_ipc_handles(list(keys)).items()))}
+
+    def get_free_memory_bytes(self) -> int:
+        """Bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a share of its
+        memory."""
+        return free_memory(self.device, self._runtime.world_size)
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """This rank's place and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.
+
+        env_vars has what a launcher says of the rank. global_device_id is None: the environment, which maps a process's
+        devices to the host's, is not read here.
+        """
+        rank, info, is_gpu = self._runtime, super().get_gpu_info(), self.device.type == "cuda"
+        reserved = (torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
+        sample = next(((name, one) for name, one in self.model.named_parameters() if one.requires_grad), None)
+        return {
+            "rank": rank.rank,
+            "world_size": rank.world_size,
+            "local_rank": rank.local_rank,
+            "local_device_id": self.device.index or 0,
+            "global_device_id": None,
+            "device_count": torch.cuda.device_count() if is_gpu else 0,
+            "device_name": info["name"],
+            "memory_allocated_mb": info["memory_allocated"] / MIB,
+            "memory_reserved_mb": reserved[0](self.device) / MIB if is_gpu else 0.0,
+            "peak_memory_allocated_mb": info["max_memory_allocated"] / MIB,
+            "peak_memory_reserved_mb": reserved[1](self.device) / MIB if is_gpu else 0.0,
+            "parameter_sample": {} if sample is None else {sample[0]: _described(sample[1])},
+            "env_vars": {
+                "RANK": str(rank.rank),
+                "WORLD_SIZE": str(rank.world_size),
+                "LOCAL_RANK": str(rank.local_rank),
+            },
+        }
+
+    def report_device_id(self) -> str:
+        """The UUID of this rank's GPU, "GPU-...", as nvidia-smi has it; "cpu" on a CPU."""
+        if self.device.type != "cuda":
+            return self.device.type
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    def return_model_config(self) -> ModelConfig:
+        """The model's config."""
+        return self.model.config
+
+    def is_alive(self) -> bool:
+        """True: it answers."""
+        return True
+
+    def shutdown(self) -> None:
+        """Leave the receivers of `init_collective` and let go of shared weights. The process goes on."""
+        self._receivers, self._shared = None, {}
+
+    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: a policy's head is a language model's."""
+        _refuse("score", "a policy has the head of a language model: train a rating model with method=reward")
+
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: nothing speaks ZMQ."""
+        _refuse("stream_weights_via_ipc_zmq", _NO_ZMQ)
+
+    def get_zmq_address(self) -> NoReturn:
+        """Not here: nothing speaks ZMQ."""
+        _refuse("get_zmq_address", _NO_ZMQ)
+
+    def maybe_init_zmq(self) -> NoReturn:
+        """Not here: nothing speaks ZMQ."""
+        _refuse("maybe_init_zmq", _NO_ZMQ)
+
+    def report_node_ip_and_gpu_id(self) -> NoReturn:
+        """Not here: Ray knows nodes."""
+        _refuse("report_node_ip_and_gpu_id", "places on nodes are Ray's; report_device_id names the device")
+
+
+_NO_ZMQ = (
+    "weights leave by a broadcast (init_collective, broadcast_weights_for_collective) or by handles "
+    "(prepare_weights_for_ipc, get_weights_ipc_handles)"
+)
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise NotImplementedError(f"DTensorPolicyWorker.{name}: {why}")
+
+
+def _described(parameter: Tensor) -> dict[str, Any]:
+    """Device and dtype of a parameter [any shape], and its whole shape."""
+    return {
+        "device": str(local_tensor(parameter).device),
+        "shape": list(parameter.shape),
+        "dtype": str(parameter.dtype),
+    }

@@ -1,0 +1,160 @@
+"""Models inside the contexts of context parallel: dtrain's give one process's numbers, and one that has no kernel of
+context parallel, whose ranks attend to their own parts alone, is an error when the context ends."""
+
+import threading
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.checkpoint import checkpoint
+
+from dtrain import models
+from dtrain.attention.context import GatherKernel
+from dtrain.attention.kernels import KERNELS
+from dtrain.attention.ring import RingKernel
+from dtrain.models import regions
+from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx
+from dtrain.parallel.layout import shard_sequence
+from tests.tiny import VOCAB, save_weights, write_model
+from tests.world import run_world
+
+WITHOUT = r"LlamaForCausalLM ran .* none of dtrain's context-parallel kernels over 2 ranks"
+KERNELS_OF_CP = {"gather": GatherKernel, "ring": RingKernel}
+
+
+def a_batch(length=12):
+    ids = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)).double().eval()
+
+
+def logits_of(model, batch):
+    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+
+
+def a_model_of_transformers(rank, size, compiled):
+    mesh, model, batch = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), llama(), a_batch()
+    if compiled == "in place":
+        model.compile(backend="eager")
+    elif compiled:
+        model = torch.compile(model, backend="eager")
+    ctx, batch = make_cp_batch_and_ctx(mesh, batch)
+    if size == 1:  # whole rows: right, and nothing to say
+        with ctx():
+            assert logits_of(model, batch | {"position_ids": torch.arange(12)[None]}).shape == (2, 12, VOCAB)
+        with create_context_parallel_ctx(mesh, [batch["input_ids"]], [1], ()):
+            logits_of(model, batch | {"position_ids": torch.arange(12)[None]})
+        return
+    with pytest.raises(RuntimeError, match=WITHOUT if not compiled else "none of dtrain's"), ctx():
+        logits_of(model, batch)
+    assert batch["position_ids"].tolist() == [list(range(12))] and batch["input_ids"].shape == (2, 6)
+    assert not _has_any_global_hook()
+
+
+@pytest.mark.parametrize(
+    ("size", "compiled"),
+    [(2, None), (1, None), *(pytest.param(2, how, marks=pytest.mark.full) for how in ("wrapped", "in place"))],
+)
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_model_without_our_kernels_is_an_error_at_the_end_of_the_context(size, compiled):
+    run_world(a_model_of_transformers, size, size, compiled)
+
+
+def beside_a_model(rank):
+    """What the check leaves alone, and what it does not hide."""
+    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), llama()
+    ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
+    with pytest.raises(ZeroDivisionError), ctx():
+        logits_of(model, batch)
+        _ = 1 / 0
+    assert batch["position_ids"].shape == (1, 12) and not _has_any_global_hook()
+
+    ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
+    with ctx():  # a model of another thread is another's
+        other = threading.Thread(target=logits_of, args=(model, dict(batch)))
+        other.start()
+        other.join()
+
+    of_three = GatherKernel(KERNELS["sdpa"], type("Three", (), {"get_group": lambda self: torch.zeros(3)})())
+    model.kernel = of_three  # rows of other ranks than the context's
+    ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
+    with pytest.raises(RuntimeError, match=WITHOUT), ctx():
+        logits_of(model, batch)
+
+    # The inner context's error passes through the outer one, whose buffers are whole again.
+    buffer = torch.arange(8)[None]
+    ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
+    with pytest.raises(RuntimeError, match=WITHOUT), create_context_parallel_ctx(mesh["cp"], [buffer], [1], ()), ctx():
+        logits_of(model, batch)
+    assert buffer.tolist() == [list(range(8))] and not _has_any_global_hook()
+
+
+def test_an_exception_inside_is_not_hidden_and_other_models_are_left_alone():
+    run_world(beside_a_model, 2)
+
+
+def a_model_of_ours(rank, directory, name, variant):
+    mesh, length = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), 12
+    whole = models.from_pretrained(directory, dtype=torch.float64)
+    model = models.from_pretrained(directory, dtype=torch.float64)
+    model.use_kernel(KERNELS_OF_CP[name](KERNELS["sdpa"], mesh["cp"]))
+    whole.use_kernel(KERNELS["sdpa"])
+    up = torch.randn(2, length, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    if variant == "compiled":
+        regions.compile_layers(model)
+    elif variant == "compiled whole":
+        model.compile(backend="eager")
+    batch = a_batch(length)
+    expected = whole(batch["input_ids"])
+    (expected * up).sum().backward()
+    ctx, batch = make_cp_batch_and_ctx(mesh, batch)
+
+    def loss_of(ids, positions):
+        logits = model.logits(model.hidden_states(ids, positions)) if variant == "hidden" else model(ids, positions)
+        return logits, (logits * shard_sequence(up, rank, 2)).sum()
+
+    with ctx():
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        if variant == "embedded":
+            assert model.model.embed_tokens(ids).shape[1] == length // 2  # first a module without a kernel
+        if variant == "recomputed":
+            logits, loss = checkpoint(loss_of, ids, positions.clone(), use_reentrant=False)
+        else:
+            logits, loss = loss_of(ids, positions)
+        # Nothing is watched once a kernel has been seen.
+        assert variant == "compiled whole" or not _has_any_global_hook()
+        if variant != "outside":
+            loss.backward()
+    if variant == "outside":
+        loss.backward()
+    share = shard_sequence(expected.detach(), rank, 2)
+    error = ((logits - share).abs().max() / share.abs().max()).item()
+    parts = {name: one.grad for name, one in model.named_parameters()}
+    for one in parts.values():
+        torch.distributed.all_reduce(one)
+    wholes = {name: one.grad for name, one in whole.named_parameters()}
+    return max([error, *(((parts[n] - g).abs().max() / g.abs().max()).item() for n, g in wholes.items())])
+
+
+VARIANTS = ["plain", "outside", "recomputed", "hidden", "embedded"]
+COMPILED = ["compiled", "compiled whole"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "variant"),
+    [("llama", name, variant) for name in KERNELS_OF_CP for variant in VARIANTS]
+    + [pytest.param("llama", name, one, marks=pytest.mark.full) for name in KERNELS_OF_CP for one in COMPILED]
+    + [("qwen3.5", name, variant) for name in KERNELS_OF_CP for variant in ("plain", "hidden")],
+)
+def test_a_model_of_ours_gives_the_numbers_of_one_process(tmp_path, family, name, variant):
+    changes = {"layer_types": ["linear_attention"] * 3} if family == "qwen3.5" else {}
+    directory = save_weights(write_model(tmp_path, family, **changes))
+    assert max(run_world(a_model_of_ours, 2, directory, name, variant)) < 1e-10

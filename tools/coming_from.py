@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Writes docs/coming-from.md: a file of each other tool, and the recipe that it becomes.
+
+    .venv/bin/python tools/coming_from.py
+
+The files stand here. The recipes are what `dtrain validate` answers to them. tests/test_docs.py holds the page to it.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from dtrain import config
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+HEAD = """# Coming from another tool
+
+`tools/coming_from.py` writes this page. `dtrain validate FILE` answers a file of another tool: each key by its name
+here, and then the whole recipe, to copy. A comment marks each value that the file leaves to its tool, where dtrain's
+own default is another. The comments below a recipe say what dtrain does otherwise.
+
+- `train.global_batch` is that of one GPU. For more, multiply it by their number. NeMo-RL's and Automodel's count all.
+- Saving, logging and validation keep dtrain's defaults, unless the file has keys for them.
+- The same keys do not give the same bits: dtrain draws the order of rows and the start of adapters in its own way.
+"""
+TRL = """\
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: trl-lib/Capybara
+learning_rate: 2.0e-4
+num_train_epochs: 1
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+warmup_ratio: 0.03
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+"""
+AXOLOTL = """\
+base_model: Qwen/Qwen3-0.6B
+load_in_4bit: true
+datasets:
+  - path: chat.jsonl
+    type: chat_template
+val_set_size: 0.05
+sequence_len: 2048
+sample_packing: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: Qwen/Qwen3-0.6B
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+dataset: pairs.jsonl
+template: qwen3
+cutoff_len: 2048
+pref_beta: 0.1
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+"""
+TORCHTUNE = """\
+model:
+  _component_: torchtune.models.llama3_2.lora_llama3_2_1b
+  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
+  apply_lora_to_mlp: True
+  lora_rank: 64
+  lora_alpha: 128
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+  path: /models/Llama-3.2-1B-Instruct/original/tokenizer.model
+  max_seq_len: null
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: /models/Llama-3.2-1B-Instruct
+dataset:
+  _component_: torchtune.datasets.alpaca_cleaned_dataset
+  packed: False
+seed: null
+shuffle: True
+batch_size: 2
+epochs: 1
+max_steps_per_epoch: null
+gradient_accumulation_steps: 8
+clip_grad_norm: null
+optimizer:
+  _component_: torch.optim.AdamW
+  lr: 3e-4
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+loss:
+  _component_: torchtune.modules.loss.CEWithChunkedOutputLoss
+metric_logger:
+  _component_: torchtune.training.metric_logging.DiskLogger
+dtype: bf16
+"""
+UNSLOTH = """\
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Qwen3-4B", max_seq_length=2048)
+model = FastLanguageModel.get_peft_model(model, r=32, lora_alpha=32)
+dataset = load_dataset("json", data_files="chat.jsonl", split="train")
+trainer = SFTTrainer(
+    model=model,
+    train_dataset=dataset,
+    args=SFTConfig(gradient_accumulation_steps=4, max_steps=60, learning_rate=2e-4, warmup_steps=5),
+)
+"""
+NEMO_RL = """\
+defaults: grpo_math_1B.yaml
+grpo:
+  num_prompts_per_step: 16
+  num_generations_per_prompt: 8
+  max_num_steps: 500
+policy:
+  model_name: Qwen/Qwen3-0.6B
+  train_global_batch_size: 128
+  max_total_sequence_length: 2048
+  optimizer:
+    kwargs: {lr: 1.0e-6}
+data:
+  train: {data_path: questions.jsonl}
+"""
+AUTOMODEL = """\
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: meta-llama/Llama-3.2-1B
+step_scheduler:
+  global_batch_size: 64
+  local_batch_size: 8
+  max_steps: 1000
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset
+  path_or_dataset_id: chat.jsonl
+peft:
+  _target_: nemo_automodel.components._peft.lora.PeftConfig
+  match_all_linear: true
+  dim: 16
+optimizer:
+  _target_: torch.optim.AdamW
+  lr: 1.0e-4
+  weight_decay: 0
+lr_scheduler:
+  lr_decay_style: cosine
+"""
+FILES = {
+    "TRL": (
+        "A file for `trl sft --config`. Of a script's `LoraConfig` write `use_peft: true`, `lora_r` and `lora_alpha`.",
+        TRL,
+    ),
+    "axolotl": ("", AXOLOTL),
+    "LLaMA-Factory": ("", LLAMA_FACTORY),
+    "torchtune": ("", TORCHTUNE),
+    "Unsloth": ("A script's arguments, those of all its calls, are written as lines `key: value` first.", UNSLOTH),
+    "NeMo-RL": ("What a file lacks is in the example that it builds on.", NEMO_RL),
+    "Automodel": ("", AUTOMODEL),
+}
+"""Tool → what to know of its files, and one of them."""
+
+
+def page() -> str:
+    """The page's text."""
+    return "\n".join([HEAD, *(_section(name, *shown) for name, shown in FILES.items())])
+
+
+def recipe(file: str) -> str:
+    """The recipe that a file of another tool becomes, with its comments."""
+    made = config.translate(arguments(file))
+    assert made is not None, file
+    return made.text()
+
+
+def arguments(file: str) -> dict[str, Any]:
+    """What a YAML file, or the calls of a script, say. A script's arguments that are no plain values are left out."""
+    if not re.search(r"^\w+(, \w+)* = ", file, re.MULTILINE):
+        return OmegaConf.to_container(OmegaConf.create(file))  # type: ignore[return-value]
+    calls = [node for node in ast.walk(ast.parse(file)) if isinstance(node, ast.Call)]
+    given = {one.arg: one.value.value for node in calls for one in node.keywords if isinstance(one.value, ast.Constant)}
+    return {str(key): value for key, value in given.items() if key != "split"}
+
+
+def _section(name: str, about: str, file: str) -> str:
+    language = "python" if file == UNSLOTH else "text"
+    blocks = [f"```{language}\n{file}```", f"becomes\n\n```yaml\n{recipe(file)}\n```"]
+    return "\n\n".join([f"## {name}", *([about] if about else []), *blocks]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
