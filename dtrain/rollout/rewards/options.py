@@ -69,7 +69,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "required_keys": _WORDS,
         "whole": _SWITCH,
         "memory": (lambda v: type(v) is int and 64 <= v <= 1 << 20, "a whole number of MiB, from 64"),
-        "isolated": _SWITCH,
+        "allow_full_access": _SWITCH,
         "url": (
             lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
             "an address that begins with http:// or https://",
