@@ -15,6 +15,8 @@ STARTING_MODULES = {
     "dtrain.environments.crew",
     "dtrain.environments.stepping",
     "dtrain.rollout.rewards.Rewards",
+    "dtrain.rollout.rewards.code_sandbox",
+    "dtrain.rollout.rewards.python_tests.PythonTests",
     "dtrain.rollout.rewards.scoring",
     "dtrain.trainer",
     "multiprocessing",

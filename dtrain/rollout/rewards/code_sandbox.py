@@ -187,8 +187,8 @@ def _bwrap() -> list[str]:
     program = shutil.which("bwrap")
     if program is None or os.uname().machine not in _CALLS:
         raise UserError(
-            "python_tests: the model's code runs behind the walls of bubblewrap (Linux on x86-64 and ARM64), and bwrap is "
-            f"not installed here: {_INSTALL}; {_WITHOUT}"
+            "python_tests: the model's code runs behind the walls of bubblewrap (Linux on x86-64 and ARM64), and bwrap "
+            f"is not installed here: {_INSTALL}; {_WITHOUT}"
         )
     command = [program, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]

@@ -30,6 +30,9 @@ def _options(path: str) -> Mapping[str, Any]:
 REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType({name: _options(path) for name, path in BUILT_IN.items()})
 """Name -> its options and their defaults."""
 
+FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_access"})
+"""Options that had another name or meaning -> which one replaced them."""
+
 
 def _is_pattern(value: Any) -> bool:
     try:

@@ -158,7 +158,8 @@ class CodeSide(Side):
         if operation == "contents":
             base: Any = next(base for base in _CONTAINERS if isinstance(operands[0], base))
             return base(dict.items(operands[0]) if base is dict else base.__iter__(operands[0]))
-        return {"getattr": getattr, "setattr": setattr, "delattr": delattr}[operation](*operands)
+        attributes: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
+        return attributes[operation](*operands)
 
     def printed(self) -> str:
         text = self._stdout.getvalue().decode(errors="replace")
@@ -363,7 +364,7 @@ class RemoteObject:
     _dtrain_handle: int
     _dtrain_has_contents = False
 
-    __dict__ = property(lambda self: self._dtrain_side.request("getattr", self, "__dict__"))  # type: ignore[assignment]
+    __dict__ = property(lambda self: self._dtrain_side.request("getattr", self, "__dict__"))
 
     def __getattr__(self, name: str) -> Any:
         return self._dtrain_side.request("getattr", self, name)
