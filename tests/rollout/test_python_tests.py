@@ -41,7 +41,7 @@ def test_missing_walls_are_told(monkeypatch, tmp_path):
     assert lacking_columns("python_tests", {"allow_full_access": True}, ["tests"]) is None
     assert PythonTests(allow_full_access=True)([RIGHT, WRONG], tests=[TESTS, TESTS]) == [1.0, 0.5]
     monkeypatch.setattr(CodeSandbox, "passes", lambda *_: False)
-    with pytest.raises(UserError, match="memory=64 .MiB. or timeout=6.0 is too little"):
+    with pytest.raises(UserError, match="memory=64 MiB or timeout=6.0 is too little"):
         PythonTests(memory=64)
 
 
