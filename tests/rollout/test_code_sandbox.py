@@ -72,6 +72,11 @@ HOSTILE = {
     "POSIX shared memory": "open('/dev/shm/x', 'w')",
     "a full scratch": "for number in range(32): open(str(number), 'wb').write(bytes(1 << 20))",
     "a namespace": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "the mode of a device": "import os; os.chmod('/dev/null', 0o666)",
+    "the mode of an open file": "import os; os.fchmod(0, 0o666)",
+    "the times of a device": "import os; os.utime('/dev/null', ns=(1, 1))",
+    "a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'r+')",
+    "the score of the killer of processes": "open('/proc/self/oom_score_adj', 'w').write('-1000')",
     "closed pipes": "import os; os.closerange(0, 64)",
     "frames": "import sys, os\nframe = sys._getframe()\nwhile frame:\n    for value in [*frame.f_globals.values()]:\n"
     "        for fd in range(64):\n            try: os.write(fd, str(value).encode() + b'+')\n"

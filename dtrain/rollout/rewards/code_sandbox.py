@@ -3,7 +3,7 @@
 A sandbox is a fresh interpreter (`python -I -S`) under `bwrap`: of the host it has /usr and the interpreter's own
 directory, read-only, and no more; one scratch directory of 16 MiB; an empty environment; namespaces of its own for
 users, processes, networks, messages and names. No capability is left. A seccomp filter lets it start threads but no
-process, and refuses memory that no limit counts: System V's shared memory and queues, memory files, keys. Limits of
+process, and refuses changes of modes and attributes and memory that no limit counts, such as System V's. Limits of
 memory, time, files and threads hold inside. Linux on x86-64 and ARM64 alone.
 
 A test in Python is two such processes (`sandboxed`): one runs the code, the other the test, which calls the code
@@ -46,12 +46,29 @@ for name, code in modules:
     exec(code, module.__dict__)
 module.main(job)
 """
-# machine -> (its number, clone, [calls that are refused])
-_CALLS = {
-    "x86_64": (0xC000003E, 56, (57, 58, 29, 68, 64, 240, 319, 447, 425, 272, 308, 250, 248, 249, 321, 298, 323)),
-    "aarch64": (0xC00000B7, 220, (194, 186, 190, 180, 279, 447, 425, 97, 268, 219, 217, 218, 280, 241, 282)),
-}  # fork, vfork (x86-64); shmget, msgget, semget, mq_open, memfd_create, memfd_secret, io_uring_setup, unshare, setns,
-# keyctl, add_key, request_key, bpf, perf_event_open, userfaultfd
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_REFUSED_CALLS: dict[str, tuple[int | None, int | None]] = {  # name -> its numbers on x86-64 and ARM64
+    # processes and namespaces
+    **{"fork": (57, None), "vfork": (58, None), "unshare": (272, 97), "setns": (308, 268)},
+    # memory that no limit counts
+    **{
+        "shmget": (29, 194),
+        "msgget": (68, 186),
+        "semget": (64, 190),
+        "mq_open": (240, 180),
+        "memfd_create": (319, 279),
+    },
+    **{"memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    # what else is known for its holes
+    **{"bpf": (321, 280), "io_uring_setup": (425, 425), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
+    # modes, owners, times and attributes: devices and open files are the host's, and root owns them there too
+    **{"chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None)},
+    **{"fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None)},
+    **{"futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6)},
+    **{"fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
+    **{"setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)},
+}
+_CLONE = (56, 220)
 _WITHOUT = "kwargs: {allow_full_access: true} runs the model's code without walls, with your files and network"
 _INSTALL = "apt-get install bubblewrap, dnf install bubblewrap, or conda install -c conda-forge bubblewrap"
 
@@ -185,7 +202,7 @@ class _Process:
 def _bwrap() -> list[str]:
     """The command that makes the walls, up to what runs behind them. Raises UserError where it is not installed."""
     program = shutil.which("bwrap")
-    if program is None or os.uname().machine not in _CALLS:
+    if program is None or os.uname().machine not in _MACHINES:
         raise UserError(
             "python_tests: the model's code runs behind the walls of bubblewrap (Linux on x86-64 and ARM64), and bwrap "
             f"is not installed here: {_INSTALL}; {_WITHOUT}"
@@ -205,19 +222,34 @@ def _bwrap() -> list[str]:
         if not Path(prefix).is_relative_to("/usr"):
             command += ["--ro-bind", prefix, prefix]
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SCRATCH_BYTES), "--tmpfs", "/tmp"]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    # Settings of the kernel in /proc/sys are files that the host's root owns, so root inside could write them.
+    for name in ("/proc", "/dev", "/"):
+        command += ["--remount-ro", name]
+    return [*command, "--chdir", "/tmp"]
 
 
 def _seccomp_filter() -> bytes:
-    """Of Berkeley's packet filter: threads, but no process; none of the calls that `_CALLS` lists."""
-    number, clone, refused = _CALLS[os.uname().machine]
+    """Return the instructions of a filter that lets threads start, but no process, and refuses `_REFUSED_CALLS`."""
+    machine = os.uname().machine
+    column = [*_MACHINES].index(machine)
     allow, refuse, absent = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
-    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, number), (6, 0, 0, 0x80000000)]  # another machine's calls end the process
+    rules = [
+        (0x20, 0, 0, 4),
+        (0x15, 1, 0, _MACHINES[machine]),
+        (6, 0, 0, 0x80000000),
+    ]  # another machine's calls kill
     rules += [(0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), (6, 0, 0, absent)]  # x32's do not exist
     rules += [(0x15, 0, 1, 435), (6, 0, 0, absent)]  # clone3, whose flags a filter cannot read
-    for call in refused:
-        rules += [(0x15, 0, 1, call), (6, 0, 0, refuse)]
-    rules += [(0x15, 0, 4, clone), (0x20, 0, 0, 16), (0x45, 1, 0, 0x10000), (6, 0, 0, refuse), (6, 0, 0, allow)]
+    for numbers in _REFUSED_CALLS.values():
+        number = numbers[column]
+        rules += [] if number is None else [(0x15, 0, 1, number), (6, 0, 0, refuse)]
+    rules += [
+        (0x15, 0, 4, _CLONE[column]),
+        (0x20, 0, 0, 16),
+        (0x45, 1, 0, 0x10000),
+        (6, 0, 0, refuse),
+        (6, 0, 0, allow),
+    ]
     rules += [(6, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 

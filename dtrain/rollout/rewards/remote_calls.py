@@ -300,7 +300,7 @@ class TestSide(Side):
             return self._classes[handle] if handle in self._classes else self._make_class(handle, node, shared)
         if node["kind"] != "object":
             raise ValueError("no such kind")
-        kind = self.decode_other(node["type"], shared)
+        kind = _remote_class(self.decode_other(node["type"], shared))
         if handle not in self._objects:
             value = self._objects[handle] = kind.__new__(kind)
             object.__setattr__(value, "_dtrain_handle", handle)
@@ -309,7 +309,7 @@ class TestSide(Side):
         return self._objects[handle]
 
     def _make_class(self, handle: int, node: dict[str, Any], shared: Shared) -> "RemoteClass":
-        bases: list[Any] = [self.decode_other(base, shared) for base in node["bases"]] or [RemoteObject]
+        bases = [_remote_class(self.decode_other(base, shared)) for base in node["bases"]] or [RemoteObject]
         error = ERRORS.get(node["error"])
         if error is not None and not any(issubclass(base, error) for base in bases):
             bases.append(error)
@@ -409,6 +409,12 @@ class RemoteObject:
 _FUNCTIONS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial),
 )
+
+
+def _remote_class(value: Any) -> Any:
+    if not isinstance(value, RemoteClass):
+        raise ValueError("it is no class of the code")
+    return value
 
 
 def _is_remote(value: Any) -> bool:
