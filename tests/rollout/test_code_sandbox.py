@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.errors import UserError
+from dtrain.orphans import kill
 from dtrain.rollout.rewards.code_sandbox import CodeSandbox
 
 MEMORY = 256 << 20
@@ -142,26 +143,26 @@ def test_threads_start_and_no_process():
 def test_code_ends_with_a_starter_that_is_killed():
     sandbox_or_skip()
     starter = (
-        "import threading, time\n"
+        "import os, threading, time\n"
         "from dtrain.orphans import descendants\n"
         "from dtrain.rollout.rewards.code_sandbox import CodeSandbox\n"
         "code = 'import time\\nwhile True: time.sleep(1)'\n"
         "threading.Thread(target=CodeSandbox(60.0, 256 << 20).passes, args=(code, '')).start()\n"
-        "time.sleep(1.5)\n"
-        "print(*descendants(__import__('os').getpid()), flush=True)\n"
+        "while len(pids := descendants(os.getpid())) < 6: time.sleep(0.05)\n"
+        "print(*pids, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = process.stdout.readline().split()
-        assert len(pids) == 6 and all(
-            Path("/proc", pid).exists() for pid in pids
-        )  # bwrap, init, Python: of code, of test
+        assert len(pids) == 6 and all(map(_runs, pids))  # bwrap, init and Python, of code and of test
         process.send_signal(signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and any(_runs(pid) for pid in pids):
             time.sleep(0.05)
-        assert not [pid for pid in pids if _runs(pid)]
+        left = [int(pid) for pid in pids if _runs(pid)]
+        kill(left)
+        assert not left
 
 
 def _runs(pid):

@@ -95,10 +95,9 @@ class CodeSandbox:
         with tempfile.TemporaryFile() as standard_input, tempfile.TemporaryFile() as output:
             standard_input.write(given.encode(errors="replace"))
             standard_input.seek(0)
-            deadline = self.seconds + _SPARE_SECONDS
             with _Process(self.has_walls, standard_input.fileno(), output.fileno()) as process:
                 process.send(self._job("program", code=code))
-                status = process.wait(deadline)
+                status = process.wait(self.seconds + _SPARE_SECONDS)
             output.seek(0)
             return status == 0 and _lines(output.read(_OUTPUT_BYTES).decode(errors="replace")) == _lines(printed)
 
@@ -132,6 +131,7 @@ class _Process:
         self._has_walls = has_walls
 
     def __enter__(self) -> Self:
+        walls = _bwrap() if self._has_walls else []
         with ExitStack() as ends:
             job, self._job = os.pipe()
             ends.callback(os.close, job)
@@ -140,7 +140,7 @@ class _Process:
             if self._has_walls:
                 seccomp = _readable(_seccomp_filter())
                 ends.callback(os.close, seccomp)
-                command = [*_bwrap(), "--seccomp", str(seccomp), "--", *command]
+                command = [*walls, "--seccomp", str(seccomp), "--", *command]
                 passed.append(seccomp)
             self._process = subprocess.Popen(
                 [*command, str(job)],
