@@ -75,7 +75,7 @@ HOSTILE = {
     "a namespace": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "the mode of a device": "import os; os.chmod('/dev/null', 0o666)",
     "the mode of an open file": "import os; os.fchmod(0, 0o666)",
-    "the times of a device": "import os; os.utime('/dev/null', ns=(1, 1))",
+    "the times of a device": "import os; os.utime('/dev/null')",
     "a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'r+')",
     "the score of the killer of processes": "open('/proc/self/oom_score_adj', 'w').write('-1000')",
     "closed pipes": "import os; os.closerange(0, 64)",
