@@ -324,7 +324,7 @@ def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
     ]
     for option, value in options.items():
         if option not in known:
-            near = nearest(option, known)
+            near = rewards.FORMER_NAMES.get(option) or nearest(option, known)
             slip = f"; did you mean {at[near]}?" if near else f"; it reads {', '.join(known)}"
             found.append(f"{key}.kwargs.{option} is not read by {name}{slip}")
         elif not rewards.RANGES[option][0](value):

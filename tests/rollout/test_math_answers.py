@@ -248,6 +248,10 @@ def test_what_a_recipe_may_say():
         (Reward("numeric", math.nan), ".weight=nan must be a finite number"),
         (Reward("regex"), ".kwargs.pattern is required by regex"),
         (Reward("regex", 1, {"pattern": "("}), ".kwargs.pattern=( must be a regular expression"),
+        (
+            Reward("python_tests", 1, {"isolated": False}),
+            ".kwargs.isolated is not read by python_tests; did you mean grpo.rewards[1].kwargs.allow_full_access?",
+        ),
         (Reward("numeric", 1, {"colum": "a"}), ".kwargs.colum is not read by numeric; did you mean grpo.rewards[1]"),
         (Reward("length_penalty", 1, {"target_tokens": 9, "max_tokens": 9}), ".kwargs.target_tokens=9 must be below"),
         (Reward("format_tags", 1, {"tags": []}), ".kwargs.tags=[] must be"),

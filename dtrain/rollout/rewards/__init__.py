@@ -18,7 +18,9 @@ also name a class, which is made with the options and then called.
     format_tags, length_penalty     layout, length
     cosine_length                   right answers by their length
     repetition_penalty              n-grams that come again
-    python_tests, jail              code that passes tests; the process that it runs in
+    python_tests, code_sandbox      code that passes tests; the walls that it runs behind
+    sandboxed, remote_calls         what runs there; calls between the test and the code
+    plain_values                    what such a call carries
 
 `judge`, another model's points over HTTP, is in `dtrain.remote`.
 """

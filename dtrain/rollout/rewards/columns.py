@@ -31,15 +31,18 @@ class Signature:
 def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """Why a reward has no values with data of these `columns`; None where it may have some.
 
-    A function of dtrain's own that takes a `column` reads that one; another must have what its signature takes without
-    a default, and take something of what a reward is given. A class must have __call__ and be given what it is made
-    with. That is read in the source. Where the source does not tell, of a decorated function say, the module is
-    imported in a process of its own, as a run does. UserError as `find` raises it."""
+    A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine;
+    another must have what its signature takes without a default, and take something of what a reward is given. A class
+    must have __call__ and be given what it is made with. That is read in the source. Where the source does not tell, of
+    a decorated function say, the module is imported in a process of its own, as a run does. UserError as `find` raises
+    it."""
     module, function, file = find_file(name)
     own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
     if own is not None:
         column = {**import_module("dtrain.rollout.rewards.options").REWARDS[own], **options}.get("column")
-        return None if column is None or column in columns else no_column(own, column, columns)
+        if column is not None and column not in columns:
+            return no_column(own, column, columns)
+        return _refusal(module, function, options) if own == "python_tests" else None
     node = definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NO_REWARD}"
@@ -69,6 +72,15 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
         return f"reward {name} takes neither completions nor a column, {NO_REWARD}"
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _gives_no_list(node):
         return f"reward {name} gives one value, or none, for all completions: return a list, a number for each"
+    return None
+
+
+def _refusal(module: str, function: str, options: Mapping[str, Any]) -> str | None:
+    """Why a reward cannot be made on this machine."""
+    try:
+        getattr(import_module(module), function)(**options)
+    except UserError as problem:
+        return str(problem)
     return None
 
 

@@ -31,6 +31,9 @@ def _options(path: str) -> Mapping[str, Any]:
 REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType({name: _options(path) for name, path in BUILT_IN.items()})
 """Name -> its options and their defaults."""
 
+FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_access"})
+"""Options that had another name or meaning -> which one replaced them."""
+
 
 def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and python_error(value) is None
@@ -67,7 +70,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "required_keys": _WORDS,
         "whole": _SWITCH,
         "memory": (lambda v: type(v) is int and 64 <= v <= 1 << 20, "a whole number of MiB, from 64"),
-        "isolated": _SWITCH,
+        "allow_full_access": _SWITCH,
         "url": (
             lambda v: isinstance(v, str) and v.startswith(("http://", "https://")),
             "an address that begins with http:// or https://",

@@ -10,8 +10,8 @@ from typing import Any
 
 from dtrain.errors import UserError
 from dtrain.ranges import shown
+from dtrain.rollout.rewards.code_sandbox import CodeSandbox
 from dtrain.rollout.rewards.columns import no_column
-from dtrain.rollout.rewards.jail import Jail
 
 _BLOCK = re.compile(
     r"^[ \t]*(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)(?![\w`])|\Z)",
@@ -25,10 +25,10 @@ Test = tuple[str | None, str, str]  # code; or None, a program's input and its o
 class PythonTests:
     """column: the data's tests: a text of Python, a list of such (asserts, one test each), or {"inputs": [...],
     "outputs": [...]}, what a program reads and must print. whole: 1.0 where all pass, else 0.0. timeout: seconds of a
-    test. memory: MiB. isolated: False where the system cannot keep the code from networks and files (jail.py), and may
-    not.
+    test. memory: MiB. allow_full_access: runs the model's code as you, with your files and network, where bubblewrap
+    (`code_sandbox`) is not at hand.
 
-    Raises UserError where the system does not isolate, but should.
+    Raises UserError where the walls cannot be built, or the interpreter does not start within the memory.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class PythonTests:
         whole: bool = False,
         timeout: float = 6.0,
         memory: int = 512,
-        isolated: bool = True,
+        allow_full_access: bool = False,
     ):
         self._column, self._whole = column, whole
-        self._jail = Jail(timeout, memory << 20, isolated)
-        if not self._jail.passes("", ""):
+        self._sandbox = CodeSandbox(timeout, memory << 20, has_walls=not allow_full_access)
+        if not self._sandbox.passes("value = 1", "assert value == 1"):
             raise UserError(
-                "python_tests: its process does not start here (it needs Linux, and more than memory's MiB)"
+                f"python_tests: memory={memory} MiB or timeout={timeout} is too little for Python itself here"
             )
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
@@ -55,7 +55,7 @@ class PythonTests:
         rows = [read_tests(value, self._column) for value in columns[self._column]]
         jobs = [(code_of(text), *test) for text, tests in zip(completions, rows, strict=True) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            passed = iter(list(pool.map(lambda job: self._jail.passes(*job), jobs)))
+            passed = iter(list(pool.map(lambda job: self._sandbox.passes(*job), jobs)))
         found: list[float | None] = []
         for tests in rows:
             right = sum(next(passed) for _ in tests)
