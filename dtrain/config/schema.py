@@ -146,10 +146,6 @@ class Data:
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
-    prompts_as: Literal["user", "text"] | None = None
-    """A prompt that is plain text: user: it is written as a user's message, and its completion as the assistant's, by
-    the chat template. text: it is continued as text. null: text in training, as TRL has it; `eval` asks as the run
-    trains."""
 
 
 @dataclass

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import Chunk, parse
-from dtrain.data.plain_prompts import as_messages
 from dtrain.data.replies import Replies
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
@@ -83,8 +82,7 @@ class EncodedChunk:
 class RowEncoder:
     """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
 
-    too_long: truncate, drop or error, what becomes of a row beyond `max_length`. prompts_as: user or text, how a prompt
-    that is plain text is written.
+    too_long: truncate, drop or error, what becomes of a row beyond `max_length`.
     """
 
     documents = 1  # of a sample
@@ -94,16 +92,10 @@ class RowEncoder:
     decides: Sequence[Any] = ()  # beside the limits, what a row becomes
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        *,
-        max_length: int,
-        too_long: str = "truncate",
-        prompts_as: str = "text",
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_length: int, too_long: str = "truncate"
     ):
         self.tokenizer, self.template = tokenizer, template
-        self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
+        self.max_length, self.too_long = max_length, too_long
         self.part: Part | None = None  # of the rows; None: all of them
         self._replies = Replies(template) if template else None
         self._affixes: tuple[list[int], list[int]] | None = None
@@ -113,16 +105,7 @@ class RowEncoder:
         """A hash of all that decides what a row becomes."""
         template = self.template.fingerprint if self.template else None
         limits = self.max_length, *self.decides, self.too_long
-        prompts = ["prompts as user"] if self.prompts_as == "user" else []
-        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()), *prompts)[:16]
-
-    def row_of(self, given: Mapping[str, Any], name: str, columns: Mapping[str, str] = NONE) -> Mapping[str, Any]:
-        """Return a parsed row of format `name` under our names of its columns, its plain prompt written as asked.
-
-        Raises UserError for a prompt that cannot be written so.
-        """
-        row = renamed(given, columns) if columns else given
-        return as_messages(row, name) if self.prompts_as == "user" else row
+        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()))[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """The documents of a row in format `name`, or why it is left out. Raises UserError."""
@@ -139,7 +122,7 @@ class RowEncoder:
         for line, raw in chunk.rows:
             given = parse(chunk.file, line, raw)
             try:
-                row = self.row_of(given, name, columns)
+                row = renamed(given, columns) if columns else given
                 if self.part is not None and not self.part.has(self.content_of(row, name)):
                     result.others += 1
                     continue
@@ -160,7 +143,7 @@ class RowEncoder:
         for line, raw in chunk.rows:
             given = parse(chunk.file, line, raw)
             try:
-                look(self.row_of(given, name, columns), name)
+                look(renamed(given, columns) if columns else given, name)
             except UserError as problem:
                 raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
 

@@ -181,7 +181,7 @@ class PromptEncoder(RowEncoder):
         """Raises UserError for a prompt that cannot tell of tools, or has some of its own."""
         if not isinstance(prompt.asked[0], Mapping):
             raise UserError("grpo.tools: the template tells the model of tools in a conversation, and this prompt is a "
-                            "text or token ids; give it messages, or set data.prompts_as=user for texts")  # fmt: skip
+                            "text or token ids; give it messages")  # fmt: skip
         if prompt.tools is not None:
             raise UserError("the row has tools of its own, and the run those of grpo.tools, which alone can be called: "
                             "take the column away, or name its tools in grpo.tools")  # fmt: skip

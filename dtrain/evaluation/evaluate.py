@@ -10,13 +10,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dtrain.checkpoint.rundir import trained_prompts
 from dtrain.config.schema import Reward
 from dtrain.data.files import resolve
-from dtrain.data.plain_prompts import note
 from dtrain.data.prompts import PromptEncoder, PromptOptions
-from dtrain.data.sources import has_plain_prompts
-from dtrain.data.template import ChatTemplate, choose_template
+from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.eval_section import longest_answer, usual_reward
 from dtrain.evaluation.judging import Judged, Questions, Report, known, open_judges, read_questions
@@ -52,10 +49,7 @@ def evaluate(asked: Namespace) -> Report:
         template = choose_template(
             tokenizer.directory, tokenizer.special_tokens, asked.chat_template, asked.template_kwargs
         )
-        prompts_as = _prompts_as(asked.prompts_as, asked.directory, template)
-        encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
-        if template is not None and has_plain_prompts(files, "auto", {}, "DATA"):
-            print(note(prompts_as, "--prompts-as "), file=sys.stderr)
+        encoder = PromptEncoder(tokenizer, template, max_length=length, options=options)
         sampling = SamplingParams(
             new,
             asked.temperature,
@@ -71,18 +65,6 @@ def evaluate(asked: Namespace) -> Report:
         engine = Engine(model, decode=decode, max_rows=asked.max_rows)
         write = partial(_write, out, questions)
         return judged_answers(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
-
-
-def _prompts_as(chosen: str | None, directory: Path, template: ChatTemplate | None) -> str:
-    """Return how plain prompts are written: as chosen, else as the run trained that `directory` is of, else as user.
-
-    A model without a template is asked in plain text. Raises UserError where it is to be asked otherwise.
-    """
-    if chosen == "user" and template is None:
-        raise UserError("--prompts-as user: the model has no chat template; name a file with --chat-template")
-    if chosen is not None or template is None:
-        return chosen or "text"
-    return trained_prompts(directory) or "user"
 
 
 def as_json(report: Report) -> str:

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from dtrain.config.schema import Reward
-from dtrain.data.columns import lacking
+from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import formats_of, parse, read_chunks
 from dtrain.data.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.errors import Interrupted, UserError
@@ -206,7 +206,7 @@ def read_questions(
                     return found
                 given, place = parse(chunk.file, line, raw), f"{file}:{line}"
                 try:
-                    prompt = normalise_prompt(encoder.row_of(given, name, columns), name, encoder.options.system)
+                    prompt = normalise_prompt(renamed(given, columns), name, encoder.options.system)
                     found.append(Asked(place, prompt, encoder.encode(prompt)))
                 except UserError as error:
                     raise UserError(f"{place}: {error}{lacking(given, columns)}") from error

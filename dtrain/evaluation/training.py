@@ -8,7 +8,7 @@ what has none, and that alone.
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,7 @@ from typing import Any
 from dtrain.config.schema import Recipe, Reward
 from dtrain.data import Tokenizer, choose_template
 from dtrain.data.files import resolve
-from dtrain.data.plain_prompts import note
 from dtrain.data.prompts import PromptEncoder, PromptOptions
-from dtrain.data.sources import has_plain_prompts, prompts_trained
 from dtrain.errors import UserError
 from dtrain.eval_section import EvalSet, longest_answer, sets
 from dtrain.evaluation.judging import (
@@ -31,7 +29,6 @@ from dtrain.evaluation.judging import (
     read_questions,
 )
 from dtrain.methods import RunContext
-from dtrain.methods.facts import facts_of
 from dtrain.metrics import records
 from dtrain.models.config import read_config
 from dtrain.parallel.ranks import Ranks
@@ -43,9 +40,7 @@ from dtrain.rollout.rewards import Rewards
 WIDTH = 72
 
 
-def read_set(
-    recipe: Recipe, one: EvalSet, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> tuple[Questions, list[Reward]]:
+def read_set(recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> tuple[Questions, list[Reward]]:
     """What a set asks, and what judges its answers. Raises UserError for rows that are wrong, or too long."""
     section, directory = one.section, recipe.model.directory
     length = read_config(directory).max_position_embeddings
@@ -55,13 +50,10 @@ def read_set(
     template = choose_template(
         directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
     )
-    prompts_as = prompts_trained(recipe.data, facts_of(recipe).kind, template, recipe.cache)
-    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
+    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options)
     files = resolve(section.path or [], f"{one.key}.path", section, recipe.cache)
     columns = section.columns, f"{one.key}.columns"
     asked = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
-    if template is not None and has_plain_prompts(files, section.format, section.columns, columns[1]):
-        say(f"{one.key}: {note(prompts_as)}")
     for prompt in asked:
         if len(prompt.ids) > options.room:
             raise UserError(
@@ -118,7 +110,7 @@ class Evaluations:
         opened: list[Rewards] = []
 
         def read() -> Questions:
-            asked, rewards = read_set(recipe, one, tokenizer, self._run.metrics.say)
+            asked, rewards = read_set(recipe, one, tokenizer)
             judges, together = open_judges(
                 rewards,
                 one.section.reward_timeout,

@@ -29,7 +29,7 @@ from dtrain.checkpoint.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
-from dtrain.data.sources import Look, looks, prompt_notes
+from dtrain.data.sources import Look, looks
 from dtrain.errors import UserError, in_words
 from dtrain.json_files import loads
 from dtrain.launch.devices import choose_device, problems, start_device
@@ -114,7 +114,7 @@ def rehearse(
         return found
     for one in eval_section.sets(recipe):
         if f"{one.key}.path" not in awaited:
-            found.ask(import_module("dtrain.evaluation.training").read_set, recipe, one, tokenizer, found.notes.append)
+            found.ask(import_module("dtrain.evaluation.training").read_set, recipe, one, tokenizer)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     model = found.ask(_model, recipe, precision, "model.path" not in awaited)
     for key, other in facts_of(recipe).other_models(recipe):
@@ -199,7 +199,6 @@ def _data(
         chunks = [found.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         columns[split] = list(dict.fromkeys(name for row in rows for name in row))
-        found.notes += prompt_notes(opened)
     if len(found.problems) > before:
         return columns, {}
     if sum(_size(look.file) for _, look in files) > SMALL_DATA:
