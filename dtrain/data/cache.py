@@ -47,7 +47,7 @@ from dtrain.errors import UserError
 from dtrain.json_files import digest, loads
 from dtrain.parallel.ranks import Ranks
 
-VERSION = 4
+VERSION = 5
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {
@@ -115,7 +115,7 @@ class Samples:
     @property
     def summary(self) -> dict[str, Any]:
         """How much there is, and its identity."""
-        counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens")}
+        counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens", "plain_prompts")}
         return {**counts, "identity": self.identity}
 
     @property
@@ -250,7 +250,7 @@ class _Writer:
         self.hash = hashlib.blake2b(digest_size=16)
         self.samples = 0
         self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
-        self.counts["others"] = 0
+        self.counts |= {"others": 0, "plain_prompts": 0}
         self.named: list[list[Any]] = []
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
@@ -273,6 +273,7 @@ class _Writer:
         self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
         self.counts["others"] += chunk.others
+        self.counts["plain_prompts"] += chunk.plain_prompts
         self.counts["trained_tokens"] += chunk.trained.count(1)
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason == LONG else "untrained"] += 1
