@@ -1,7 +1,8 @@
 """Rows of prompts: what the model is asked, and the columns by which its answers are judged. Torch is not imported.
 
     messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
-    prompt                  a list of messages, or a string, which is the beginning of a text; `completion` is a column
+    prompt                  a list of messages, or a string, which is the beginning of a text, or a user's message
+                            (plain_prompts.py); `completion` is a column
     question                a user's message, as in GSM8K's files (question, answer)
     instruction, input      a user's message, as in Alpaca's files; `output` is a column
     prompt_ids              token ids, used as they are
