@@ -13,6 +13,7 @@ from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.judged import Judged, PairJudgement, TextJudgement
 from dtrain.data.labelled import LabelledEncoder
 from dtrain.data.pairs import PairEncoder
+from dtrain.data.plain_prompts import TEXT, describe, refuse_without_template
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.rows import Rows
 from dtrain.data.sample import Encoder
@@ -63,7 +64,8 @@ def open_rows(
         label=f"{split} data",
         say=say,
     )
-    for line in report(samples, f"{split} data", section.too_long):
+    told = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
+    for line in (*report(samples, f"{split} data", section.too_long), *told):
         say(line)
     rows = Rows(
         samples,
@@ -193,7 +195,12 @@ def _encoder(
     template = choose_template(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
-    limits = {"max_length": section.max_length, "too_long": section.too_long}
+    refuse_without_template(section.prompts_as, template, tokenizer.directory)
+    limits = {
+        "max_length": section.max_length,
+        "too_long": section.too_long,
+        "prompts_as": section.prompts_as or TEXT,
+    }
     encoder: RowEncoder
     if judged is not None:
         encoder = (PairJudgement if kind == "pairs" else TextJudgement)(tokenizer, template, judged=judged, **limits)

@@ -17,6 +17,7 @@ _OPTIONS = {
     r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
     r"grpo\.sampling\.(\w+)": r"--\1",
     r"data\.chat_template": "--chat-template",
+    r"data\.prompts_as": "--prompts-as",
     r"data\.train\.path": "DATA",
     r"model\.path": "DIR",
 }
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
     variables = "variables for the chat template as JSON, as data.template_kwargs"
     parser.add_argument("--template-kwargs", type=json_object, default={}, metavar="{...}", help=variables)
+    plain = "how a prompt that is a plain string is read (default: as the run's data was, else user)"
+    parser.add_argument("--prompts-as", choices=("user", "text"), help=plain)
     longest = "default: 512, or half of the model's positions where that is less"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=longest)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")

@@ -10,14 +10,28 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dtrain.checkpoint.base_weights import step_around
+from dtrain.checkpoint.rundir import DATA
 from dtrain.config.schema import Reward
 from dtrain.data.files import resolve
+from dtrain.data.plain_prompts import evaluated_as, refuse_without_template
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.eval_section import longest_answer, usual_reward
-from dtrain.evaluation.judging import Judged, Questions, Report, known, open_judges, read_questions
+from dtrain.evaluation.command import in_options
+from dtrain.evaluation.judging import (
+    Judged,
+    Questions,
+    Report,
+    known,
+    open_judges,
+    plain_prompts_of,
+    read_questions,
+)
 from dtrain.evaluation.judging import evaluate as judged_answers
+from dtrain.json_files import read_json
+from dtrain.metrics import records
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
@@ -49,7 +63,10 @@ def evaluate(asked: Namespace) -> Report:
         template = choose_template(
             tokenizer.directory, tokenizer.special_tokens, asked.chat_template, asked.template_kwargs
         )
-        encoder = PromptEncoder(tokenizer, template, max_length=length, options=options)
+        refuse_without_template(asked.prompts_as, template, tokenizer.directory)
+        chosen, trained_plain = (asked.prompts_as, 0) if asked.prompts_as else trained_as(asked.directory)
+        prompts_as = evaluated_as(chosen, trained_plain, template)
+        encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
         sampling = SamplingParams(
             new,
             asked.temperature,
@@ -60,11 +77,27 @@ def evaluate(asked: Namespace) -> Report:
             stop=tuple(asked.stop),
         )
         rows = read_questions(files, encoder, asked.limit)
+        for line in plain_prompts_of("DATA", rows, encoder):
+            print(in_options(line), file=sys.stderr)
         questions = Questions(rows, asked.samples, sampling, asked.seed, options.room, asked.pass_reward, together)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         engine = Engine(model, decode=decode, max_rows=asked.max_rows)
         write = partial(_write, out, questions)
         return judged_answers(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
+
+
+def trained_as(directory: Path) -> tuple[str | None, int]:
+    """Return `data.prompts_as` of the run whose directory, export or checkpoint `directory` is, and how many of its
+    training rows had a plain prompt; (None, 0) of a model that is none of a run's. Raises UserError for a damaged
+    config.yaml or data.json."""
+    run = (step_around(directory) or directory).absolute()
+    if run.name == "export":
+        run = run.parent
+    elif run.parent.name == "checkpoints":
+        run = run.parent.parent
+    chosen = (records.read_recipe(run).get("data") or {}).get("prompts_as")
+    data = read_json(run / DATA) if (run / DATA).is_file() else {}
+    return chosen, data.get("train", {}).get("plain_prompts", 0)
 
 
 def as_json(report: Report) -> str:

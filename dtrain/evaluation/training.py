@@ -8,7 +8,7 @@ what has none, and that alone.
 
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from dtrain.config.schema import Recipe, Reward
 from dtrain.data import Tokenizer, choose_template
 from dtrain.data.files import resolve
+from dtrain.data.plain_prompts import evaluated_as
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.errors import UserError
 from dtrain.eval_section import EvalSet, longest_answer, sets
@@ -26,6 +27,7 @@ from dtrain.evaluation.judging import (
     evaluate,
     known,
     open_judges,
+    plain_prompts_of,
     read_questions,
 )
 from dtrain.methods import RunContext
@@ -40,8 +42,11 @@ from dtrain.rollout.rewards import Rewards
 WIDTH = 72
 
 
-def read_set(recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> tuple[Questions, list[Reward]]:
-    """What a set asks, and what judges its answers. Raises UserError for rows that are wrong, or too long."""
+def read_set(
+    recipe: Recipe, one: EvalSet, tokenizer: Tokenizer, trained_plain: int, say: Callable[[str], None]
+) -> tuple[Questions, list[Reward]]:
+    """What a set asks, and what judges its answers. trained_plain: rows of the training data whose prompt is a plain
+    string. say: is told how those of the set are read. Raises UserError for rows that are wrong, or too long."""
     section, directory = one.section, recipe.model.directory
     length = read_config(directory).max_position_embeddings
     drawn = section.sampling
@@ -50,10 +55,13 @@ def read_set(recipe: Recipe, one: EvalSet, tokenizer: Tokenizer) -> tuple[Questi
     template = choose_template(
         directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
     )
-    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options)
+    prompts_as = evaluated_as(recipe.data.prompts_as, trained_plain, template)
+    encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
     files = resolve(section.path or [], f"{one.key}.path", section, recipe.cache)
     columns = section.columns, f"{one.key}.columns"
     asked = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
+    for line in plain_prompts_of(one.key, asked, encoder):
+        say(line)
     for prompt in asked:
         if len(prompt.ids) > options.room:
             raise UserError(
@@ -100,8 +108,8 @@ class Evaluations:
     Raises UserError for sets that cannot be asked, or do not fit into memory.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext):
-        self._run, self._ranks = run, Ranks()
+    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext, trained_plain: int):
+        self._run, self._ranks, self._trained_plain = run, Ranks(), trained_plain
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode)
         self._sets = [self._open(recipe, one, tokenizer) for one in sets(recipe)]
@@ -110,7 +118,7 @@ class Evaluations:
         opened: list[Rewards] = []
 
         def read() -> Questions:
-            asked, rewards = read_set(recipe, one, tokenizer)
+            asked, rewards = read_set(recipe, one, tokenizer, self._trained_plain, self._run.metrics.say)
             judges, together = open_judges(
                 rewards,
                 one.section.reward_timeout,

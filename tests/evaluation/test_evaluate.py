@@ -55,7 +55,7 @@ def test_answers_are_the_engines_and_the_report_adds_up(root, monkeypatch, capsy
     report = json.loads(out)
     rows = [json.loads(line) for line in (root / "out.jsonl").read_text().splitlines()]
 
-    prompts = [[8, 5, 6, 9], [8, 9, 9], [11, 12], [8, 40, 9]]  # by the template, as text, as they are
+    prompts = [[8, 5, 6, 9], [8, 9, 9], [8, 11, 12, 9], [8, 40, 9]]  # three by the template, one as it is
     sampling = SamplingParams(16, temperature=1.5, top_k=30, stop_ids=(1,))
     requests = [Request(ids, sampling, 3, i, j) for i, ids in enumerate(prompts) for j in range(4)]
     expected = Engine(models.from_pretrained(root / "model", torch.float64)).generate(requests)
