@@ -29,6 +29,7 @@ from dtrain.config.schema import DataSource, Source
 from dtrain.data import hub as data_hub
 from dtrain.data import urls
 from dtrain.data.files import entries, formats_of, kind_of, resolve
+from dtrain.data.plain_prompts import refuse_without_template
 from dtrain.data.template import choose_template
 from dtrain.data.tokenizer import Tokenizer
 from dtrain.errors import RecipeError, UserError, in_words
@@ -384,7 +385,9 @@ def _tokenizer(recipe: Recipe) -> list[str]:
     directory = recipe.model.directory
     try:
         tokenizer = Tokenizer.from_directory(directory)
-        choose_template(directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs)
+        section = recipe.data
+        template = choose_template(directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs)
+        refuse_without_template(section.prompts_as, template, directory)
     except UserError as error:
         return [str(error)]
     vocab_size = read_config(directory, 0).vocab_size

@@ -9,8 +9,6 @@ import torch
 
 from dtrain import __version__, eval_sets, sizing
 from dtrain.config.schema import DataSource, Recipe
-from dtrain.data import choose_template
-from dtrain.data.sources import prompts_trained
 from dtrain.methods.facts import facts_of
 from dtrain.metrics import records
 from dtrain.metrics.terminal import one_line, plot
@@ -70,10 +68,6 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
     """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
     device, (parameters, trained) = trainer.policy.device, _parameters(trainer)
     is_cuda = device.type == "cuda"
-    recipe, tokenizer = trainer.recipe, trainer.tokenizer
-    template = choose_template(
-        tokenizer.directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
-    )
     return {
         "dtrain": __version__,
         "torch": torch.__version__,
@@ -87,7 +81,6 @@ def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
         "trained": trained,
         "steps": trainer.total_steps,
         "planned": planned or None,
-        "prompts_as": prompts_trained(recipe.data, facts_of(recipe).kind, template, recipe.cache),
         "memory_before_gib": 0.0 if is_cuda else trainer.before_gib,
     }
 

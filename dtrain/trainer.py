@@ -169,7 +169,9 @@ class Trainer:
         self.evaluations: Evaluations | None = None
         if recipe.eval is not None:
             room = import_module("dtrain.evaluation.training")
-            self.evaluations = room.Evaluations(recipe, self.policy, self.tokenizer, self._as_the_method_sees_it())
+            plain = self.rows.samples.meta["plain_prompts"]
+            run = self._as_the_method_sees_it()
+            self.evaluations = room.Evaluations(recipe, self.policy, self.tokenizer, run, plain)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
             for line in opening(self, self._asked):

@@ -30,7 +30,6 @@ from dtrain.checkpoint.files import real, replace_text
 from dtrain.checkpoint.model_directory import CHAT_TEMPLATE
 from dtrain.checkpoint.model_files import copy_companions
 from dtrain.errors import UserError
-from dtrain.json_files import read_json
 
 DATA = "data.json"
 ABOUT = "about.json"
@@ -255,15 +254,3 @@ def _holder(lock: int) -> tuple[str, str | None]:
         return f"process {holder['pid']} on {holder['host']}", holder["host"]
     except (ValueError, KeyError, TypeError):
         return "another process", None
-
-
-def trained_prompts(directory: Path) -> str | None:
-    """Return how the run trained that `directory` is of: "user" or "text", how it wrote plain prompts to its model.
-
-    directory: the run's own, its export, or one of its checkpoints. None where no run is around it, or one that does
-    not say.
-    """
-    around = [directory.absolute(), *directory.absolute().parents[:3]]
-    run = next((path for path in around if (path / ABOUT).is_file() and (path / "config.yaml").is_file()), None)
-    found = None if run is None else read_json(run / ABOUT).get("prompts_as")
-    return found if found in ("user", "text") else None

@@ -146,10 +146,11 @@ class Data:
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
-    prompts_as: Literal["user", "text"] | None = None
-    """A prompt that is plain text: user: it is written as a user's message, and its completion as the assistant's, by
-    the chat template. text: it is continued as text. null: text in training, as TRL has it; `eval` asks as the run
-    trains."""
+    prompts_as: Literal["text", "user"] | None = None
+    """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
+    chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.
+    An evaluation reads such prompts as the training data's were read, and where that had none as a user's messages. The
+    terminal says what is done."""
 
 
 @dataclass

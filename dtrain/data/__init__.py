@@ -3,8 +3,9 @@
 The way of a sample: files.py → formats.py → template.py (in sandbox.py), replies.py, tokenizer.py → sample.py →
 (pool.py) cache.py → order.py → rows.py; of a pair, preferences.py and pairs.py instead of formats.py and sample.py; of
 a reply that is wanted or not, labelled.py around sample.py; with a class, number or margin, judged.py; of a prompt,
-prompts.py. encoder.py is what these share. tool_format.py and tool_calls.py are how a template writes calls of tools,
-and how they are read. cache_seal.py tells whether a cache is as it was written.
+prompts.py. plain_prompts.py makes messages of prompts that are strings. encoder.py is what all these share.
+tool_format.py and tool_calls.py are how a template writes calls of tools, and how they are read. cache_seal.py tells
+whether a cache is as it was written.
 columns.py gives a file's columns our names. hub.py and hub_files.py find the files of a dataset of the hub;
 urls.py copies those behind URLs.
 sources.py is the door through which trainer and preview come in, by `open_rows`; the trainer then draws `Batches`.

@@ -117,7 +117,7 @@ class Samples:
     @property
     def summary(self) -> dict[str, Any]:
         """How much there is, and its identity."""
-        counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens")}
+        counts = {name: self.meta[name] for name in ("rows", "samples", "tokens", "trained_tokens", "plain_prompts")}
         return {**counts, "identity": self.identity}
 
     @property
@@ -239,7 +239,7 @@ class _Writer:
         self.hash = hashlib.blake2b(digest_size=16)
         self.samples = 0
         self.counts = {"rows": 0, "truncated": 0, "too_long": 0, "untrained": 0, "trained_tokens": 0, "tokens_cut": 0}
-        self.counts["others"] = 0
+        self.counts |= {"others": 0, "plain_prompts": 0}
         self.named: list[list[Any]] = []
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
@@ -262,6 +262,7 @@ class _Writer:
         self.samples += len(chunk.lengths) // self.documents
         self.counts["rows"] += chunk.rows
         self.counts["others"] += chunk.others
+        self.counts["plain_prompts"] += chunk.plain_prompts
         self.counts["trained_tokens"] += chunk.trained.count(1)
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason == LONG else "untrained"] += 1

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import Chunk, parse
-from dtrain.data.plain_prompts import as_messages
+from dtrain.data.plain_prompts import TEXT, USER, as_messages, is_plain
 from dtrain.data.replies import Replies
 from dtrain.data.template import ChatTemplate
 from dtrain.data.tokenizer import Tokenizer
@@ -58,10 +58,12 @@ class EncodedChunk:
     full      its length before truncation         left_out  (line, reason) of the rows that are no sample
     columns   each document's, as JSON, where they are kept
     others    rows of the other part, which are none of `rows`
+    plain_prompts   of `rows`, those whose prompt is a plain string
     """
 
     rows: int = 0
     others: int = 0
+    plain_prompts: int = 0
     size: int = 0
     tokens: array = field(default_factory=lambda: array("i"))
     trained: bytearray = field(default_factory=bytearray)
@@ -83,8 +85,7 @@ class EncodedChunk:
 class RowEncoder:
     """Rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
 
-    too_long: truncate, drop or error, what becomes of a row beyond `max_length`. prompts_as: user or text, how a prompt
-    that is plain text is written.
+    too_long: truncate, drop or error, what becomes of a row beyond `max_length`.
     """
 
     documents = 1  # of a sample
@@ -92,6 +93,10 @@ class RowEncoder:
     keeps_columns = False  # whether the cache holds what rewards or a loss read
     marks: Sequence[str] = ()  # of its kind, in the fingerprint
     decides: Sequence[Any] = ()  # beside the limits, what a row becomes
+    # Of each format that may have a plain prompt, the columns that are then strings.
+    plain_columns: Mapping[str, Sequence[str]] = MappingProxyType(
+        {"prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected")}
+    )
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class RowEncoder:
         *,
         max_length: int,
         too_long: str = "truncate",
-        prompts_as: str = "text",
+        prompts_as: str = TEXT,
     ):
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
@@ -112,17 +117,8 @@ class RowEncoder:
     def fingerprint(self) -> str:
         """A hash of all that decides what a row becomes."""
         template = self.template.fingerprint if self.template else None
-        limits = self.max_length, *self.decides, self.too_long
-        prompts = ["prompts as user"] if self.prompts_as == "user" else []
-        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()), *prompts)[:16]
-
-    def row_of(self, given: Mapping[str, Any], name: str, columns: Mapping[str, str] = NONE) -> Mapping[str, Any]:
-        """Return a parsed row of format `name` under our names of its columns, its plain prompt written as asked.
-
-        Raises UserError for a prompt that cannot be written so.
-        """
-        row = renamed(given, columns) if columns else given
-        return as_messages(row, name) if self.prompts_as == "user" else row
+        limits = self.max_length, *self.decides, self.too_long, self.prompts_as
+        return digest(*self.marks, self.tokenizer.fingerprint, template, *limits, *(self.part or ()))[:16]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """The documents of a row in format `name`, or why it is left out. Raises UserError."""
@@ -132,6 +128,15 @@ class RowEncoder:
         """What a row in format `name` says, for JSON: no mark of what is trained, no column that is no part of it."""
         raise NotImplementedError(f"{type(self).__name__} tells no content")
 
+    def has_plain_prompt(self, row: Mapping[str, Any], name: str) -> bool:
+        """Return whether the prompt (and its completions) of a row in format `name` is a plain string."""
+        return is_plain(row, self.plain_columns.get(name, ()))
+
+    def in_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Return `row`, its plain strings as messages where `prompts_as` is user."""
+        is_read_so = self.prompts_as == USER and self.has_plain_prompt(row, name)
+        return as_messages(row, self.plain_columns[name]) if is_read_so else row
+
     def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
         """The samples of rows in format `name`, which have their own names of our `columns`. Raises UserError with file
         and line in front."""
@@ -139,7 +144,7 @@ class RowEncoder:
         for line, raw in chunk.rows:
             given = parse(chunk.file, line, raw)
             try:
-                row = self.row_of(given, name, columns)
+                row = renamed(given, columns) if columns else given
                 if self.part is not None and not self.part.has(self.content_of(row, name)):
                     result.others += 1
                     continue
@@ -147,6 +152,7 @@ class RowEncoder:
             except UserError as problem:
                 raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
             result.rows += 1
+            result.plain_prompts += self.has_plain_prompt(row, name)
             if isinstance(found, str):
                 result.left_out.append((line, found))
                 continue
@@ -160,7 +166,7 @@ class RowEncoder:
         for line, raw in chunk.rows:
             given = parse(chunk.file, line, raw)
             try:
-                look(self.row_of(given, name, columns), name)
+                look(renamed(given, columns) if columns else given, name)
             except UserError as problem:
                 raise UserError(f"{chunk.file}:{line}: {problem}{lacking(given, columns)}") from problem
 

@@ -97,7 +97,7 @@ class TextJudgement(RowEncoder):
         return [self._examples.content_of(self._unlabelled(row), name), self.judged.read(row)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, sample = self.judged.kept(row), normalise(self._unlabelled(row), name)
+        kept, sample = self.judged.kept(row), normalise(self.in_messages(self._unlabelled(row), name), name)
         if isinstance(sample, Conversation):
             ids = self.conversation(sample.messages, sample.tools)
         else:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
+from dtrain.data.plain_prompts import USER
 from dtrain.data.preferences import ChatPair, Message, TextPair, TokenPair, normalise_pair, shared_length
 from dtrain.errors import UserError
 
@@ -34,11 +35,11 @@ class PairEncoder(RowEncoder):
     keeps_ends = False  # of the documents: what a template writes behind the last turn, and of what is too long
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        pair = normalise_pair(row, name)
+        pair = self._pair(row, name)
         return [pair.prompt, pair.chosen, pair.rejected, getattr(pair, "tools", None)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        prompt, chosen, rejected = self.encode(normalise_pair(row, name))
+        prompt, chosen, rejected = self.encode(self._pair(row, name))
         full = len(prompt) + len(chosen), len(prompt) + len(rejected)
         if self.drops(max(full)):
             return LONG
@@ -51,6 +52,16 @@ class PairEncoder(RowEncoder):
             Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length)
             for completion, length in zip((chosen, rejected), full, strict=True)
         ]
+
+    def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
+        """Raises UserError."""
+        pair = normalise_pair(self.in_messages(row, name), name)
+        if isinstance(pair, TextPair) and self.prompts_as == USER:
+            raise UserError(
+                "data.prompts_as=user makes the prompt a user's message, and the row has no prompt of its own: chosen "
+                "and rejected are strings that begin alike. Give it one, named prompt, or set data.prompts_as=text"
+            )
+        return pair
 
     def encode(self, pair: ChatPair | TextPair | TokenPair) -> tuple[Ids, Ids, Ids]:
         """Ids of the prompt and of the two completions, none empty, not yet truncated. Raises UserError."""

@@ -1,57 +1,57 @@
-"""Prompts that are plain text: each is written as a user's message, or continued as text (`data.prompts_as`). Torch is
-not imported.
+"""Prompts that are plain strings: continued as raw text, or put into the chat template as a user's messages.
+
+`data.prompts_as` says which: text or user. Under user a row is read as if its prompt were a user's message, and its
+completions an assistant's. Torch is not imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dtrain.data.preferences import PROMPT_NAMES
+from dtrain.data.template import ChatTemplate
 from dtrain.errors import UserError
 
-FORMATS = ("prompt_completion", "preference")
-"""The formats whose rows may hold prompts as plain text."""
+TEXT, USER = "text", "user"
+KEY = "data.prompts_as"
 
 
-def is_plain(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether the prompt of a row of format `name` is plain text, and no completion of it is messages."""
-    completions = [row.get(key) for key in ("chosen", "rejected")] if name == "preference" else []
-    is_text = isinstance(row.get("prompt"), str) and not any(isinstance(one, list | dict) for one in completions)
-    return name in FORMATS and is_text
+def is_plain(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    """Return whether `columns`, those of the row's prompt and of its completions, are all strings; without columns
+    False."""
+    return bool(columns) and all(isinstance(row.get(name), str) for name in columns)
 
 
-def as_messages(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a row of format `name` with its plain prompt as a user's message and its completion as an assistant's.
+def as_messages(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """Return `row` with a list of one message in place of the string of each of `columns`: a user's for `prompt`, an
+    assistant's for the others."""
+    roles = {name: "user" if name == "prompt" else "assistant" for name in columns}
+    return {**row, **{name: [{"role": role, "content": row[name]}] for name, role in roles.items()}}
 
-    Other rows are returned as they are. Raises UserError for a pair of plain texts without a prompt.
-    """
-    if name == "preference" and isinstance(row.get("chosen"), str) and not any(map(row.get, ("prompt", *PROMPT_NAMES))):
+
+def evaluated_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:
+    """Return how an evaluation reads plain prompts: as `chosen` (`data.prompts_as`), else as the training data's, of
+    which `trained_plain` rows had one, else as a user's messages; without a template as text."""
+    if template is None:
+        return TEXT
+    return chosen or (TEXT if trained_plain else USER)
+
+
+def refuse_without_template(prompts_as: str | None, template: ChatTemplate | None, directory: Path) -> None:
+    """Raise UserError for `user` where the model in `directory` has no chat template."""
+    if prompts_as == USER and template is None:
         raise UserError(
-            "data.prompts_as=user: the row has chosen and rejected alone, so no part of them is a user's message; name "
-            "the prompt's column prompt, or set data.prompts_as=text"
+            f"{KEY}=user puts prompts into the chat template, and {directory} has none; name a file with "
+            f"data.chat_template, take the instruct model's directory, or set {KEY}=text"
         )
-    if not is_plain(row, name):
-        return row
-    changed: dict[str, Any] = {"prompt": [{"role": "user", "content": row["prompt"]}]}
-    if isinstance(row.get("completion"), str):
-        changed["completion"] = [{"role": "assistant", "content": row["completion"]}]
-    return {**row, **changed}
 
 
-def form_of_prompt(row: Mapping[str, Any], name: str) -> str:
-    """Return the form of the prompt of a row of format `name`: "plain", "messages", or "text" where it has none."""
-    has_texts = name == "preference" and isinstance(row.get("chosen"), str) and row.get("prompt") is None
-    if name == "text" or (has_texts and not any(map(row.get, PROMPT_NAMES))):
-        return "text"
-    return "plain" if is_plain(row, name) else "messages"
-
-
-def note(prompts_as: str, key: str = "data.prompts_as=") -> str:
-    """Return the line that tells what is done with plain prompts. key: the setting and the sign before its value."""
-    if prompts_as == "user":
-        return (
-            f"prompts that are plain text are written as a user's message ({key}user); {key}text continues them as text"
-        )
-    return (
-        f"prompts that are plain text are continued as text, without the chat template ({key}text); {key}user writes "
-        "each as a user's message"
-    )
+def describe(label: str, count: int, prompts_as: str, template: ChatTemplate | None, is_all: bool = True) -> list[str]:
+    """Return the line that tells what is done with `count` plain prompts, and the key that does the other; none without
+    a prompt or a template. is_all: False where the count is of the first rows alone."""
+    if not count or template is None:
+        return []
+    number = f"{count:,}" if is_all else f"{count:,} of the first"
+    prompts = f"{label}: {number} prompt{'s' * (count != 1 or not is_all)} as plain text"
+    if prompts_as == USER:
+        return [f"{prompts}: read as a user's message, in the chat template ({KEY}=text: continued as raw text)"]
+    return [f"{prompts}: continued as raw text, without the chat template ({KEY}=user: read as a user's message)"]

@@ -118,7 +118,7 @@ def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> T
         if row.get(name):
             raise UserError(
                 f"{name} goes with messages, and the row's prompt and completions are strings; "
-                f"give them as lists of messages, or remove {name}"
+                f"give them as lists of messages, or set data.prompts_as=user, or remove {name}"
             )
     if prompt is not None:
         return TextPair(read_string(prompt, "prompt"), chosen, rejected)

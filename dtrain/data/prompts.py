@@ -1,7 +1,8 @@
 """Rows of prompts: what the model is asked, and the columns by which its answers are judged. Torch is not imported.
 
     messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
-    prompt                  a list of messages, or a string, which is the beginning of a text; `completion` is a column
+    prompt                  a list of messages, or a string, which is the beginning of a text, or a user's message
+                            (plain_prompts.py); `completion` is a column
     question                a user's message, as in GSM8K's files (question, answer)
     instruction, input      a user's message, as in Alpaca's files; `output` is a column
     prompt_ids              token ids, used as they are
@@ -15,6 +16,7 @@ there. A prompt that is too long loses its beginning.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from dtrain.data.encoder import LONG, Document, RowEncoder
@@ -97,7 +99,8 @@ def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, A
     if name == "prompt_completion":
         messages, _ = read_messages(row["prompt"], "prompt")
         _check_end(messages, "prompt")
-        return messages, _columns(row, "prompt", answer=_text_of(row.get("completion")))
+        answer = row.get("completion")
+        return messages, _columns(row, "prompt", answer=_text_of(answer) if isinstance(answer, list | dict) else answer)
     key = "messages" if name == "messages" else "conversations"
     messages, _ = read_messages(row[key], key)
     end = max((index + 1 for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
@@ -132,6 +135,7 @@ class PromptEncoder(RowEncoder):
     noun = "prompts"
     keeps_columns = True
     marks = ("prompts, all columns",)
+    plain_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions, **limits: Any):
         super().__init__(tokenizer, template, **limits)
@@ -148,11 +152,11 @@ class PromptEncoder(RowEncoder):
             self.documents = 2
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        prompt = normalise_prompt(row, name)
+        prompt = normalise_prompt(self.in_messages(row, name), name)
         return [prompt.asked, prompt.tools]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        prompt = normalise_prompt(row, name, self.options.system)
+        prompt = normalise_prompt(self.in_messages(row, name), name, self.options.system)
         if self.options.tools:
             prompt = self._with_tools(prompt)
         has_tools = bool(self.options.tools or (self.options.answers and prompt.tools))

@@ -41,7 +41,7 @@ class Encoder(RowEncoder):
         self.decides = [loss_on]
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        sample = normalise(row, name)
+        sample = normalise(self.in_messages(row, name), name)
         if isinstance(sample, Conversation):
             return [sample.messages, sample.tools]
         if isinstance(sample, PromptCompletion):
@@ -49,7 +49,7 @@ class Encoder(RowEncoder):
         return sample.text if isinstance(sample, Text) else sample.ids
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        ids, trained = self.encode(normalise(row, name))
+        ids, trained = self.encode(normalise(self.in_messages(row, name), name))
         full = len(ids)
         if self.drops(full):
             return LONG

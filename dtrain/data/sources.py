@@ -1,20 +1,19 @@
 """From the `data` section of a recipe to samples and rows: the one door through which trainer and preview come in."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dtrain.data.cache import Samples, Source, open_cache
-from dtrain.data.columns import renamed
 from dtrain.data.encoder import LONG, EncodedChunk, Part, RowEncoder
-from dtrain.data.files import entries, first_row, formats_of, read_chunks, resolve
-from dtrain.data.formats import FORMATS, KINDS
+from dtrain.data.files import entries, formats_of, read_chunks, resolve
+from dtrain.data.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.judged import Judged, PairJudgement, TextJudgement
 from dtrain.data.labelled import LabelledEncoder
 from dtrain.data.pairs import PairEncoder
-from dtrain.data.plain_prompts import form_of_prompt, note
+from dtrain.data.plain_prompts import TEXT, describe, refuse_without_template
 from dtrain.data.prompts import PromptEncoder, PromptOptions
 from dtrain.data.rows import Rows
 from dtrain.data.sample import Encoder
@@ -65,7 +64,8 @@ def open_rows(
         label=f"{split} data",
         say=say,
     )
-    for line in report(samples, f"{split} data", section.too_long):
+    told = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
+    for line in (*report(samples, f"{split} data", section.too_long), *told):
         say(line)
     rows = Rows(
         samples,
@@ -152,7 +152,8 @@ def _opened(
     sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
-    encoder = _encoder(section, tokenizer, sources, tell, kind, prompts, judged)
+    formats = {name for source in sources for name in source.formats}
+    encoder = _encoder(section, tokenizer, formats, tell, kind, prompts, judged)
     encoder.part = Part(section.val, seed, not train) if is_part else None
     return sources, encoder
 
@@ -184,25 +185,22 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
 def _encoder(
     section: Any,
     tokenizer: Tokenizer,
-    sources: list[Source],
+    formats: set[str],
     say: Say,
     kind: str,
     prompts: PromptOptions | None,
     judged: Judged | None,
 ) -> RowEncoder:
-    """Rows to samples as the section asks; says which chat template serves, how plain prompts are written, and what
-    loss_on means for plain rows."""
-    formats = {name for source in sources for name in source.formats}
+    """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
     template = choose_template(
         tokenizer.directory, tokenizer.special_tokens, section.chat_template, section.template_kwargs
     )
-    prompts_as = section.prompts_as or "text"
-    if prompts_as == "user" and template is None:
-        raise UserError(
-            f"data.prompts_as=user writes prompts by a chat template, and {tokenizer.directory} has none; name a file "
-            "with data.chat_template, or set data.prompts_as=text"
-        )
-    limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": prompts_as}
+    refuse_without_template(section.prompts_as, template, tokenizer.directory)
+    limits = {
+        "max_length": section.max_length,
+        "too_long": section.too_long,
+        "prompts_as": section.prompts_as or TEXT,
+    }
     encoder: RowEncoder
     if judged is not None:
         encoder = (PairJudgement if kind == "pairs" else TextJudgement)(tokenizer, template, judged=judged, **limits)
@@ -214,13 +212,10 @@ def _encoder(
         encoder = PromptEncoder(tokenizer, template, options=prompts or PromptOptions(section.max_length), **limits)
     else:
         encoder = Encoder(tokenizer, template, loss_on=section.loss_on, **limits)
-    forms = forms_of_prompts(_files_of(sources)) if template else set()
-    if template and ("messages" in forms or (prompts_as == "user" and "plain" in forms)):
+    if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
         say(f"chat template: {template.origin}")
-        for line in _template_notes(template, encoder):
-            say(line)
-    if "plain" in forms:
-        say(note(prompts_as))
+        for note in _template_notes(template, encoder):
+            say(note)
     plain = kind == "examples" and judged is None
     if plain and "text" in formats and section.loss_on != "all":
         say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
@@ -229,56 +224,6 @@ def _encoder(
         what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
         say(f"tokenized rows are used as they are: {what}")
     return encoder
-
-
-def _files_of(sources: Sequence[Source]) -> list[tuple[Path, str, Mapping[str, str]]]:
-    """Each file, its format, and its names of our columns."""
-    return [
-        (file, name, source.columns)
-        for source in sources
-        for file, name in zip(source.files, source.formats, strict=True)
-    ]
-
-
-def prompt_notes(opened: Sequence[Look]) -> list[str]:
-    """Return the line that `open_rows` says of plain prompts among the first rows of files, if there are some."""
-    forms = forms_of_prompts([(look.file, look.format, look.columns) for look in opened if look.encoder.template])
-    return [note(opened[0].encoder.prompts_as)] if "plain" in forms else []
-
-
-def has_plain_prompts(files: Sequence[Path], format: str, columns: Mapping[str, str], key: str) -> bool:
-    """Return whether the first row of any of `files`, prompts of a format (auto: detected), is plain text.
-
-    columns: names of our columns; key: that of the recipe which gives them. Raises UserError.
-    """
-    names = formats_of(files, format, "prompts", columns, key)
-    return "plain" in forms_of_prompts((file, name, columns) for file, name in zip(files, names, strict=True))
-
-
-def forms_of_prompts(files: Iterable[tuple[Path, str, Mapping[str, str]]]) -> set[str]:
-    """Return the forms in which the first rows of files hold their prompts: those of `form_of_prompt`.
-
-    files: (path, format, names of our columns) of each; token ids have no form. Raises UserError for a file that cannot
-    be read.
-    """
-    forms = set()
-    for file, name, columns in files:
-        first = first_row(file) if name != "tokenized" else None
-        if first is not None:
-            forms.add(form_of_prompt(renamed(first[1], columns) if columns else first[1], name))
-    return forms
-
-
-def prompts_trained(section: Any, kind: str, template: ChatTemplate | None, cache_dir: str | Path | None = None) -> str:
-    """Return how prompts that are plain text are to be written to a model that trains on `section`: user or text.
-
-    What the section says, else as it trains: text where the first rows of its files are plain texts that the chat
-    template does not write, else user; text for a model without a template. Raises UserError.
-    """
-    if section.prompts_as is not None or template is None:
-        return section.prompts_as or "text"
-    sources = _sources(section.train, "data.train", _nothing, kind, section.cache_dir or cache_dir)
-    return "text" if forms_of_prompts(_files_of(sources)) & {"plain", "text"} else "user"
 
 
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:

@@ -17,7 +17,7 @@ _OPTIONS = {
     r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
     r"grpo\.sampling\.(\w+)": r"--\1",
     r"data\.chat_template": "--chat-template",
-    r"data\.prompts_as=": "--prompts-as ",
+    r"data\.prompts_as": "--prompts-as",
     r"data\.train\.path": "DATA",
     r"model\.path": "DIR",
 }
@@ -37,13 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N prompts only")
     parser.add_argument("--system", metavar="TEXT", help="the system message of conversations that have none")
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
-    written = (
-        "prompts that are plain text: user writes them as a user's message, text continues them (default: as the run "
-        "trained that DIR is of, else user)"
-    )
-    parser.add_argument("--prompts-as", choices=("user", "text"), help=written)
     variables = "variables for the chat template as JSON, as data.template_kwargs"
     parser.add_argument("--template-kwargs", type=json_object, default={}, metavar="{...}", help=variables)
+    plain = "how a prompt that is a plain string is read (default: as the run's data was, else user)"
+    parser.add_argument("--prompts-as", choices=("user", "text"), help=plain)
     longest = "default: 512, or half of the model's positions where that is less"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=longest)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")

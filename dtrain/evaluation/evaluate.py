@@ -10,18 +10,29 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dtrain.checkpoint.rundir import trained_prompts
+from dtrain.checkpoint.base_weights import step_around
+from dtrain.checkpoint.rundir import DATA
 from dtrain.config.schema import Reward
 from dtrain.data.files import resolve
-from dtrain.data.plain_prompts import note
+from dtrain.data.plain_prompts import evaluated_as, refuse_without_template
 from dtrain.data.prompts import PromptEncoder, PromptOptions
-from dtrain.data.sources import has_plain_prompts
-from dtrain.data.template import ChatTemplate, choose_template
+from dtrain.data.template import choose_template
 from dtrain.errors import UserError
 from dtrain.eval_section import usual_reward
 from dtrain.eval_sets import longest_answer
-from dtrain.evaluation.judging import Judged, Questions, Report, known, open_judges, read_questions
+from dtrain.evaluation.command import in_options
+from dtrain.evaluation.judging import (
+    Judged,
+    Questions,
+    Report,
+    known,
+    open_judges,
+    plain_prompts_of,
+    read_questions,
+)
 from dtrain.evaluation.judging import evaluate as judged_answers
+from dtrain.json_files import read_json
+from dtrain.metrics import records
 from dtrain.parallel.ranks import Ranks
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.generate import choose_device, choose_dtype, load
@@ -53,10 +64,10 @@ def evaluate(asked: Namespace) -> Report:
         template = choose_template(
             tokenizer.directory, tokenizer.special_tokens, asked.chat_template, asked.template_kwargs
         )
-        prompts_as = _prompts_as(asked.prompts_as, asked.directory, template)
+        refuse_without_template(asked.prompts_as, template, tokenizer.directory)
+        chosen, trained_plain = (asked.prompts_as, 0) if asked.prompts_as else trained_as(asked.directory)
+        prompts_as = evaluated_as(chosen, trained_plain, template)
         encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
-        if template is not None and has_plain_prompts(files, "auto", {}, "DATA"):
-            print(note(prompts_as, "--prompts-as "), file=sys.stderr)
         sampling = SamplingParams(
             new,
             asked.temperature,
@@ -67,6 +78,8 @@ def evaluate(asked: Namespace) -> Report:
             stop=tuple(asked.stop),
         )
         rows = read_questions(files, encoder, asked.limit)
+        for line in plain_prompts_of("DATA", rows, encoder):
+            print(in_options(line), file=sys.stderr)
         questions = Questions(rows, asked.samples, sampling, asked.seed, options.room, asked.pass_reward, together)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         engine = Engine(model, decode=decode, max_rows=asked.max_rows)
@@ -74,16 +87,18 @@ def evaluate(asked: Namespace) -> Report:
         return judged_answers(questions, partial(_drawn, engine), decode, judges, write, ranks=Ranks(alone=True))
 
 
-def _prompts_as(chosen: str | None, directory: Path, template: ChatTemplate | None) -> str:
-    """Return how plain prompts are written: as chosen, else as the run trained that `directory` is of, else as user.
-
-    A model without a template is asked in plain text. Raises UserError where it is to be asked otherwise.
-    """
-    if chosen == "user" and template is None:
-        raise UserError("--prompts-as user: the model has no chat template; name a file with --chat-template")
-    if chosen is not None or template is None:
-        return chosen or "text"
-    return trained_prompts(directory) or "user"
+def trained_as(directory: Path) -> tuple[str | None, int]:
+    """Return `data.prompts_as` of the run whose directory, export or checkpoint `directory` is, and how many of its
+    training rows had a plain prompt; (None, 0) of a model that is none of a run's. Raises UserError for a damaged
+    config.yaml or data.json."""
+    run = (step_around(directory) or directory).absolute()
+    if run.name == "export":
+        run = run.parent
+    elif run.parent.name == "checkpoints":
+        run = run.parent.parent
+    chosen = (records.read_recipe(run).get("data") or {}).get("prompts_as")
+    data = read_json(run / DATA) if (run / DATA).is_file() else {}
+    return chosen, data.get("train", {}).get("plain_prompts", 0)
 
 
 def as_json(report: Report) -> str:

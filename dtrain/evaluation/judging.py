@@ -13,8 +13,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from dtrain.config.schema import Reward
-from dtrain.data.columns import lacking
+from dtrain.data.columns import lacking, renamed
 from dtrain.data.files import formats_of, parse, read_chunks
+from dtrain.data.plain_prompts import describe
 from dtrain.data.prompts import Prompt, PromptEncoder, normalise_prompt
 from dtrain.errors import Interrupted, UserError
 from dtrain.parallel.ranks import Ranks
@@ -27,11 +28,13 @@ JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout i
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt of a file: where it stands, and its token ids, not yet cut."""
+    """A prompt of a file: where it stands, and its token ids, not yet cut. is_plain: whether the file has it as a plain
+    string."""
 
     place: str
     prompt: Prompt
     ids: list[int]
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,11 +209,17 @@ def read_questions(
                     return found
                 given, place = parse(chunk.file, line, raw), f"{file}:{line}"
                 try:
-                    prompt = normalise_prompt(encoder.row_of(given, name, columns), name, encoder.options.system)
-                    found.append(Asked(place, prompt, encoder.encode(prompt)))
+                    row = renamed(given, columns)
+                    prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
+                    found.append(Asked(place, prompt, encoder.encode(prompt), encoder.has_plain_prompt(row, name)))
                 except UserError as error:
                     raise UserError(f"{place}: {error}{lacking(given, columns)}") from error
     return found
+
+
+def plain_prompts_of(label: str, asked: Sequence[Asked], encoder: PromptEncoder) -> list[str]:
+    """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
+    return describe(label, sum(one.is_plain for one in asked), encoder.prompts_as, encoder.template)
 
 
 def known(value: Any) -> Any:

@@ -16,9 +16,8 @@ from typing import Any
 from dtrain.config.schema import Recipe, Reward
 from dtrain.data import Tokenizer, choose_template
 from dtrain.data.files import resolve
-from dtrain.data.plain_prompts import note
+from dtrain.data.plain_prompts import evaluated_as
 from dtrain.data.prompts import PromptEncoder, PromptOptions
-from dtrain.data.sources import has_plain_prompts, prompts_trained
 from dtrain.errors import UserError
 from dtrain.eval_section import rewards_of
 from dtrain.eval_sets import EvalSet, longest_answer, sets
@@ -29,9 +28,9 @@ from dtrain.evaluation.judging import (
     evaluate,
     known,
     open_judges,
+    plain_prompts_of,
     read_questions,
 )
-from dtrain.methods.facts import facts_of
 from dtrain.metrics import records
 from dtrain.models.read_config import read_config
 from dtrain.parallel.ranks import Ranks
@@ -45,9 +44,10 @@ WIDTH = 72
 
 
 def read_set(
-    recipe: Recipe, one: EvalSet, tokenizer: Tokenizer, say: Callable[[str], None]
+    recipe: Recipe, one: EvalSet, tokenizer: Tokenizer, trained_plain: int, say: Callable[[str], None]
 ) -> tuple[Questions, list[Reward]]:
-    """What a set asks, and what judges its answers. Raises UserError for rows that are wrong, or too long."""
+    """What a set asks, and what judges its answers. trained_plain: rows of the training data whose prompt is a plain
+    string. say: is told how those of the set are read. Raises UserError for rows that are wrong, or too long."""
     section, directory = one.section, recipe.model.directory
     length = read_config(directory).max_position_embeddings
     drawn = section.sampling
@@ -56,13 +56,13 @@ def read_set(
     template = choose_template(
         directory, tokenizer.special_tokens, recipe.data.chat_template, recipe.data.template_kwargs
     )
-    prompts_as = prompts_trained(recipe.data, facts_of(recipe).kind, template, recipe.cache)
+    prompts_as = evaluated_as(recipe.data.prompts_as, trained_plain, template)
     encoder = PromptEncoder(tokenizer, template, max_length=length, options=options, prompts_as=prompts_as)
     files = resolve(section.path or [], f"{one.key}.path", section, recipe.cache)
     columns = section.columns, f"{one.key}.columns"
     asked = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
-    if template is not None and has_plain_prompts(files, section.format, section.columns, columns[1]):
-        say(f"{one.key}: {note(prompts_as)}")
+    for line in plain_prompts_of(one.key, asked, encoder):
+        say(line)
     for prompt in asked:
         if len(prompt.ids) > options.room:
             raise UserError(
@@ -109,8 +109,8 @@ class Evaluations:
     Raises UserError for sets that cannot be asked, or do not fit into memory.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext):
-        self._run, self._ranks = run, Ranks()
+    def __init__(self, recipe: Recipe, policy: Policy, tokenizer: Tokenizer, run: RunContext, trained_plain: int):
+        self._run, self._ranks, self._trained_plain = run, Ranks(), trained_plain
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode)
         self._sets = [self._open(recipe, one, tokenizer) for one in sets(recipe)]
@@ -119,7 +119,7 @@ class Evaluations:
         opened: list[Rewards] = []
 
         def read() -> Questions:
-            asked, rewards = read_set(recipe, one, tokenizer, self._run.metrics.say)
+            asked, rewards = read_set(recipe, one, tokenizer, self._trained_plain, self._run.metrics.say)
             judges, together = open_judges(
                 rewards,
                 one.section.reward_timeout,

@@ -29,7 +29,8 @@ from dtrain.checkpoint.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
-from dtrain.data.sources import Look, looks, prompt_notes
+from dtrain.data.plain_prompts import describe
+from dtrain.data.sources import Look, looks
 from dtrain.errors import UserError, in_words
 from dtrain.json_files import loads
 from dtrain.launch.devices import choose_device, problems, start_device
@@ -108,13 +109,14 @@ def rehearse(
     if tokenizer is None:
         return found
     before = len(found.problems)
-    columns, rows = _data(recipe, tokenizer, found, known, awaited)
+    columns, rows, trained_plain = _data(recipe, tokenizer, found, known, awaited)
     is_read = bool(columns) and len(found.problems) == before
     if known:
         return found
     for one in eval_sets.sets(recipe):
         if f"{one.key}.path" not in awaited:
-            found.ask(import_module("dtrain.evaluation.training").read_set, recipe, one, tokenizer, found.notes.append)
+            room = import_module("dtrain.evaluation.training")
+            found.ask(room.read_set, recipe, one, tokenizer, trained_plain, found.notes.append)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     model = found.ask(_model, recipe, precision, "model.path" not in awaited)
     for key, other in facts_of(recipe).other_models(recipe):
@@ -180,15 +182,17 @@ def _given(recipe: Recipe) -> dict[str, Any]:
 
 def _data(
     recipe: Recipe, tokenizer: Tokenizer, found: Rehearsal, known: Sequence[str], awaited: Collection[str]
-) -> tuple[dict[str, list[str]], dict[str, Rows]]:
-    """Of each split the columns that its first rows have, and its rows where the files are small. Each file's first
-    mistake is one of the problems."""
+) -> tuple[dict[str, list[str]], dict[str, Rows], int]:
+    """Of each split the columns that its first rows have, and its rows where the files are small; and how many of the
+    training rows that were read have a plain string as their prompt. Each file's first mistake is one of the
+    problems."""
     columns: dict[str, list[str]] = {}
+    plain: dict[str, int] = {}
     of_rows = ("data.", "data=", "grpo.tools")
     is_told = any(one.startswith(of_rows) for one in (*known, *awaited)) or to_copy(recipe)
     told = None if is_told else found.ask(_given, recipe)
     if told is None:
-        return columns, {}
+        return columns, {}, 0
     before = len(found.problems)
     cache_dir = recipe.cache if has_urls(recipe) else None  # of copies; rows are kept nowhere
     given = {**told, "tokenizer": tokenizer, "cache_dir": cache_dir}
@@ -199,13 +203,19 @@ def _data(
         chunks = [found.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         columns[split] = list(dict.fromkeys(name for row in rows for name in row))
-        found.notes += prompt_notes(opened)
+        plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
+    encoders = {key: look.encoder for key, look in files}
     if len(found.problems) > before:
-        return columns, {}
-    if sum(_size(look.file) for _, look in files) > SMALL_DATA:
+        return columns, {}, plain["train"]
+    is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
+    rows_of = (found.ask(_rows, recipe, tokenizer, cache_dir) if is_small and not known else None) or {}
+    plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in rows_of.items()}
+    for split, count in plain.items():
+        encoder = encoders[f"data.{split}"]
+        found.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(rows_of))
+    if not is_small:
         _shapes(files, found)
-        return columns, {}
-    return columns, {} if known else found.ask(_rows, recipe, tokenizer, cache_dir) or {}
+    return columns, rows_of, plain["train"]
 
 
 def _size(file: Path) -> int:

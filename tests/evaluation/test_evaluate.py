@@ -47,19 +47,15 @@ def run(root, monkeypatch, capsys, *arguments):
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("prompts_as", [None, "user", "text"])
-def test_answers_are_the_engines_and_the_report_adds_up(root, monkeypatch, capsys, prompts_as):
+def test_answers_are_the_engines_and_the_report_adds_up(root, monkeypatch, capsys):
     arguments = ["--samples", "4", "--temperature", "1.5", "--top-k", "30", "--max-new-tokens", "16", "--seed", "3"]
     arguments += ["--reward", "judge.word", "--reward", 'regex={"pattern": "w1"}', "--out", "out.jsonl", "--json"]
-    arguments += [] if prompts_as is None else ["--prompts-as", prompts_as]
-    status, out, err = run(root, monkeypatch, capsys, "rows-*.jsonl", *arguments)
+    status, out, _ = run(root, monkeypatch, capsys, "rows-*.jsonl", *arguments)
     assert status == 0
-    assert f"(--prompts-as {prompts_as or 'user'}); --prompts-as " in err
     report = json.loads(out)
     rows = [json.loads(line) for line in (root / "out.jsonl").read_text().splitlines()]
 
-    text = [11, 12] if prompts_as == "text" else [8, 11, 12, 9]  # a user's message for a model with a template
-    prompts = [[8, 5, 6, 9], [8, 9, 9], text, [8, 40, 9]]  # by the template, plain, token ids
+    prompts = [[8, 5, 6, 9], [8, 9, 9], [8, 11, 12, 9], [8, 40, 9]]  # three by the template, one as it is
     sampling = SamplingParams(16, temperature=1.5, top_k=30, stop_ids=(1,))
     requests = [Request(ids, sampling, 3, i, j) for i, ids in enumerate(prompts) for j in range(4)]
     expected = Engine(models.from_pretrained(root / "model", torch.float64)).generate(requests)
