@@ -46,7 +46,7 @@ def act(what):
         raise RuntimeError("no luck")
     if what == "quit":
         sys.exit("leaving")
-    return {"word": "1.0", "infinite": float("inf"), "number": 3, "set": [{"role": "user", "content": {1}}]}.get(what)
+    return {"word": "1.0", "infinite": float("inf"), "large": 1e308, "number": 3, "set": [{"role": "user", "content": {1}}]}.get(what)
 
 class Told:
     '''Does what its completion says: "step ..", "observe ..", "done".'''
@@ -256,6 +256,7 @@ FAILURES = {  # of a step; whether the process goes with it
     "quit": ("SystemExit: leaving", False),
     "word": ("step gave '1.0'; a finite number or None is needed", False),
     "infinite": ("step gave inf; a finite number or None is needed", False),
+    "large": ("step gave 1e+308; a number of at most 1e+30 in size, or None, is needed", False),
     "hang in c": ("their process took longer than 0.5 s (grpo.environment_timeout) in step", True),
     "exit": ("their process ended its process with status 7 in step", True),
     "kill": ("their process was killed by SIGKILL in step", True),
@@ -295,7 +296,7 @@ def test_whatever_happens_to_a_step_the_others_and_later_episodes_are_whole(mine
                 assert [list(reply.ids) for reply in later] == [[] if ends_process else ["2"]]
                 assert known(later) == [None if ends_process else 1.0]
             told = [text for text in said if words in text]
-            causes = {"infinite": 0}.get(failure, 1)  # of one kind with "word"
+            causes = {"infinite": 0, "large": 0}.get(failure, 1)  # of one kind with "word"
             assert len(said) == len(told) == causes, (failure, said)
             assert all(
                 re.search(rf"\nwhat [{lost}{lost + ends_process}] of 4 episodes earned is unknown$", text)

@@ -59,6 +59,8 @@ def loud(completions):
 def pid(completions):
     return [os.getpid()] * len(completions)
 
+LARGE = {"infinite": float("inf"), "too large": 1e308, "too many digits": 10**5000}
+
 def when_told(completions):
     what = completions[0]
     if what == "hang":
@@ -82,8 +84,8 @@ def when_told(completions):
         return [1.0]
     if what == "word":
         return ["1.0"] * len(completions)
-    if what == "infinite":
-        return [float("inf")] * len(completions)
+    if what in LARGE:
+        return [LARGE[what]] * len(completions)
     if what == "text":
         return "12"
     return [1.0] * len(completions)
@@ -171,7 +173,9 @@ FAILURES = {
     "quit": "SystemExit: leaving",
     "short": "gave 1 values for 2 completions",
     "word": "gave '1.0' for a completion",
-    "infinite": "gave inf for a completion",
+    "infinite": "gave inf for a completion; a finite number",
+    "too large": "gave 1e+308 for a completion; a number of at most 1e+30 in size",
+    "too many digits": "gave inf for a completion; a finite number",
     "text": "gave '12'; a list of 2 numbers or None is needed",
 }
 
@@ -187,7 +191,7 @@ def test_whatever_happens_to_one_reward_the_others_and_later_calls_have_values(m
                 scores = scored(rewards, failure)
                 assert all(math.isnan(value) for value in scores.parts["when_told"])
                 assert scores.total == [0.0, 5.0], failure  # what is unknown is left out
-            assert len(said) == (0 if failure == "hang in c" else 1), said  # told once for each cause
+            assert len(said) == (failure not in ("hang in c", "too many digits")), said  # told once for each cause
             assert all(words in text and "reward when_told" in text and "unknown" in text for text in said), said
         assert scored(rewards).total == [2.0, 6.0]
 
