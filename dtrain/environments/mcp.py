@@ -35,7 +35,7 @@ class MalformedAnswer(Exception):
 
 @dataclass
 class _Connection:
-    """A server's process, the calls that wait for its answers, and why it is gone; these two under the server's lock."""
+    """A server's process, the calls that wait for its answers and why it is gone, both under the server's lock."""
 
     process: subprocess.Popen[bytes]
     waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)

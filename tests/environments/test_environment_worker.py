@@ -46,7 +46,8 @@ def act(what):
         raise RuntimeError("no luck")
     if what == "quit":
         sys.exit("leaving")
-    return {"word": "1.0", "infinite": float("inf"), "large": 1e308, "number": 3, "set": [{"role": "user", "content": {1}}]}.get(what)
+    messages = [{"role": "user", "content": {1}}]
+    return {"word": "1.0", "infinite": float("inf"), "large": 1e308, "number": 3, "set": messages}.get(what)
 
 class Told:
     '''Does what its completion says: "step ..", "observe ..", "done".'''

@@ -125,7 +125,7 @@ def test_scores_that_are_no_numbers_end_the_run_in_a_line(tmp_path, world_size, 
         made.score.weight.fill_(weight)
     made.save_pretrained(directory)
     with pytest.raises(
-        (UserError, AssertionError), match=r"grpo.reward_model gave \S+ for a completion; a number of at most 1e.30"
+        (UserError, AssertionError), match=r"grpo.reward_model gave \S+ for a completion; a number of at most"
     ):
         run(recipe_at(tmp_path, name="run"), world_size)
 
