@@ -44,6 +44,7 @@ def serve(parent: int, channel: int, service: Any) -> None:
     user's code may need the main one, for signals say."""
     end_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    own = os.getpid()
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     calls = connection.makefile("rb")
@@ -51,6 +52,8 @@ def serve(parent: int, channel: int, service: Any) -> None:
     def answer_one() -> None:
         method, arguments = pickle.load(calls)
         for answer in chain(getattr(service, method)(*arguments), [None]):
+            if os.getpid() != own:  # a process that the user's code forked and let go on: its answer is nobody's
+                os._exit(0)
             connection.sendall(json.dumps(answer).encode() + b"\n")
 
     def answer_all() -> None:

@@ -59,6 +59,12 @@ def loud(completions):
 def pid(completions):
     return [os.getpid()] * len(completions)
 
+def forks(completions):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return [0.25 if child else 7.0] * len(completions)
+
 LARGE = {"infinite": float("inf"), "too large": 1e308, "too many digits": 10**5000}
 
 def when_told(completions):
@@ -150,6 +156,13 @@ def test_a_completion_that_no_reward_knows_has_none(mine):
         scores = scored(rewards)
         assert math.isnan(scores.total[0]) and scores.total[1] == 1.0
         assert rewards.score([], [], [], {}).total == []
+
+
+def test_a_reward_that_forks_answers_once(mine):
+    """What its child returns, too, is no other reward's answer, nor one of the next call."""
+    with Rewards([Spec("mine.forks"), Spec("mine.exact", 10.0)]) as rewards:
+        for _ in range(3):
+            assert scored(rewards).parts == {"forks": [0.25, 0.25], "exact": [1.0, 0.0]}
 
 
 def test_what_a_reward_prints_is_not_taken_for_its_answer(mine, capfd):
