@@ -65,6 +65,10 @@ class Told:
         given = act(self.what)
         return f"{self.steps}" if given is None else given
 
+class Ends(Told):
+    def end(self):
+        return float("inf") if self.row["columns"].get("make") else 0.5
+
 def make(row, seed):
     given = act(row["columns"].get("make"))
     return Told(row, seed) if given is None else given
@@ -368,6 +372,18 @@ def test_what_cannot_be_loaded_or_found_is_said_at_once(mine):
     ):
         with pytest.raises(UserError, match=words):
             Environments(path)
+
+
+def test_an_end_that_fails_after_others_have_not_loses_its_episode_alone(mine):
+    said = []
+    with Environments("mine.Ends", say=said.append) as environments:
+        environments.make(rows(None, "infinite"))
+        full = [Turn(0, "a", False, 1), Turn(1, "a", False, 1)]
+        assert known(environments.step(full, lambda place, seen: [7])) == [1.5, None]
+        environments.make(rows("infinite"))
+        assert known(environments.step(full[:1], lambda place, seen: [7])) == [None]
+    (told,) = said
+    assert "end gave inf; a finite number" in told and "what 1 of 2 episodes" in told
 
 
 def pid(environments):
