@@ -89,6 +89,8 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=dpo", "dpo.beta=1e300"], "above 0, from 1e-10 to 1e+10 in size"),
         (1, ["method=dpo", "dpo.sft_weight=1e300"], "dpo.sft_weight=1e+300 must be"),
         (1, ["method=distill", "distill.temperature=1e-300"], "distill.temperature=1e-300 must be"),
+        (1, ["method=grpo", "grpo.reward_model={path: a, weight: .nan}"], "grpo.reward_model.weight=nan must be a fin"),
+        (1, ["method=grpo", "grpo.rewards=[{weight: 1e300}]"], "weight=1e+300 must be a finite number, from 1e-10"),
         (1, ["method=grpo", "grpo.rewards=[{weight: 2}]"], "grpo.rewards[0].fn is missing"),
         (1, ["method=grpo", "grpo.rewards=[{fn: math_exct}]"], "did you mean math_exact?"),
         (1, ["method=grpo", "grpo.engine=http"], "grpo.engine=http needs grpo.server.urls"),
