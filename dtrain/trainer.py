@@ -175,7 +175,7 @@ class Trainer:
         start = self.start
         changed = []
         if start.state is not None:
-            changed = resume.compare(self._asked, start, self.identities, self.rows.fingerprint)
+            changed = resume.compare(self._asked, start, self.identities, self.rows)
         if start.weights is not None:
             store, step = start.weights
             resume.refuse_other_adapter(self.recipe, self.policy.model, start)

@@ -20,7 +20,9 @@ class Run:
     """`run`: where a run lives, and its seed."""
 
     name: str | None = None
-    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`)."""
+    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`). Where the file names no model,
+    the model's name comes before it: `sft` with Qwen/Qwen3-0.6B is `qwen3-0.6b-sft`, with `lora`
+    `qwen3-0.6b-lora-sft`."""
     dir: str = "runs"
     """The directory that holds the runs."""
     seed: int = 0

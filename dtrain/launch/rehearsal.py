@@ -305,8 +305,7 @@ def _start(
     # A place whose content was not read may hold the same.
     unread = [key for key, of in resume.PLACES.items() if of not in known]
     allowed = replace(recipe.checkpoint, allow_changes=[*recipe.checkpoint.allow_changes, *unread])
-    fingerprint = rows["train"].fingerprint if rows else start.state["data_fingerprint"]
-    resume.compare(replace(recipe, checkpoint=allowed), start, known, fingerprint)
+    resume.compare(replace(recipe, checkpoint=allowed), start, known, rows.get("train"))
 
 
 def _weights(recipe: Recipe, model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:
