@@ -386,8 +386,14 @@ class Metrics:
 class Sft:
     """`sft`: read by method sft."""
 
-    loss: Literal["nll", "dft"] = "nll"
-    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629)."""
+    loss: str = "nll"
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). dtrain/losses/
+    token_options.py lists them."""
+    label_smoothing: float = 0.0
+    """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
+    validation loss has it too."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss."""
 
 
 @dataclass

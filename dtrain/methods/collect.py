@@ -130,8 +130,8 @@ class Collector:
         if not self._has_known_reward and groups.rewards.isnan().all():
             of = f" ({', '.join(self.names)})" if self.names else ""
             raise UserError(
-                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None or "
-                "NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
+                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None "
+                "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True

@@ -2,13 +2,13 @@
 give the loss and the norm of one process, or every rank says what is wrong."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
+from dtrain.config.schema import Recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -151,7 +151,7 @@ def with_positions(rank, recipe, world_size, gap, fill):
     positions = torch.arange(batch["input_ids"].shape[1])
     positions = positions + gap * (positions > 1)
     batch["position_ids"] = torch.where(batch["seq_ids"] >= 0, positions, fill)
-    results = [policy.train(batch, partial(SftMethod.loss, None), mbs=making) for making in MAKINGS]
+    results = [policy.train(batch, SftMethod(Recipe()).loss, mbs=making) for making in MAKINGS]
     return [(result["global_loss"].item(), result["grad_norm"]) for result in results]
 
 
