@@ -11,6 +11,7 @@ imports run downwards, and config, errors, json_files and ranges stand beside:
     eval_section             the same of `eval`, and what its sets measure
     trainer, resume          the loop; where it starts
     summary                  what the terminal is told of a run, first and last
+    dry_run                  what is asked of models and optimizer before the data is read
     sizing                   what the data make of the batch; runs that would train nothing
     methods, policy          sft, dpo, kto, grpo, distill, reward; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards

@@ -31,7 +31,7 @@ FLOORS = (
     ("lora_section",),
     ("trainer",),
     ("summary",),
-    ("resume", "sizing", "eval_section"),
+    ("resume", "sizing", "eval_section", "dry_run"),
     ("methods",),
     ("policy",),
     ("models", "rollout", "checkpoint", "data", "losses", "optim", "metrics"),
