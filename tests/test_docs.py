@@ -21,7 +21,7 @@ from dtrain.losses import policy_options, preference_options
 from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
-from tools import plan_recipes, recipe_reference
+from tools import metrics_reference, plan_recipes, recipe_reference
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
@@ -29,6 +29,7 @@ PROMISED = (
     "README.md",
     "recipes/README.md",
     "docs/gpus.md",
+    "docs/metrics.md",
     "docs/recipe.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
 )
@@ -56,7 +57,11 @@ def test_the_promised_pages_are_there_and_the_readme_leads_to_them():
 
 def test_the_pages_are_short():
     """Words outside of blocks and tables, of the pages that are written by hand and do not grow with time."""
-    counted = {path: words_of_prose(path) for path in PAGES if path not in ("CHANGELOG.md", "docs/recipe.md")}
+    counted = {
+        path: words_of_prose(path)
+        for path in PAGES
+        if path not in ("CHANGELOG.md", "docs/recipe.md", "docs/metrics.md")
+    }
     assert sum(counted.values()) <= 9000, counted
 
 
@@ -121,6 +126,11 @@ def is_key(key, of_entry, known):
     if of_entry:
         return key in known and of_entry in ("fn", "weight", "kwargs", "path", "format", "name", "steps")
     return key in known | OWN_NAMES or any(one.startswith(f"{key}.") for one in known)
+
+
+def test_the_reference_of_metrics_is_the_table_s():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert text == metrics_reference.reference(), "run tools/metrics_reference.py"
 
 
 def test_the_key_reference_is_the_schema_s():
