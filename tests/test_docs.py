@@ -1,6 +1,7 @@
 """The Markdown pages: every command in them runs, links lead somewhere, keys exist, tables agree with the code."""
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from dtrain.data import formats
 from dtrain.data.labelled import read_label
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
-from dtrain.losses import policy_options, preference_options
+from dtrain.losses import policy_options, preference_options, token_options
 from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
@@ -184,6 +185,7 @@ def test_rows_that_are_shown_are_of_their_format():
 
 def test_the_tables_of_losses_and_rewards_are_the_code_s():
     tables = {table[0][0].strip("`"): table for table in page("dtrain/losses/README.md").tables}
+    assert first_words(tables["sft.loss"]) == set(token_options.LOSSES)
     assert first_words(tables["dpo.loss"]) | {"aot_pair"} == set(preference_options.LOSSES)
     assert first_words(tables["grpo.loss"]) == set(policy_options.LOSSES)
     options = dict(policy_options.SHARED)
@@ -234,6 +236,11 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     ("name", "table", "words"),
     [
         (
+            "focal",
+            token_options,
+            ["sft", "sft.loss=focal", "sft.kwargs.focus=1.5", "data.train.path=chat.jsonl"],
+        ),
+        (
             "zero_one",
             preference_options,
             ["dpo", "dpo.loss=zero_one", "dpo.kwargs.sharpness=1.5", "data.train.path=pairs.jsonl"],
@@ -246,9 +253,9 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     ],
 )
 def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
-    import dtrain.methods.grpo  # and with it every module that has either table
 
-    home = dtrain.losses.pair_losses if table is preference_options else dtrain.losses.policy_losses
+    homes = {preference_options: "pair_losses", policy_options: "policy_losses", token_options: "token_losses"}
+    home = importlib.import_module(f"dtrain.losses.{homes[table]}")
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
     (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]
@@ -259,11 +266,18 @@ def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, mo
     for module in [one for one in sys.modules.values() if getattr(one, "LOSSES", None) is table.LOSSES]:
         monkeypatch.setattr(module, "LOSSES", whole)
     directory = Directory(tmp_path).fill(model, makes_recipe=False)
-    words = [*words, f"model.path={MODELS[0]}", "data.max_length=64", *TINY, *(TINY_GRPO if name == "soft" else ())]
+    words = [
+        *words,
+        "run.name=shown",
+        f"model.path={MODELS[0]}",
+        "data.max_length=64",
+        *TINY,
+        *(TINY_GRPO if name == "soft" else ()),
+    ]
     directory.expect(["run", *words])
     directory.expect(["validate", *words, words[2].replace("1.5", "much")], status=1)
-    rows = [json.loads(line) for line in (tmp_path / "runs" / words[0] / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 and (name == "soft" or 0 < rows[0]["loss"] < 1)
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "shown" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and (name != "zero_one" or 0 < rows[0]["loss"] < 1)
 
 
 TABLES = {"memory": "recipes/README.md", "gpus": "docs/gpus.md"}

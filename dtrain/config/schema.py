@@ -303,7 +303,8 @@ class Scheduler:
     """`scheduler`: the learning rate over the steps. It moves once per optimizer step."""
 
     name: str = "cosine"
-    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler."""
+    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler. All four begin with the warm-up,
+    from a rate of 0. wsd then stays at lr, and falls over its last `decay_steps`."""
     warmup: int | float = 0.03
     """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
     count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its

@@ -12,9 +12,8 @@ from dtrain.config.schema import Distill, Recipe, Sampling
 from dtrain.config.world import automatic_batch
 from dtrain.data.judged import Judged
 from dtrain.data.prompts import PromptOptions
+from dtrain.losses import token_options
 from dtrain.losses.preference_options import LOSSES
-from dtrain.losses.token_options import LOSSES as TOKEN_LOSSES
-from dtrain.losses.token_options import RANGES as TOKEN_RANGES
 from dtrain.methods import dpo_section, grpo_section
 from dtrain.ranges import NUMBER, is_number, shown
 from dtrain.rollout.tools import tool_schemas
@@ -123,18 +122,18 @@ class SftFacts(Facts):
 
     def problems(self, recipe: Recipe) -> list[str]:
         """Of `sft.loss`, its options and label smoothing."""
-        section = recipe.sft
-        if section.loss not in TOKEN_LOSSES:
-            return [f"sft.loss={section.loss} is no loss of tokens{words.hint('sft.loss', section.loss, TOKEN_LOSSES)}"]
-        named, found = TOKEN_LOSSES[section.loss], []
+        section, losses = recipe.sft, token_options.LOSSES
+        if section.loss not in losses:
+            return [f"sft.loss={section.loss} is no loss of tokens{words.hint('sft.loss', section.loss, losses)}"]
+        named, found = losses[section.loss], []
         for key, value in section.kwargs.items():
-            allowed, sentence = TOKEN_RANGES.get(key, NUMBER)
+            allowed, sentence = token_options.RANGES.get(key, NUMBER)
             if key not in named.options:
                 found.append(f"sft.kwargs.{key} is not read by {section.loss}; leave it out")
             elif not allowed(value):
                 found.append(f"sft.kwargs.{key}={shown(value)} must be {sentence}")
         if section.label_smoothing and not named.smooths:
-            smoothing = [name for name, one in TOKEN_LOSSES.items() if one.smooths]
+            smoothing = [name for name, one in losses.items() if one.smooths]
             found.append(
                 f"sft.label_smoothing={section.label_smoothing} has no meaning for sft.loss={section.loss}: leave it "
                 f"out, or set sft.loss={' or '.join(smoothing)}"
