@@ -77,6 +77,7 @@ KNOW_THE_RECIPE = {
     "trainer",
     "resume",
     "sizing",
+    "dry_run",
     "summary",
     "methods",
     "policy",
