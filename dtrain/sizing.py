@@ -45,7 +45,8 @@ def _fewer(total: int, dp: int) -> int:
 def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
     """Raise UserError for a run of `steps` steps that would train nothing, or next to nothing.
 
-    One whose learning rate stays at 0, or whose warm-up is longer than the run, is refused; one of fewer than 5 steps, or whose warm-up takes them all, where its steps follow from `train.epochs`:
+    One whose learning rate stays at 0, or whose warm-up is longer than the run, is refused; one of fewer
+    than 5 steps, or whose warm-up takes them all, where its steps follow from `train.epochs`:
     `train.steps` asks for it by name.
     """
     warmup, asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None

@@ -138,7 +138,7 @@ def token_loss_sums(
     `weighted_logprob_sum`. One all-gather of four numbers per row and tile, five with label_smoothing.
     """
     shard = shard or WHOLE
-    tokens = TiledSum(hidden, weight, index, rows_per_tile or tile_rows_of(weight, shard), compute_dtype(hidden.dtype))
+    tokens = _tiled(hidden, weight, index, rows_per_tile, shard)
     ones = torch.ones(index.shape, dtype=tokens.dtype, device=index.device)
     total, correct = _token_sums(tokens, targets, ones, loss, label_smoothing, softcap, shard, counts=True)
     return TokenSums(tokens.with_gradient(total), correct)
@@ -172,10 +172,15 @@ def weighted_logprob_sum(
     shard no collective.
     """
     shard = shard or WHOLE
-    tokens = TiledSum(hidden, weight, index, rows_per_tile or tile_rows_of(weight, shard), compute_dtype(hidden.dtype))
+    tokens = _tiled(hidden, weight, index, rows_per_tile, shard)
     token_weights = token_weights.to(tokens.dtype)
     total, _ = _token_sums(tokens, targets, token_weights, None, 0.0, softcap, shard, counts=False)
     return tokens.with_gradient(total)
+
+
+def _tiled(hidden: Tensor, weight: Tensor, index: Tensor, rows_per_tile: int | None, shard: VocabShard) -> TiledSum:
+    rows = rows_per_tile or tile_rows_of(weight, shard)
+    return TiledSum(hidden, weight, index, rows, compute_dtype(hidden.dtype))
 
 
 @torch.no_grad()
