@@ -90,6 +90,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += _allowed_changes(recipe)
     problems += eval_section.problems(recipe)
     problems += _few_bits(recipe)
+    problems += _rate(recipe)
     problems += _muon(recipe)
     problems += _dynamic(recipe)
     problems += _of_cuda(recipe)
@@ -188,6 +189,18 @@ def _kwargs(recipe: Recipe, holds: Mapping[str, Range], unknown: str) -> list[st
         elif not holds[key][0](value):
             problems.append(f"optimizer.kwargs.{key}={shown(value)} must be {holds[key][1]}")
     return problems
+
+
+def _rate(recipe: Recipe) -> list[str]:
+    """A rate of 0 trains nothing; muon has two, and the class's own arguments win."""
+    section = recipe.optimizer
+    others = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
+    if section.lr != 0 or others > 0 or "lr" in section.kwargs:
+        return []
+    return [
+        "optimizer.lr=0 trains nothing: set a rate, such as 1e-5 (2e-4 with lora). `dtrain eval` measures a model "
+        "without training; train.freeze keeps single parameters as they are"
+    ]
 
 
 def _muon(recipe: Recipe) -> list[str]:

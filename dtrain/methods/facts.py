@@ -7,13 +7,15 @@ from dataclasses import fields
 from operator import attrgetter
 from types import MappingProxyType
 
+from dtrain.config import words
 from dtrain.config.schema import Distill, Recipe, Sampling
 from dtrain.config.world import automatic_batch
 from dtrain.data.judged import Judged
 from dtrain.data.prompts import PromptOptions
+from dtrain.losses import token_options
 from dtrain.losses.preference_options import LOSSES
 from dtrain.methods import dpo_section, grpo_section
-from dtrain.ranges import is_number, shown
+from dtrain.ranges import NUMBER, is_number, shown
 from dtrain.rollout.tools import tool_schemas
 
 HEAD = "score"
@@ -23,7 +25,7 @@ REWARD_MODEL = "grpo.reward_model.path"
 
 
 class Facts:
-    """Of a method without a section, a second model or rows of its own: supervised fine-tuning.
+    """Of a method without a section, a second model or rows of its own.
 
     kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
     of its section's keys, as `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the
@@ -112,6 +114,31 @@ class Facts:
     def sends_weights(self, recipe: Recipe) -> bool:
         """Whether updated weights leave the run over a process group that reaches beyond this host."""
         return False
+
+
+class SftFacts(Facts):
+    ranges = (("sft.label_smoothing", lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1"),)
+    curves = MappingProxyType({**Facts.curves, "token_accuracy": "token accuracy"})
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        """Of `sft.loss`, its options and label smoothing."""
+        section, losses = recipe.sft, token_options.LOSSES
+        if section.loss not in losses:
+            return [f"sft.loss={section.loss} is no loss of tokens{words.hint('sft.loss', section.loss, losses)}"]
+        named, found = losses[section.loss], []
+        for key, value in section.kwargs.items():
+            allowed, sentence = token_options.RANGES.get(key, NUMBER)
+            if key not in named.options:
+                found.append(f"sft.kwargs.{key} is not read by {section.loss}; leave it out")
+            elif not allowed(value):
+                found.append(f"sft.kwargs.{key}={shown(value)} must be {sentence}")
+        if section.label_smoothing and not named.smooths:
+            smoothing = [name for name, one in losses.items() if one.smooths]
+            found.append(
+                f"sft.label_smoothing={section.label_smoothing} has no meaning for sft.loss={section.loss}: leave it "
+                f"out, or set sft.loss={' or '.join(smoothing)}"
+            )
+        return found
 
 
 class DpoFacts(Facts):
@@ -401,7 +428,7 @@ ON_POLICY = OnPolicyFacts()
 REWARD_PAIRS = RewardPairFacts()
 FACTS: Mapping[str, Facts] = MappingProxyType(
     {
-        "sft": Facts(),
+        "sft": SftFacts(),
         "dpo": DpoFacts(),
         "kto": KtoFacts(),
         "grpo": GrpoFacts(),

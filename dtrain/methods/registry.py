@@ -10,11 +10,7 @@ from dtrain.methods.kto import KtoMethod
 from dtrain.methods.method import Method
 from dtrain.methods.on_policy import OnPolicyDistillMethod
 from dtrain.methods.reward import RewardMethod
-from dtrain.methods.sft import DftMethod, SftMethod
-
-
-def _sft(recipe: Recipe) -> Method:
-    return DftMethod(recipe) if recipe.sft.loss == "dft" else SftMethod(recipe)
+from dtrain.methods.sft import SftMethod
 
 
 def _distill(recipe: Recipe) -> Method:
@@ -23,7 +19,7 @@ def _distill(recipe: Recipe) -> Method:
 
 
 METHODS: dict[str, Callable[[Recipe], Method]] = {
-    "sft": _sft,
+    "sft": SftMethod,
     "dpo": DpoMethod,
     "kto": KtoMethod,
     "grpo": GrpoMethod,
