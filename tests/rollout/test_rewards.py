@@ -337,7 +337,8 @@ def test_a_killed_parent_leaves_no_process(mine, how):
 
 def test_ctrl_c_does_not_wait_for_a_reward(mine):
     code = f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         from tests.rollout.test_rewards import Spec, scored
         from dtrain.rollout.rewards import Rewards
         rewards = Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=100)
