@@ -12,6 +12,7 @@ imports run downwards, and config, errors, json_files, patterns and ranges stand
     eval_section             the same of `eval`, and what its sets measure
     resume                   where a run starts
     summary                  what the terminal is told of a run, first and last
+    dry_run                  what is asked of models and optimizer before the data is read
     sizing                   what the data make of the batch; runs that would train nothing
     methods, policy          sft, dpo, kto, grpo, distill, reward; a model on a mesh with its optimizer
     models, rollout          the families; the engine in the training processes, and rewards
@@ -49,6 +50,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and not __file__.startswit
     sys.path.append(sys.path.pop(0))
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -56,16 +58,34 @@ __version__ = "0.1.0"
 _ROOMS = ("attention", "checkpoint", "config", "data", "losses", "models", "parallel", "policy", "rollout")
 
 
-def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> None:
+@dataclass(frozen=True)
+class RunResult:
+    """What a run that is done has left.
+
+    directory: the run's own, with checkpoints/, export/ and metrics.jsonl. metrics: the last value of each field of
+    metrics.jsonl, of training, validation and evaluation rows (docs/metrics.md).
+    """
+
+    directory: Path
+    metrics: Mapping[str, int | float]
+
+
+def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResult:
     """Train: what `dtrain run RECIPE key=value ...` does.
 
-    `recipe` is a path, the name of a shipped recipe, or a mapping. Returns when the run is done. Raises
+    `recipe` is a path, the name of a shipped recipe, or a mapping. Returns when the run is done, the same with any
+    number of processes; as a rank of others, metrics as far as rank 0 has written them. Raises
     `dtrain.errors.UserError` for what its user can mend, `Stopped` when a signal ended the run in order, and
     `WorkerFailed`, with the traceback as text, when a process died of anything else.
     """
     from dtrain import launch, preflight
+    from dtrain.metrics import records
 
-    launch.launch(lambda: preflight.load(recipe, overrides))
+    directory = launch.launch(lambda: preflight.load(recipe, overrides)).run.directory
+    measured: dict[str, int | float] = {}
+    for row in records.rows(directory / "metrics.jsonl"):
+        measured |= row
+    return RunResult(directory, measured)
 
 
 def __getattr__(name: str):

@@ -106,6 +106,7 @@ def check(recipe: Recipe, world_size: int) -> list[str]:
     problems += best_problems(recipe)
     problems += import_module("dtrain.eval_section").problems(recipe) if sets(recipe) else []
     problems += _few_bits(recipe)
+    problems += _rate(recipe)
     problems += _muon(recipe)
     problems += _dynamic(recipe)
     problems += _of_cuda(recipe)
@@ -204,6 +205,18 @@ def _kwargs(recipe: Recipe, holds: Mapping[str, Range], unknown: str) -> list[st
         elif not holds[key][0](value):
             problems.append(f"optimizer.kwargs.{key}={shown(value)} must be {holds[key][1]}")
     return problems
+
+
+def _rate(recipe: Recipe) -> list[str]:
+    """A rate of 0 trains nothing; muon has two, and the class's own arguments win."""
+    section = recipe.optimizer
+    others = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
+    if section.lr != 0 or others > 0 or "lr" in section.kwargs:
+        return []
+    return [
+        "optimizer.lr=0 trains nothing: set a rate, such as 1e-5 (2e-4 with lora). `dtrain eval` measures a model "
+        "without training; train.freeze keeps single parameters as they are"
+    ]
 
 
 def _muon(recipe: Recipe) -> list[str]:

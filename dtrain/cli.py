@@ -276,6 +276,9 @@ def _download(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from dtrain.checkpoint.hub import find_directory
+
+    find_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.rollout.generate import generate_text
 
     is_piped = arguments.prompt is None

@@ -10,6 +10,7 @@ from typing import Any
 Range = tuple[Callable[[Any], bool], str]
 """Whether a value will do, and what it must be, in the words of a recipe: null is Python's None."""
 
+LARGEST_REWARD = 1e30  # in size: sums of many, and of their squares, stay far from what a float cannot hold
 SMALLEST, LARGEST = 1e-10, 1e10  # of an option's size where it is not 0: float32 computes with it, and with its square
 
 

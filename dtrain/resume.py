@@ -25,7 +25,8 @@ from dtrain.checkpoint.rundir import MODELS, RunDirectory, guard
 from dtrain.checkpoint.safetensor_files import weight_files
 from dtrain.checkpoint.store import CheckpointStore, locate
 from dtrain.config.schema import Recipe
-from dtrain.data import Tokenizer, choose_template
+from dtrain.data import Rows, Tokenizer, choose_template
+from dtrain.data.sources import packs_by_itself
 from dtrain.errors import UserError
 from dtrain.json_files import read_json
 from dtrain.methods import Method
@@ -232,21 +233,28 @@ def refuse_other_base(start: Start, found: Mapping[str, str]) -> None:
         )
 
 
-def compare(recipe: Recipe, start: Start, found: Mapping[str, str], fingerprint: str) -> list[str]:
+def compare(recipe: Recipe, start: Start, found: Mapping[str, str], rows: Rows | None) -> list[str]:
     """What differs between the run that was saved at `start` and this one, a line each: its recipe, and what it reads
     (`found`). Raises UserError for differences that make another run of it, unless `checkpoint.allow_changes` names
-    them. Another place with the same content makes none. fingerprint: of the data, as saves without digests have it.
+    them. Another place with the same content makes none, nor does `data.packing=auto` in place of what it comes to.
+    rows: of data.train; None: not read, and not compared.
     """
     (_, state), lines = start.saved, []
     saved = state.get("identities")
     if saved is None:
         lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
-        saved, found = {"data.fingerprint": state["data_fingerprint"]}, {"data.fingerprint": fingerprint}
+        saved = {"data.fingerprint": state["data_fingerprint"]}
+        found = {} if rows is None else {"data.fingerprint": rows.fingerprint}
     known = {key for key, of in PLACES.items() if of in saved and saved[of] == found.get(of) and "identities" in state}
     differences = config.diff(state["recipe"], recipe)
     known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
     differences += [(key, saved[key], new) for key, new in found.items() if saved.get(key, new) != new]
+    of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
+    if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
+        automatic = None if rows is None else packs_by_itself(rows, facts_of(recipe).kind)
+        packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
+        known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
     return guard(differences, recipe.checkpoint.allow_changes, known) + lines
 
 

@@ -45,17 +45,17 @@ def _fewer(total: int, dp: int) -> int:
 def refuse_idle(recipe: Recipe, rows: Rows, steps: int) -> None:
     """Raise UserError for a run of `steps` steps that would train nothing, or next to nothing.
 
-    One whose learning rate stays at 0, or whose warm-up is longer than the run, is refused unless `optimizer.lr` is 0;
-    one of fewer than 5 steps, or whose warm-up takes them all, where its steps follow from `train.epochs`:
+    One whose learning rate stays at 0, or whose warm-up is longer than the run, is refused; one of fewer
+    than 5 steps, or whose warm-up takes them all, where its steps follow from `train.epochs`:
     `train.steps` asks for it by name.
     """
     warmup, asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
-    if steps == 1 <= warmup and recipe.optimizer.lr:
+    if steps == 1 <= warmup:
         raise UserError(
             f"the run has 1 step, and {_asked_for(recipe)} begins with a learning rate of 0: nothing would be trained; "
             "set scheduler.warmup_steps=0, or train longer"
         )
-    if warmup > steps and asked and recipe.optimizer.lr:
+    if warmup > steps and asked:
         raise UserError(_endless(recipe, steps, warmup))
     if asked:
         return

@@ -33,6 +33,7 @@ from dtrain.checkpoint.rundir import RunDirectory
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config.schema import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
+from dtrain.dry_run import rehearse
 from dtrain.errors import Interrupted, RecipeError, Stopped, Unavailable, UserError
 from dtrain.eval_sets import better
 from dtrain.methods import METHODS
@@ -109,6 +110,7 @@ class Trainer:
         self.metrics.hide = lambda text: config.hidden(text, recipe)
         stack.callback(self.metrics.close)
         self.tokenizer = Tokenizer.from_directory(recipe.model.directory)
+        self.ranks.first(lambda: rehearse(recipe, runtime.device.type, runtime.world_size))
         self.identities = resume.identities(recipe, self.tokenizer, self.ranks)
         model_config = read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
         self.rows = self._open_rows("train")
@@ -189,7 +191,7 @@ class Trainer:
         start = self.start
         changed = []
         if start.state is not None:
-            changed = resume.compare(self._asked, start, self.identities, self.rows.fingerprint)
+            changed = resume.compare(self._asked, start, self.identities, self.rows)
         if start.weights is not None:
             store, step = start.weights
             resume.refuse_other_adapter(self.recipe, self.policy.model, start)

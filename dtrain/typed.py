@@ -98,7 +98,7 @@ def _near(word: str, known: Collection[str]) -> str:
     near = nearest(word, known)
     theirs = nearest(word, [one for one in COMMANDS if one.isalpha()]) if near is None else None
     if theirs is not None:
-        return f"did you mean {theirs}? {COMMANDS[theirs].replace('{word}', theirs)}"
+        return COMMANDS[theirs].replace("{word}", theirs)
     return f"did you mean `dtrain {near}`?" if near else f"the commands are {', '.join(known)}"
 
 

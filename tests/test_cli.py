@@ -37,6 +37,7 @@ def test_ls_prints_names_first_and_can_be_cut_short(capsys):
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [name for name, _ in config.shipped()]
+    assert [line.split()[0] for line in lines[:6]] == ["sft", "dpo", "kto", "grpo", "distill", "reward"]
     assert all(len(line.split()) > 3 for line in lines)
     for command in ("ls", "cat sft"):
         done = subprocess.run(
@@ -111,6 +112,14 @@ def test_export_and_generate_answer_a_missing_directory(tmp_path, capsys):
     assert main(["export", str(tmp_path / "gone"), str(tmp_path / "out")]) == 1
     assert main(["generate", str(tmp_path / "gone"), "--prompt", "hello"]) == 1
     assert str(tmp_path / "gone") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_a_missing_directory_is_told_before_torch_is_loaded(tmp_path, command):
+    code = "import sys; from dtrain.cli import main\nassert main(sys.argv[1:]) == 1 and 'torch' not in sys.modules"
+    given = [sys.executable, "-c", code, command, str(tmp_path / "gone")]
+    done = subprocess.run(given, capture_output=True, text=True, check=True, input="")
+    assert "gone: no such directory" in done.stderr
 
 
 def test_env_tells_versions_and_devices(capsys):

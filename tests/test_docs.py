@@ -1,6 +1,7 @@
 """The Markdown pages: every command in them runs, links lead somewhere, keys exist, tables agree with the code."""
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -17,11 +18,11 @@ from dtrain.data import formats
 from dtrain.data.labelled import read_label
 from dtrain.data.preferences import normalise_pair
 from dtrain.data.prompts import normalise_prompt
-from dtrain.losses import policy_options, preference_options
+from dtrain.losses import policy_options, preference_options, token_options
 from dtrain.rollout.rewards import options as rewards
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
-from tools import coming_from, plan_recipes, recipe_reference
+from tools import coming_from, metrics_reference, plan_recipes, recipe_reference
 
 PAGES = [str(path) for path in all_pages()]
 PROMISED = (
@@ -30,6 +31,7 @@ PROMISED = (
     "recipes/README.md",
     "docs/gpus.md",
     "docs/coming-from.md",
+    "docs/metrics.md",
     "docs/recipe.md",
     *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
 )
@@ -57,8 +59,8 @@ def test_the_promised_pages_are_there_and_the_readme_leads_to_them():
 
 def test_the_pages_are_short():
     """Words outside of blocks and tables, of the pages that are written by hand and do not grow with time."""
-    written = [path for path in PAGES if path not in ("CHANGELOG.md", "docs/recipe.md", "docs/coming-from.md")]
-    counted = {path: words_of_prose(path) for path in written}
+    made = ("CHANGELOG.md", "docs/recipe.md", "docs/metrics.md", "docs/coming-from.md")
+    counted = {path: words_of_prose(path) for path in PAGES if path not in made}
     assert sum(counted.values()) <= 9000, counted
 
 
@@ -125,6 +127,11 @@ def is_key(key, of_entry, known):
     return key in known | OWN_NAMES or any(one.startswith(f"{key}.") for one in known)
 
 
+def test_the_reference_of_metrics_is_the_table_s():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert text == metrics_reference.reference(), "run tools/metrics_reference.py"
+
+
 def test_the_key_reference_is_the_schema_s():
     assert (ROOT / "docs" / "recipe.md").read_text() == recipe_reference.reference(), "run tools/recipe_reference.py"
     rows = [row for table in page("docs/recipe.md").tables for row in table]
@@ -181,6 +188,7 @@ def test_rows_that_are_shown_are_of_their_format():
 
 def test_the_tables_of_losses_and_rewards_are_the_code_s():
     tables = {table[0][0].strip("`"): table for table in page("dtrain/losses/README.md").tables}
+    assert first_words(tables["sft.loss"]) == set(token_options.LOSSES)
     assert first_words(tables["dpo.loss"]) | {"aot_pair"} == set(preference_options.LOSSES)
     assert first_words(tables["grpo.loss"]) == set(policy_options.LOSSES)
     options = dict(policy_options.SHARED)
@@ -231,6 +239,11 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     ("name", "table", "words"),
     [
         (
+            "focal",
+            token_options,
+            ["sft", "sft.loss=focal", "sft.kwargs.focus=1.5", "data.train.path=chat.jsonl"],
+        ),
+        (
             "zero_one",
             preference_options,
             ["dpo", "dpo.loss=zero_one", "dpo.kwargs.sharpness=1.5", "data.train.path=pairs.jsonl"],
@@ -243,9 +256,9 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
     ],
 )
 def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
-    import dtrain.methods.grpo  # and with it every module that has either table
 
-    home = dtrain.losses.pair_losses if table is preference_options else dtrain.losses.policy_losses
+    homes = {preference_options: "pair_losses", policy_options: "policy_losses", token_options: "token_losses"}
+    home = importlib.import_module(f"dtrain.losses.{homes[table]}")
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]
     (cells,) = [row for rows in shown.tables for row in rows if f'"{name}"' in row[-1]]
@@ -256,11 +269,18 @@ def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, mo
     for module in [one for one in sys.modules.values() if getattr(one, "LOSSES", None) is table.LOSSES]:
         monkeypatch.setattr(module, "LOSSES", whole)
     directory = Directory(tmp_path).fill(model, makes_recipe=False)
-    words = [*words, f"model.path={MODELS[0]}", "data.max_length=64", *TINY, *(TINY_GRPO if name == "soft" else ())]
+    words = [
+        *words,
+        "run.name=shown",
+        f"model.path={MODELS[0]}",
+        "data.max_length=64",
+        *TINY,
+        *(TINY_GRPO if name == "soft" else ()),
+    ]
     directory.expect(["run", *words])
     directory.expect(["validate", *words, words[2].replace("1.5", "much")], status=1)
-    rows = [json.loads(line) for line in (tmp_path / "runs" / words[0] / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 and (name == "soft" or 0 < rows[0]["loss"] < 1)
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "shown" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and (name != "zero_one" or 0 < rows[0]["loss"] < 1)
 
 
 TABLES = {"memory": "recipes/README.md", "gpus": "docs/gpus.md"}

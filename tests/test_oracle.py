@@ -17,10 +17,10 @@ transformers = pytest.importorskip("transformers")
 STEPS, ROWS, LR, DECAY = 10, 6, 5e-3, 0.1
 
 
-def by_hand(model, batches, dft=False):
-    """The trajectory [(loss, grad norm)] and final weights of transformers' model, whose parameters that require a
-    gradient are trained. A batch is a list of documents (input_ids, labels), labels shifted already; dft: each
-    token's loss is weighted by its own probability, as TRL 1.16 has it."""
+def by_hand(model, batches, dft=False, smoothing=0.0):
+    """The trajectory [(loss, grad norm, token accuracy)] and final weights of transformers' model, whose parameters
+    that require a gradient are trained. A batch is a list of documents (input_ids, labels), labels shifted already.
+    dft: each token's loss is weighted by its own probability, as TRL 1.16 has it."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
@@ -31,15 +31,18 @@ def by_hand(model, batches, dft=False):
     trajectory = []
     for documents in batches:
         count = sum(sum(label != -100 for label in labels) for _, labels in documents)
-        total = 0.0
+        total, correct = 0.0, 0
         for ids, labels in documents:
             logits = model(input_ids=torch.tensor([ids])).logits[0]
-            nll = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="none")
+            nll = torch.nn.functional.cross_entropy(
+                logits, torch.tensor(labels), reduction="none", label_smoothing=smoothing
+            )
+            correct += (logits.argmax(-1) == torch.tensor(labels)).sum().item()
             loss = (nll * nll.neg().exp().detach() if dft else nll).sum() / count
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        trajectory.append((total, norm.item()))
+        trajectory.append((total, norm.item(), correct / count))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -76,6 +79,11 @@ def test_ten_steps_equal_transformers(tmp_path, family, packing):
 
 def test_ten_steps_of_dft_equal_transformers(tmp_path):
     assert_equal(tmp_path, "llama", False, sft={"loss": "dft"})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_ten_steps_with_label_smoothing_equal_transformers(tmp_path, packing):
+    assert_equal(tmp_path, "gemma3", packing, sft={"label_smoothing": 0.1})
 
 
 FROZEN = {  # keys of `train`, and whether a parameter of that name is trained; qwen3's head is tied
@@ -132,10 +140,12 @@ def assert_equal(tmp_path, family, packing, section=None, trains=lambda name: Tr
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name))
     batches = packed_batches(recipe) if packing else padded_batches(path)
-    expected, weights = by_hand(model, batches, dft=bool(sections))
+    asked = recipe.sft
+    expected, weights = by_hand(model, batches, dft=asked.loss == "dft", smoothing=asked.label_smoothing)
     start = source.state_dict()
     run(recipe)
-    for (loss, norm, *_), (want, want_norm) in zip(trajectory(recipe), expected, strict=True):
+    for (loss, norm, *_, accuracy), (want, want_norm, want_accuracy) in zip(trajectory(recipe), expected, strict=True):
+        assert accuracy == want_accuracy
         assert abs(loss - want) <= 1e-5 * want
         assert abs(norm - want_norm) <= 1e-4 * want_norm
     exported = load_file(Path(recipe.run.dir) / "run" / "export" / "model.safetensors")

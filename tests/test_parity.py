@@ -75,7 +75,7 @@ def assert_parity(recipe, expected, expected_weights, loss=1e-9, norm=1e-9, weig
     found = trajectory(recipe)
     assert len(found) == len(expected)
     for step, (mine, right) in enumerate(zip(found, expected, strict=True), 1):
-        assert mine[2:] == right[2:], f"step {step}: lr and tokens"
+        assert mine[2:] == right[2:], f"step {step}: lr, tokens and token accuracy"
         assert distance(mine[0], right[0]) <= loss, f"step {step}: loss {mine[0]} for {right[0]}"
         assert distance(mine[1], right[1]) <= norm, f"step {step}: grad norm {mine[1]} for {right[1]}"
     held = weights(recipe)
@@ -144,6 +144,7 @@ VARIANTS = {
     ),
     "a length that no rank's share divides": ("cp4 ring", ["data.max_length=29"]),
     "DFT, at such a length": ("tp2+sp cp2", ["data.max_length=29", "sft.loss=dft"]),
+    "label smoothing, at such a length": ("dp2 tp2+sp cp2", ["data.max_length=29", "sft.label_smoothing=0.2"]),
 }  # fmt: skip
 
 

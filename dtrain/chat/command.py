@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
+    from dtrain.checkpoint.hub import find_directory
+
+    find_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.chat.terminal import talk
 
     talk(arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dtrain.checkpoint.model_directory import COMPANIONS, CONFIG, INDEX, SINGLE, indexed_files
 from dtrain.errors import UserError
+from dtrain.ranges import beside
 
 SHARDS = "model-*.safetensors"
 FETCHED = [CONFIG, *COMPANIONS, SINGLE, SHARDS, INDEX]
@@ -31,6 +32,19 @@ def id_of(directory: Path) -> str | None:
     repository = directory.absolute().parent.parent
     found = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
     return f"{found[1]}/{found[2]}" if found else None
+
+
+def find_directory(path: Path) -> Path:
+    """`path` where it is a directory, else the one in the cache of the model whose id it is. No network. Raises
+    UserError."""
+    if path.is_dir():
+        return path
+    name = str(path)
+    if (has_id := is_id(name)) and (directory := cached(name)) is not None:
+        return directory
+    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
+    takes = "give a model's directory, an adapter's, a run's or a step's"
+    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else beside(name)}")
 
 
 def cached(name: str, *, weights: bool = True) -> Path | None:

@@ -165,7 +165,6 @@ NOT_YET = by_word(
             "n_shot bench_dataset do_bench_eval"
         ),
         "NEFTune": "neftune_noise_alpha noisy_embedding_alpha",
-        "label smoothing in SFT": "label_smoothing_factor",
         "an end where the loss explodes; train.patience ends a run that gets no better": (
             "early_stopping_threshold loss_watchdog_threshold loss_watchdog_patience"
         ),

@@ -80,7 +80,7 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     if foreign := translate(given, made.model.path, method):
         problems.append("\n      ".join(foreign.answer().splitlines()))
     if made.run.name is None:
-        made.run.name = stem or made.method
+        made.run.name = _default_name(made, stem, given)
     for section, key in (path.split(".") for path in _PATHS):
         value = getattr(getattr(made, section), key, None)
         if value and re.match(r"\$\w", value):
@@ -96,6 +96,23 @@ def read(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -
     return loaded, [hidden(problem, loaded) for problem in problems]
 
 
+def _default_name(recipe: Recipe, stem: str | None, given: Mapping) -> str:
+    """`run.name` of a recipe without one: the stem of a file that names its model. A general recipe, to which the model
+    is given, trains many: the model's name comes first, so that two models are two runs."""
+    section = given.get("model")
+    names_model = isinstance(section, Mapping) and section.get("path") is not None
+    base, model = stem or recipe.method, recipe.model.path or ""
+    if stem is not None and names_model:
+        return stem
+    snapshot = re.search(r"models--[^/]+--([^/]+)/snapshots/", model)  # of the hub's cache
+    parts = [part for part in Path(model).parts if part != "export"]  # of a run: its name
+    name = snapshot[1] if snapshot else parts[-1] if parts else ""
+    words = [re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")]
+    if recipe.lora is not None and "lora" not in base:
+        words.append("lora" if recipe.lora.quantize == "none" else "qlora")
+    return "-".join([word for word in words if word] + [base])
+
+
 def recipes_dir() -> Path:
     """Where the shipped recipes lie: in the package of an installed wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -104,9 +121,16 @@ def recipes_dir() -> Path:
 
 
 def shipped() -> list[tuple[str, str]]:
-    """(name, first line of its header) of every shipped recipe, by name."""
+    """(name, first line of its header) of every shipped recipe: one for each method, the quickstart's, those of models
+    by name."""
+    general = get_args(get_type_hints(Recipe)["method"])
+
+    def place(path: Path) -> tuple[int, bool, str]:
+        rank = general.index(path.stem) if path.stem in general else len(general)
+        return rank, not path.stem.startswith("quickstart"), path.stem
+
     found = []
-    for path in sorted(recipes_dir().glob("*.yaml")):
+    for path in sorted(recipes_dir().glob("*.yaml"), key=place):
         if path.name in CLUSTERS:
             continue
         with path.open(encoding="utf-8") as file:

@@ -20,7 +20,9 @@ class Run:
     """`run`: where a run lives, and its seed."""
 
     name: str | None = None
-    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`)."""
+    """The run's directory under `dir`. null: the recipe's file stem (`my.yaml` → `my`). Where the file names no model,
+    the model's name comes before it: `sft` with Qwen/Qwen3-0.6B is `qwen3-0.6b-sft`, with `lora`
+    `qwen3-0.6b-lora-sft`."""
     dir: str = "runs"
     """The directory that holds the runs."""
     seed: int = 0
@@ -311,7 +313,8 @@ class Scheduler:
     """`scheduler`: the learning rate over the steps. It moves once per optimizer step."""
 
     name: str = "cosine"
-    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler."""
+    """constant | cosine | linear | wsd, or the import path of a torch LRScheduler. All four begin with the warm-up,
+    from a rate of 0. wsd then stays at lr, and falls over its last `decay_steps`."""
     warmup: int | float = 0.03
     """The learning rate rises over so many steps first: a share of all steps where it is below 1 (rounded down), a
     count where it is a whole number. Step s of w, from 0, uses lr·s ÷ w. An import path's class is made without it: its
@@ -394,8 +397,14 @@ class Metrics:
 class Sft:
     """`sft`: read by method sft."""
 
-    loss: Literal["nll", "dft"] = "nll"
-    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629)."""
+    loss: str = "nll"
+    """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). dtrain/losses/
+    token_options.py lists them."""
+    label_smoothing: float = 0.0
+    """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
+    validation loss has it too."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More options of the loss."""
 
 
 @dataclass

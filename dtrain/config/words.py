@@ -252,6 +252,7 @@ OURS = by_word(
         "metrics.plan: planned memory beside what was measured": "log_peak_memory_stats",
         "dpo.loss, grpo.loss or sft.loss": "loss_type",
         "sft.loss=dft": "use_dft_loss",
+        "sft.label_smoothing": "label_smoothing_factor",
         "dpo.loss": "pref_loss dpo_loss_type dpo_loss preference_loss",
         "dpo.loss_weights": "dpo_loss_weights",
         "dpo.beta": "pref_beta dpo_beta rl_beta kl_beta",

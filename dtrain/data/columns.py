@@ -106,10 +106,10 @@ def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
     if kind != "prompts" and (two := _two_replies(texts)):
         return (
             f". If {two[0]} and {two[1]} are two replies: name the better one chosen, the other rejected, row by row, "
-            "for method=dpo; for method=sft name the better one completion"
+            "for method=dpo or method=reward; for method=sft name the better one completion"
         )
     if kind == "pairs":
-        return ". dpo compares two replies: where a row has one, write the best and the worst of a prompt into one row"
+        return ". A pair is two replies: where a row has one, write the best and the worst of a prompt into one row"
     if talks:
         whole = any(message.get("role", message.get("from")) in _SPEAKING for message in chats[talks[0]])
         ours = "conversations" if "from" in chats[talks[0]][0] else "messages"

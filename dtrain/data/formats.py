@@ -142,8 +142,9 @@ def refuse_single(name: str, kind: str) -> str:
         wanted = "messages, prompt, question, instruction or prompt_ids"
         return f"rows of format {name} hold no prompt to answer; method=grpo needs {wanted}"
     return (
-        f"rows of format {name} are single examples, which method=sft trains on; method=dpo trains on preferences: "
-        f"give each row prompt, chosen and rejected, or {', '.join(PAIR_FORMATS['tokenized'])}"
+        f"rows of format {name} are single examples, which method=sft trains on; method=dpo, and method=reward with "
+        "reward.task=pairs, train on preferences: give each row prompt, chosen and rejected, or "
+        f"{', '.join(PAIR_FORMATS['tokenized'])}"
     )
 
 

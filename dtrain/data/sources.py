@@ -75,10 +75,16 @@ def open_rows(
         seed=seed,
         epochs=epochs if train else 1,
     )
-    if section.packing == "auto" and rows.packing and (packed := rows.rows_in_epoch(0)) < FEWEST_PACKED:
+    if section.packing == "auto" and not packs_by_itself(rows, kind):
+        packed = rows.rows_in_epoch(0)
         rows = replace(rows, packing=False)
         say(f"data.packing=auto: false, since packed the data has {packed} row{'s' * (packed != 1)} a pass")
     return rows
+
+
+def packs_by_itself(rows: Rows, kind: str) -> bool:
+    """Whether `data.packing=auto` packs these rows; completions to prompts always."""
+    return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= FEWEST_PACKED
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Each make and each step runs in a thread of a crew, and is given up where it han
 
 import importlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from dtrain.environments.crew import Crew, Missed
 from dtrain.errors import UserError
 from dtrain.ranges import is_number
-from dtrain.rollout.child import Outcome, attempt, shown
+from dtrain.rollout.child import Outcome, attempt, reward_of, shown
 
 
 class EnvironmentCalls:
@@ -108,10 +107,7 @@ def total(*earned: float | None) -> float | None:
 
 
 def _earned(environment: Any, earned: Any, done: bool) -> dict[str, Any]:
-    if earned is not None:
-        if isinstance(earned, str) or not hasattr(earned, "__float__") or math.isinf(float(earned)):
-            raise UserError(f"gave {shown(earned)}; a finite number or None is needed")
-        earned = None if math.isnan(float(earned)) else float(earned)
+    earned = reward_of(earned)
     parts = getattr(environment, "metrics", None)
     numbers = {str(name): one for name, one in parts.items()} if isinstance(parts, dict) else {}
     known = {name: float(one) for name, one in numbers.items() if is_number(one)}

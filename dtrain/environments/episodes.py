@@ -154,7 +154,11 @@ def run_episodes(
                 )
                 for one, completion in zip(live, drawn, strict=True)
             ]
-            return environments.step(turns, lambda place, seen: observations.encode(seen, drawn[place]))
+
+            def encode(place: int, seen: Observation) -> list[int]:
+                return observations.encode(seen, drawn[place], turns[place].room)
+
+            return environments.step(turns, encode)
 
         going_on = []
         for one, completion, reply in zip(live, drawn, first(answer), strict=True):

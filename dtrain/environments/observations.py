@@ -1,5 +1,6 @@
 """What an environment says, as tokens that stand behind what was sampled."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from dtrain.errors import UserError
 from dtrain.rollout.request import Completion
 
 Observation = str | Sequence[dict[str, Any]]
+
+# Of a text that is far too long its beginning is tokenised: so many characters for each id that is needed, and so many
+# ids more than needed, since those at the end, of 1024 characters or more, may be others where the text goes on.
+CHARACTERS, MARGIN = 8, 4096
 
 
 class Observations:
@@ -32,14 +37,29 @@ class Observations:
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
         return f"<think>{text}" if self._calls is not None and self._calls.thinks else text
 
-    def encode(self, observation: Observation, completion: Completion) -> list[int]:
-        """Ids that follow `completion`. Raises UserError as the template does."""
+    def encode(self, observation: Observation, completion: Completion, room: float = math.inf) -> list[int]:
+        """Ids that follow `completion`. Of an observation of more than `room` ids it may be the first ones alone, more
+        than `room`. Raises UserError as the template does."""
+        if self._template is not None:
+            messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+            text = self._behind_a_reply(self._template, messages)
+        elif isinstance(observation, str):
+            text = observation
+        else:
+            raise UserError("it observed messages: that needs a prompt of messages and a chat template")
+        length = CHARACTERS * (room + MARGIN)
+        while length < len(text):
+            ids = self._behind_a_completion(text[: int(length)], completion)
+            if len(ids) > room + MARGIN:
+                return ids[:-MARGIN]
+            length *= CHARACTERS
+        return self._behind_a_completion(text, completion)
+
+    def _behind_a_completion(self, text: str, completion: Completion) -> list[int]:
+        """Ids of `text`, without the end of the turn where the model has written it."""
+        ids = self._behind_a_word(text)
         if self._template is None:
-            if not isinstance(observation, str):
-                raise UserError("it observed messages: that needs a prompt of messages and a chat template")
-            return self._behind_a_word(observation)
-        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        ids = self._behind_a_word(self._behind_a_reply(self._template, messages))
+            return ids
         ends = set(self.tokenizer.eos_ids)
         has_ended = bool(completion.ids) and completion.ids[-1] in ends
         end = next((place for place, token in enumerate(ids) if token in ends), None)

@@ -118,6 +118,7 @@ class Environments(Worker):
                 self._add(failures, "end", answer)
                 replies[place] = EnvironmentReply(is_lost=True)
             else:
+                self._has_worked.add("end")
                 earned = total(replies[place].earned, value["earned"])
                 replies[place] = replace(replies[place], earned=earned, metrics=value["metrics"])
         self._judge_all(failures)

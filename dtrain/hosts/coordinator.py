@@ -28,6 +28,7 @@ from dtrain.addresses import is_loopback, plain
 MISSED_BEATS = 6  # in a row: lost
 SETTLE_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
+JOIN_SECONDS = 2 * CONNECT_SECONDS  # for the first line of a connection
 LONGEST_PROBLEM = 4000  # characters, of which JSON may make six bytes each
 
 OnLost = Callable[[str], None]
@@ -216,19 +217,21 @@ class Coordinator(threading.Thread):
 
     async def _run(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._serve, sock=self._listener, backlog=4096)
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, backlog=4096, start_serving=False)
+        await self._server.start_serving()
         while not self._over.is_set():
             try:
                 await asyncio.wait_for(self._over.wait(), self.lost_after / MISSED_BEATS)
             except TimeoutError:
                 self._beat()
-        server.close()
+        self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection from its first line to its last."""
         peer, rank = _Peer(writer), None
         try:
-            token, _, said = (await reader.readline()).decode(errors="replace").partition(" ")
+            line = await asyncio.wait_for(reader.readline(), JOIN_SECONDS)
+            token, _, said = line.decode(errors="replace").partition(" ")
             request = JoinRequest(*json.loads(said)) if token == self._token else None
             if request is None or not self._admit(peer, request):
                 return
@@ -263,7 +266,8 @@ class Coordinator(threading.Thread):
         return True
 
     def _respond(self) -> None:
-        """All have come."""
+        """All have come: whoever connects now is a stranger."""
+        self._server.close()
         reached = [plain(peer.writer.get_extra_info("sockname")[0]) for rank, peer in self._peers.items() if rank]
         outside = [address for address in reached if not is_loopback(address)]
         problem = "\n".join([*self._twice, *_problems(self._requests)])[:LONGEST_PROBLEM]

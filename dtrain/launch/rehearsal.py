@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain import eval_sets, metrics, models, resume, sizing
+from dtrain import eval_sets, metrics, resume, sizing
 from dtrain.checkpoint.files import refuse_unwritable
-from dtrain.checkpoint.huggingface import check_fit
 from dtrain.checkpoint.rundir import RunDirectory
-from dtrain.checkpoint.safetensor_files import WeightFiles, weight_files
+from dtrain.checkpoint.safetensor_files import weight_files
 from dtrain.checkpoint.store import CheckpointStore
 from dtrain.config import Recipe
 from dtrain.data import Cursor, Rows, Tokenizer, open_rows
 from dtrain.data.plain_prompts import describe
 from dtrain.data.sources import Look, looks
+from dtrain.dry_run import rehearse_model, rehearse_optimizer, rehearse_other_model
 from dtrain.errors import UserError, in_words
 from dtrain.json_files import loads
 from dtrain.launch.devices import choose_device, problems, start_device
@@ -40,20 +40,13 @@ from dtrain.methods.facts import REWARD_MODEL, facts_of
 from dtrain.models.layers import CausalLM
 from dtrain.models.read_config import read_config
 from dtrain.optim import (
-    NAMES,
     SCHEDULES,
-    WHOLE_PARAMETERS_ONLY,
-    build_optimizer,
     build_scheduler,
-    cannot_step_shards,
-    is_torchs,
 )
-from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.parallel.ranks import Ranks
 from dtrain.policy.build import choose_attention, choose_delta
 from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.saved import weights_of
-from dtrain.policy.trained import choose_trained
 from dtrain.preflight import has_urls, to_copy
 from dtrain.sizing import refuse_idle, settled
 
@@ -118,10 +111,10 @@ def rehearse(
             room = import_module("dtrain.evaluation.training")
             found.ask(room.read_set, recipe, one, tokenizer, trained_plain, found.notes.append)
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    model = found.ask(_model, recipe, precision, "model.path" not in awaited)
+    model = found.ask(partial(rehearse_model, recipe, precision, has_weights="model.path" not in awaited))
     for key, other in facts_of(recipe).other_models(recipe):
         if key not in awaited:
-            found.ask(_other_model, Path(other), key == REWARD_MODEL)
+            found.ask(partial(rehearse_other_model, Path(other), is_classifier=key == REWARD_MODEL))
     sized = found.ask(settled, recipe, rows["train"], world_size) if rows else recipe
     method = found.ask(METHODS[recipe.method], sized) if sized is not None else None
     if sized is None or method is None:
@@ -140,8 +133,7 @@ def rehearse(
         found.ask(choose_delta, sized, model_config, precision, device)
         found.ask(method.refuse_device, device)
     if model is not None:
-        is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-        _updates(sized, model, steps or 1000, world_size > 1 or is_mixed, found)
+        _updates(sized, model, steps or 1000, world_size, precision, found)
         found.ask(_start, recipe, run, tokenizer, method, model, rows, awaited)
     return found
 
@@ -252,36 +244,17 @@ def _rows(recipe: Recipe, tokenizer: Tokenizer, cache_dir: Path | None) -> dict[
     }
 
 
-def _model(recipe: Recipe, precision: Precision, has_weights: bool) -> CausalLM:
-    """The model on meta, as a rank builds it, once the headers of its weights fit it."""
-    config = read_config(recipe.model.directory, facts_of(recipe).labels(recipe))
-    model = models.build(config, dtype=precision.master, device="meta")
-    choose_trained(model, recipe, precision.compute)
-    if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
-        plan = find_plan(recipe.parallel.custom_plan, model)
-        styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
-    if recipe.model.init == "pretrained" and has_weights:
-        check_fit(model, WeightFiles(recipe.model.directory))
-    return model
-
-
-def _other_model(path: Path, is_classifier: bool) -> None:
-    check_fit(models.build(read_config(path, 0 if is_classifier else None), device="meta"), WeightFiles(path))
-
-
 def _steps(recipe: Recipe, method: Method, rows: Rows) -> int:
     steps = recipe.train.steps or method.steps_left(rows, Cursor(), {})
     refuse_idle(recipe, rows, steps)
     return steps
 
 
-def _updates(recipe: Recipe, model: CausalLM, steps: int, is_sharded: bool, found: Rehearsal) -> None:
+def _updates(
+    recipe: Recipe, model: CausalLM, steps: int, world_size: int, precision: Precision, found: Rehearsal
+) -> None:
     """The optimizer and its schedule, where no stranger's code is needed for them."""
-    optimizer: torch.optim.Optimizer | None = None
-    if recipe.optimizer.name in NAMES or is_torchs(recipe.optimizer.name):
-        optimizer = found.ask(build_optimizer, recipe.optimizer, model.named_parameters(), recipe.run.seed)
-        if is_sharded and isinstance(optimizer, WHOLE_PARAMETERS_ONLY):
-            found.problems.append(cannot_step_shards(recipe.optimizer.name))
+    optimizer = found.ask(rehearse_optimizer, recipe, model, world_size, precision)
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else [recipe.scheduler]
     if all(stage.name in SCHEDULES for stage in stages):
         optimizer = optimizer or torch.optim.SGD([torch.zeros(())], lr=recipe.optimizer.lr)
@@ -316,8 +289,7 @@ def _start(
     # A place whose content was not read may hold the same.
     unread = [key for key, of in resume.PLACES.items() if of not in known]
     allowed = replace(recipe.checkpoint, allow_changes=[*recipe.checkpoint.allow_changes, *unread])
-    fingerprint = rows["train"].fingerprint if rows else start.state["data_fingerprint"]
-    resume.compare(replace(recipe, checkpoint=allowed), start, known, fingerprint)
+    resume.compare(replace(recipe, checkpoint=allowed), start, known, rows.get("train"))
 
 
 def _weights(recipe: Recipe, model: CausalLM, start: resume.Start, known: dict[str, str]) -> None:

@@ -23,9 +23,9 @@ from dtrain.launch.rank import Train, run_in_place, told_to_all
 from dtrain.preflight import named_code, not_here, preflight, to_copy, together, with_local_model, with_small_files
 
 
-def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> None:
-    """Run `recipe`, or what it gives, to its end, in place or in processes of its own. `train` defaults to
-    `dtrain.trainer.train_checked`.
+def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) -> Recipe:
+    """Run `recipe`, or what it gives, to its end, in place or in processes of its own, and return it as it was run.
+    `train` defaults to `dtrain.trainer.train_checked`.
 
     Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM
     or SIGUSR1, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
@@ -40,6 +40,7 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None) ->
             raise
     with hiding(recipe):
         _start(recipe, place, train)
+    return recipe
 
 
 def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_size: int | None = None) -> list[str]:

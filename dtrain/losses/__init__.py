@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         reverse_kl,
     )
     from dtrain.losses.head_topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
-    from dtrain.losses.hidden import weighted_logprob_sum
+    from dtrain.losses.hidden import TokenSums, token_loss_sums, weighted_logprob_sum
     from dtrain.losses.policy_core import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
     from dtrain.losses.policy_losses import Documents, RowSequences
     from dtrain.losses.preference import (
@@ -106,7 +106,7 @@ _MODULES = {
     "losses.head_jsd": "jsd_sum_from_hidden_states",
     "losses.head_kl": "HeadInput KlSums forward_kl generalized_jsd kl_sum_from_hidden_states mixed_kl reverse_kl",
     "losses.head_topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
-    "losses.hidden": "weighted_logprob_sum",
+    "losses.hidden": "TokenSums token_loss_sums weighted_logprob_sum",
     "losses.policy_core": "Counts PolicySpec means policy_terms top_entropy_threshold",
     "losses.preference": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
     "preference_weights running_mean",

@@ -6,17 +6,19 @@ and no more memory than one tile of logits beside the two gradients.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dtrain.losses.token_losses import TokenLossFn
 from dtrain.losses.vocabulary import (
     WHOLE,
     Stats,
     VocabShard,
     add_product_,
     compute_dtype,
-    merge_over,
+    merge_with_likeliest,
     on_shard,
     pick,
     product,
@@ -105,6 +107,43 @@ class _WithGradient(torch.autograd.Function):
         return of_hidden, of_weight, None, None, None
 
 
+class TokenSums(NamedTuple):
+    """Sums over tokens, scalars in max(float32, the dtype). loss: with a gradient. correct: how many of the targets are
+    the likeliest token, of equally likely ones the one of the lowest id."""
+
+    loss: Tensor
+    correct: Tensor
+
+
+def token_loss_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    index: Tensor,
+    loss: TokenLossFn,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    shard: VocabShard | None = None,
+    rows_per_tile: int | None = None,
+) -> TokenSums:
+    """Σᵢ loss(log p[targets[i]]) over the tokens i, p = softmax(softcap(hidden[index[i]] · weightᵀ)), and how many of
+    the targets are the likeliest token.
+
+    loss: log-probabilities [t] to losses [t], each by its own log-probability alone; see `token_losses`.
+    label_smoothing: ε, from 0 to below 1: (1 − ε) of it, and ε of the mean of −log p over the vocabulary, the target
+    included (Szegedy et al., arXiv:1512.00567, section 7).
+
+    hidden, weight, targets, index, softcap, shard and rows_per_tile, and all that is said of gradients: as
+    `weighted_logprob_sum`. One all-gather of four numbers per row and tile, five with label_smoothing.
+    """
+    shard = shard or WHOLE
+    tokens = _tiled(hidden, weight, index, rows_per_tile, shard)
+    ones = torch.ones(index.shape, dtype=tokens.dtype, device=index.device)
+    total, correct = _token_sums(tokens, targets, ones, loss, label_smoothing, softcap, shard, counts=True)
+    return TokenSums(tokens.with_gradient(total), correct)
+
+
 def weighted_logprob_sum(
     hidden: Tensor,
     weight: Tensor,
@@ -115,15 +154,13 @@ def weighted_logprob_sum(
     softcap: float | None = None,
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
-    by_probability: bool = False,
 ) -> Tensor:
     """Σᵢ token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]], a scalar.
 
     hidden: [N, D] any float dtype; weight: [V, D], or with a shard [V/tp, D], of the
     same dtype; index [T] int64: the rows of `hidden` that have a
     target, each at most once; targets [T] int64 in [0, V); token_weights [T], constants (they get no gradient).
-    softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2). by_probability: each
-    weight is times the token's own probability, a constant too (DFT: Wu et al., arXiv:2508.05629, equation 9).
+    softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
 
     Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed
     in max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
@@ -135,23 +172,33 @@ def weighted_logprob_sum(
     shard no collective.
     """
     shard = shard or WHOLE
-    tokens = TiledSum(hidden, weight, index, rows_per_tile or tile_rows_of(weight, shard), compute_dtype(hidden.dtype))
+    tokens = _tiled(hidden, weight, index, rows_per_tile, shard)
     token_weights = token_weights.to(tokens.dtype)
-    return tokens.with_gradient(_weighted_logprob_sum(tokens, targets, token_weights, softcap, shard, by_probability))
+    total, _ = _token_sums(tokens, targets, token_weights, None, 0.0, softcap, shard, counts=False)
+    return tokens.with_gradient(total)
+
+
+def _tiled(hidden: Tensor, weight: Tensor, index: Tensor, rows_per_tile: int | None, shard: VocabShard) -> TiledSum:
+    rows = rows_per_tile or tile_rows_of(weight, shard)
+    return TiledSum(hidden, weight, index, rows, compute_dtype(hidden.dtype))
 
 
 @torch.no_grad()
-def _weighted_logprob_sum(
+def _token_sums(
     tokens: TiledSum,
     targets: Tensor,
     token_weights: Tensor,
+    loss: TokenLossFn | None,
+    smoothing: float,
     softcap: float | None,
     shard: VocabShard,
-    by_probability: bool,
-) -> Tensor:
+    *,
+    counts: bool,
+) -> tuple[Tensor, Tensor]:
+    """Σ token_weights · loss(log p) (None: log p itself), smoothed, and with `counts` the number of right targets."""
     total = torch.zeros((), dtype=tokens.dtype, device=targets.device)
+    correct = torch.zeros_like(total)
     for tile, rows in tokens.tiles():
-        scale = token_weights[tile, None]  # [t, 1]
         logits = product(rows, tokens.operand.t())  # [t, V/tp]
         cap_slope = None
         if softcap is not None:
@@ -159,23 +206,55 @@ def _weighted_logprob_sum(
             cap_slope = 1 - logits.square() if tokens.wants_gradient else None
             logits = logits.mul_(softcap)
         local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
-        target_logit = pick(logits, local_target, is_mine, tokens.dtype)
-        largest = logits.amax(-1) if logits.shape[1] else logits.new_full(logits.shape[:1], -float("inf"))
+        summed = pick(logits, local_target, is_mine, tokens.dtype).t()  # [1, t]
+        if smoothing:
+            summed = torch.cat([summed, logits.sum(-1)[None]])
+        largest, is_likeliest = _largest(logits, local_target, is_mine, counts)
         exponentials = logits.sub_(largest[:, None]).exp_()  # the logits' memory from here on
         part = exponentials.sum(-1)
         stats = Stats(largest, part.log())
-        whole, log_share, at_target, _ = merge_over(stats, logits.shape[1], shard.group, target_logit.t())
-        logprobs = at_target.squeeze(0) - whole.m - whole.l
-        if by_probability:
-            scale = scale * logprobs.exp()[:, None]
-        total += (scale.squeeze(1) * logprobs).sum()
+        whole, log_share, summed, vocabulary, is_likeliest = merge_with_likeliest(
+            stats, logits.shape[1], shard.group, summed, is_likeliest
+        )
+        logprobs = summed[0] - whole.m - whole.l
+        values, slope = (logprobs, None) if loss is None else _with_slope(loss, logprobs)
+        scale = token_weights[tile] if slope is None else token_weights[tile] * slope  # of the onehot
+        evenly = torch.zeros_like(scale)  # of what each id has alike
+        if smoothing:
+            values = (1 - smoothing) * values - smoothing * (summed[1] / vocabulary - whole.m - whole.l)
+            scale, evenly = (1 - smoothing) * scale, -smoothing * token_weights[tile]
+        total += (token_weights[tile] * values).sum()
+        if counts:
+            correct += is_likeliest.sum()
         if not tokens.wants_gradient:
             continue
-        # d(Σ w·logp)/dlogits = w·(onehot − softmax)
-        grad = exponentials.mul_(-scale * (log_share.exp() / part)[:, None])
+        # d(scale·logp + evenly·mean logp)/dlogits = scale·onehot + evenly/V − (scale + evenly)·softmax
+        grad = exponentials.mul_((-(scale + evenly) * log_share.exp() / part)[:, None])
+        if smoothing:
+            grad.add_((evenly / vocabulary)[:, None])
         if grad.shape[1]:
-            grad.scatter_add_(-1, local_target, scale * is_mine)
+            grad.scatter_add_(-1, local_target, scale[:, None] * is_mine)
         if cap_slope is not None:
             grad.mul_(cap_slope)
         tokens.add_gradient(grad, tile, rows)
-    return total
+    return total, correct
+
+
+def _largest(logits: Tensor, target: Tensor, is_mine: Tensor, counts: bool) -> tuple[Tensor, Tensor | None]:
+    """The largest of logits [t, v] and, with `counts`, 1 where that is the target's [1, t], of equal ones the first."""
+    if not logits.shape[1]:
+        none = logits.new_zeros(1, len(logits)) if counts else None
+        return logits.new_full(logits.shape[:1], -float("inf")), none
+    if not counts:
+        return logits.amax(-1), None
+    largest, likeliest = logits.max(-1)
+    return largest, ((likeliest == target.squeeze(1)) & is_mine.squeeze(1))[None].to(largest.dtype)
+
+
+@torch.enable_grad()
+def _with_slope(loss: TokenLossFn, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses of log-probabilities [t], and their derivatives by these."""
+    logprobs = logprobs.detach().requires_grad_()
+    values = loss(logprobs)
+    (slope,) = torch.autograd.grad(values.sum(), logprobs)
+    return values.detach(), slope

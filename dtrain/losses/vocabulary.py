@@ -209,13 +209,26 @@ def merge_over(
     ranks; the size of the vocabulary, a scalar on the device. Bit for bit the same on every rank. Without a group what
     it got.
     """
-    extra = stats.m.new_empty(0, *stats.m.shape) if extra is None else extra
+    return merge_with_likeliest(stats, columns, group, extra)[:4]
+
+
+def merge_with_likeliest(
+    stats: Stats, columns: int, group: Group, extra: Tensor | None = None, at_likeliest: Tensor | None = None
+) -> tuple[Stats, Tensor, Tensor, int | Tensor, Tensor]:
+    """As `merge_over`, and `at_likeliest` [j, ...] (None: j = 0) of the rank that holds the likeliest id of the whole
+    vocabulary, of equal ones the lowest: ranks hold ids in their order."""
+    none = stats.m.new_empty(0, *stats.m.shape)
+    extra, at_likeliest = none if extra is None else extra, none if at_likeliest is None else at_likeliest
     size = group_size(group)
     if size == 1:
-        return stats, torch.zeros_like(stats.m), extra, columns
-    own = stats.pack()
-    message = torch.cat([own.flatten(), extra.flatten(), own.new_full((1,), columns)])
+        return stats, torch.zeros_like(stats.m), extra, columns, at_likeliest
+    own, ends = stats.pack(), len(extra)
+    message = torch.cat([own.flatten(), extra.flatten(), at_likeliest.flatten(), own.new_full((1,), columns)])
     gathered = all_gather(message, 0, group).view(size, -1)
-    parts = gathered[:, :-1].view(size, len(own) + len(extra), *stats.m.shape)
-    whole, log_share = merge(Stats(*parts[:, : len(own)].unbind(1)))
-    return whole, log_share[group_rank(group)], parts[:, len(own) :].sum(0), gathered[:, -1].sum()
+    parts = gathered[:, :-1].view(size, len(own) + ends + len(at_likeliest), *stats.m.shape)
+    stats_of, extras, chosen = parts.split([len(own), ends, len(at_likeliest)], 1)
+    whole, log_share = merge(Stats(*stats_of.unbind(1)))
+    if len(at_likeliest):
+        holder = stats_of[:, 0].argmax(0).expand(1, *at_likeliest.shape)  # argmax: the first of equals
+        at_likeliest = chosen.gather(0, holder).squeeze(0)
+    return whole, log_share[group_rank(group)], extras.sum(0), gathered[:, -1].sum(), at_likeliest

@@ -14,6 +14,7 @@ from torch import Tensor
 from dtrain.config.schema import Grpo
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.rows import Placement
+from dtrain.errors import UserError
 from dtrain.losses.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.engine_interfaces import EpisodePlayer, RolloutEngine
 from dtrain.methods.rollout_buffer import Buffer, Sample
@@ -105,10 +106,12 @@ class Collector:
         self.ranks = Ranks()
         of_functions: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
         self.names = of_functions + (["reward_model"] if rates else [])
+        self._has_known_reward = False
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
-        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError, and
-        Interrupted where the run is asked to stop while completions are drawn."""
+        """The rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError, also
+        where no reward of the first one is known, and Interrupted where the run is asked to stop while completions are
+        drawn."""
         section, began = self.section, time.perf_counter()
         placements = self.rows.placements(cursor)
         size, wanted = section.group_size, section.prompts_per_step
@@ -124,6 +127,14 @@ class Collector:
             groups.add(asked, samples, *self._judge(asked, samples))
         if last is None:
             return None
+        if not self._has_known_reward and groups.rewards.isnan().all():
+            of = f" ({', '.join(self.names)})" if self.names else ""
+            raise UserError(
+                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None "
+                "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
+                "numbers, and None only for what they cannot judge"
+            )
+        self._has_known_reward = True
         following = list(islice(self.rows.placements(last.after), wanted))
         expected = self.asked(self.rows, following, self.rows.rows_before(last.after))
         self.engine.expect(self._requests(expected), version)

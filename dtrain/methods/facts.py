@@ -19,7 +19,7 @@ REWARD_MODEL = "grpo.reward_model.path"
 
 
 class Facts:
-    """Of a method without a section, a second model or rows of its own: supervised fine-tuning.
+    """Of a method without a section, a second model or rows of its own.
 
     kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
     of its section's keys, as `dtrain.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the
@@ -112,7 +112,7 @@ class Facts:
 
 SECTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "sft": "facts",
+        "sft": "sft_section",
         "dpo": "dpo_section",
         "kto": "kto_section",
         "grpo": "grpo_section",
@@ -121,11 +121,6 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Method -> the module of this package whose `facts` knows it, loaded when a recipe asks for the method."""
-
-
-def facts(recipe: Recipe | None = None) -> Facts:
-    """The facts of supervised fine-tuning."""
-    return Facts()
 
 
 def facts_of(recipe: Recipe) -> Facts:

@@ -131,7 +131,9 @@ def _rewards(recipe: Recipe) -> list[str]:
     section = recipe.grpo
     found = reward_problems(section.rewards)
     path = section.environment
-    rates = section.reward_model.path
+    rates, weight = section.reward_model.path, section.reward_model.weight
+    if not is_number(weight):
+        found.append(f"grpo.reward_model.weight={weight} must be a finite number{sizes_for(weight)}")
     if rates is not None and section.has_episodes:
         found.append(
             "grpo.reward_model rates a prompt and one completion, and grpo.environment, grpo.verifiers and grpo.tools "
@@ -298,7 +300,7 @@ def reward_problems(listed: Sequence[Reward]) -> list[str]:
     for index, reward in enumerate(listed):
         key, name = f"grpo.rewards[{index}]", reward.fn
         if not is_number(reward.weight):
-            found.append(f"{key}.weight={reward.weight} must be a finite number")
+            found.append(f"{key}.weight={reward.weight} must be a finite number{sizes_for(reward.weight)}")
         if not name:
             found.append(f"{key}.fn is missing: name a reward ({', '.join(rewards.REWARDS)}), or give an import path")
         elif name in rewards.REWARDS:

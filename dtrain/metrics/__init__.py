@@ -1,6 +1,7 @@
 """What a run writes down. Rank 0 alone writes. No torch before it is asked of a device.
 
-metrics   the rows of a run, their fields and order
+fields    the table of a row's fields: units, meanings, order
+metrics   the rows of a run
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
 progress  the terminal
 terminal  a stranger's words made harmless, small plots of curves

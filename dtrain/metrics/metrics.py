@@ -8,24 +8,9 @@ from typing import Any, TextIO
 
 from dtrain.errors import UserError
 from dtrain.json_files import loads
+from dtrain.metrics.fields import ROW_ORDER
 from dtrain.metrics.progress import Progress
 from dtrain.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
-
-# The order in which a row is written; other fields (a method's own) follow in the order they came.
-FIELDS = (
-    "step",
-    "epoch",
-    "loss",
-    "val_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "tokens_per_sec",
-    "mfu",
-    "mem_gib",
-    "step_time",
-    "data_time",
-)
 
 Number = int | float
 
@@ -143,7 +128,7 @@ class Recorder:
 
 def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
     given = {"step": step, **{name: value for name, value in fields.items() if value is not None}}
-    known = {name: given[name] for name in FIELDS if name in given}
+    known = {name: given[name] for name in ROW_ORDER if name in given}
     return known | given
 
 

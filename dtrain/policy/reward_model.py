@@ -20,6 +20,7 @@ from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import beside
+from dtrain.ranges import LARGEST_REWARD
 
 
 class RewardModel:
@@ -42,7 +43,8 @@ class RewardModel:
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
         """The scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages) with
         their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside the forwards'.
-        A text beyond the model's positions loses its beginning. Raises UserError as the template does."""
+        A text beyond the model's positions loses its beginning. Raises UserError as the template does, and for a score
+        that is NaN, or too large to compute with."""
         policy = self._policy
         mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
         rows = [_row(self._ids(prompts[index], completions[index])) for index in mine]
@@ -59,7 +61,14 @@ class RewardModel:
         give_weights_back(self.model)
         everyone, _ = policy.gather_over_dp(found)
         places = [one for rank in range(policy.mesh.dp_size) for one in range(rank, len(prompts), policy.mesh.dp_size)]
-        return torch.empty_like(everyone).index_copy(0, torch.tensor(places, dtype=torch.int64), everyone)
+        scores = torch.empty_like(everyone).index_copy(0, torch.tensor(places, dtype=torch.int64), everyone)
+        unusable = (~(scores.abs() <= LARGEST_REWARD)).nonzero()
+        if len(unusable):
+            raise UserError(
+                f"grpo.reward_model gave {scores[unusable[0]].item()} for a completion; a number of at most "
+                f"{LARGEST_REWARD:g} in size is needed: is it a reward model, and are its weights whole?"
+            )
+        return scores
 
     def _ids(self, prompt: Any, completion: str) -> list[int]:
         if isinstance(prompt, str):

@@ -16,15 +16,18 @@ from dtrain.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids,
 from dtrain.losses import (
     HeadInput,
     HeadLogprobs,
+    TokenSums,
     TrainingSamplingParams,
     VocabShard,
     filtered_logprobs_from_hidden_states,
     logprobs_from_hidden_states,
     need_top_k_or_top_p_filtering,
+    token_loss_sums,
     topk_logits_from_hidden_states,
     weighted_logprob_sum,
 )
 from dtrain.losses.policy_losses import Documents
+from dtrain.losses.token_losses import TokenLossFn
 from dtrain.losses.vocabulary import compute_dtype
 from dtrain.models.layers import CausalLM
 from dtrain.parallel.collectives import leave_region
@@ -76,11 +79,25 @@ class LogprobSource:
         """Which part of the vocabulary the head's weight is; None for all of it."""
         return self._shard
 
-    def weighted_sum(self, token_weights: Tensor | None = None, *, by_probability: bool = False) -> Tensor:
+    def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
+        """Sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log p(label),
+        which may be smoothed, and of labels that are the likeliest token. See `losses.token_loss_sums`."""
+        index = self._batch["label_index"]
+        return token_loss_sums(
+            self._hidden.flatten(0, 1),
+            self._head_weight,
+            self._batch["labels"].flatten().index_select(0, index),
+            index,
+            loss,
+            label_smoothing=label_smoothing,
+            softcap=self._softcap,
+            shard=self._shard,
+        )
+
+    def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
         """Σ token_weights · log p(label) over this rank's labelled positions, a scalar, the same on every tp rank.
 
-        token_weights: [B, S/cp], constants, not read where there is no label; None for ones. by_probability: times each
-        label's own p, a constant too.
+        token_weights: [B, S/cp], constants, not read where there is no label; None for ones.
         """
         index = self._batch["label_index"]
         weights = (
@@ -96,7 +113,6 @@ class LogprobSource:
             index,
             softcap=self._softcap,
             shard=self._shard,
-            by_probability=by_probability,
         )
 
     def logprobs(

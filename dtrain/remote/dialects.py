@@ -242,7 +242,7 @@ class Sglang:
             )
         finish = meta.get("finish_reason")
         finish = finish.get("type") if isinstance(finish, dict) else finish
-        ids, values = [int(one[1]) for one in drawn], [one[0] for one in drawn]
+        ids, values = [one[1] for one in drawn], [one[0] for one in drawn]
         return _completion(ids, values, finish, _version(meta.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
@@ -323,6 +323,8 @@ def _completion(ids: list[int], logprobs: list[float], finish: Any, version: int
         raise Unanswered(f"a completion that ended by {finish!r}, not by stop or length")
     if len(ids) != len(logprobs):
         raise UserError(f"a completion of {len(ids)} tokens has {len(logprobs)} logprobs")
+    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+        raise UserError("a completion has a token id that is no id")
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in logprobs):
         raise UserError("a completion has a logprob that is no number")
     return Completion(ids, [float(value) for value in logprobs], finish, version)

@@ -111,8 +111,8 @@ class HttpEngine:
     that fails is passed over for a while, the others go on. concurrency: calls under way at once, over all servers.
     samples_per_call: at most so many samples of a prompt in one call. start_timeout: seconds that the servers may take
     to come up. api_key_file: a file with the key that the servers want. routed: reads where the tokens went, which the
-    servers are then asked for with every completion, and once before, with a prompt of two tokens. say: gets a line
-    about each server that fails.
+    servers are then asked for with every completion, and once before, with a prompt of two tokens. vocab_size: what a
+    token's id must be below. say: gets a line about each server that fails.
 
     Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
     `ask_stop` says yes while they come up.
@@ -131,6 +131,7 @@ class HttpEngine:
         start_timeout: float = 300.0,
         api_key_file: str | Path | None = None,
         routed: "RoutedReader | None" = None,
+        vocab_size: int = 2**31,
         say: Callable[[str], None] = lambda line: None,
         ask_stop: AskStop | None = None,
     ):
@@ -139,7 +140,7 @@ class HttpEngine:
         if kind != "auto" and kind not in DIALECTS:
             raise UserError(f"kind={kind} is unknown; choose auto, {', '.join(DIALECTS)}")
         self.timeout, self.retries, self.concurrency, self.say = timeout, retries, concurrency, say
-        self.samples_per_call, self._routed = samples_per_call, routed
+        self.samples_per_call, self._routed, self._vocab_size = samples_per_call, routed, vocab_size
         self._changed = threading.Condition()
         self._closed = False
         key = read_key(api_key_file)
@@ -241,13 +242,27 @@ class HttpEngine:
         try:
             try:
                 answer = server.wire.ask(path, body | server.dialect.routed_asked, min(TRY_SECONDS, self.timeout))
-                completions = server.dialect.read(answer, requests)
+                completions = self._read(server, answer, requests)
             except Unanswered:
                 return
             self._with_routed(server, answer, requests, completions)
         except (Refused, Unanswered, UserError) as error:
             what = "grpo.router_replay=true needs servers that say which experts tokens go to"
             raise UserError(f"{server.wire.url}: {error}; {what}") from error
+
+    def _read(self, server: ServerClient, answer: Any, requests: Sequence[Request]) -> list[Completion]:
+        """Raises Unanswered and UserError."""
+        try:
+            completions = server.dialect.read(answer, requests)
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            shape = f"{type(error).__name__}: {error}"
+            raise Unanswered(f"an answer in another form than {server.dialect.name}'s ({shape})") from error
+        beyond = [one for completion in completions for one in completion.ids if one >= self._vocab_size]
+        if beyond:
+            raise UserError(
+                f"it drew the token {max(beyond)}, and the model has {self._vocab_size}: does it serve this very model?"
+            )
+        return completions
 
     def _with_routed(
         self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
@@ -341,7 +356,7 @@ class HttpEngine:
             if adapter is None or error.status != 404:
                 raise
             raise Unanswered(f"{error} (it had the adapter {adapter}): was it restarted?") from error
-        completions = self._with_routed(server, answer, requests, server.dialect.read(answer, requests))
+        completions = self._with_routed(server, answer, requests, self._read(server, answer, requests))
         if adapter is None or not server.dialect.names_versions:
             return completions
         return [replace(one, version=place.version) for one in completions]  # the name tells, not the base's version

@@ -49,6 +49,7 @@ class OverHttp:
                     start_timeout=section.start_timeout,
                     api_key_file=section.api_key_file,
                     routed=routed,
+                    vocab_size=policy.model.config.vocab_size,
                     say=run.metrics.say,
                     ask_stop=run.ask_stop,
                 )

@@ -4,13 +4,17 @@ import http.client
 import json
 import socket
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from dtrain.errors import UserError
 
 CONNECT_SECONDS = 10.0
+LARGEST = 1 << 32  # bytes of an answer; experts that are told for many long completions are some hundred MB
+AT_ONCE = 1 << 20  # bytes that are read at once
 # Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
@@ -46,7 +50,7 @@ class Wire:
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._live: set[http.client.HTTPConnection] = set()
+        self._live: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def ask(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
@@ -54,35 +58,65 @@ class Wire:
         in another form is its text. Raises Unanswered and Refused."""
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
-        with self._lock:
-            self._live.add(connection)
+        until = time.monotonic() + seconds
         try:
             connection.connect()
-            connection.sock.settimeout(seconds)
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.request(method, self._base + path, data, self._headers)
-            response = connection.getresponse()
-            raw = response.read()
-        except TimeoutError as error:
-            raise Unanswered(f"no answer within {seconds:.0f} s") from error
+            with self._cut_off(connection.sock, until):
+                connection.sock.settimeout(seconds)
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.request(method, self._base + path, data, self._headers)
+                response = connection.getresponse()
+                raw = _body(response)
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= until:
+                raise Unanswered(f"no answer within {seconds:.0f} s") from error
             raise Unanswered(_in_words(error)) from error
         finally:
-            with self._lock:
-                self._live.discard(connection)
             connection.close()
         return _read(response.status, raw, is_json)
 
     def hang_up(self) -> None:
         """End every call under way; they raise Unanswered."""
         with self._lock:
-            for connection in self._live:
-                if connection.sock is not None:
-                    with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+            for sock in self._live:
+                _shut_down(sock)
+
+    @contextmanager
+    def _cut_off(self, sock: socket.socket, until: float) -> Iterator[None]:
+        """Within the block `hang_up` ends what is sent and read, and so does the time: a socket's own timeout is for
+        each part that comes, and they may trickle."""
+        seconds = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        timer = threading.Timer(seconds, _shut_down, (sock,))
+        timer.daemon = True
+        timer.start()
+        with self._lock:
+            self._live.add(sock)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._live.discard(sock)
 
 
-def _read(status: int, raw: bytes, is_json: bool) -> Any:
+def _shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):  # it has ended
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _body(response: http.client.HTTPResponse) -> bytearray:
+    """Raises Unanswered for more than LARGEST bytes, and as `HTTPResponse.read`."""
+    raw = bytearray()
+    while part := response.read(AT_ONCE):
+        raw += part
+        if len(raw) > LARGEST:
+            raise Unanswered(f"an answer of more than {LARGEST >> 20} MiB")
+    if response.length:  # of what it said that it would send
+        raise http.client.IncompleteRead(bytes(raw), response.length)
+    return raw
+
+
+def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
     try:
         answer = json.loads(raw) if raw else {}
     except ValueError as error:

@@ -80,13 +80,13 @@ def _told(curve: Curve, better: Callable | None) -> str:
     if not known:
         return "no finite value"
     values = [value for _, value in known]
-    text = shown(values[-1])
+    text = f"last {shown(values[-1])}"
     if better is not None and len(known) > 1:
         best = better(values)
         step = next(step for step, value in known if value == best)
         text += f", {'lowest' if better is min else 'highest'} {shown(best)} at step {step:,.0f}"
     elif len(known) > 1 and min(values) < max(values):
-        text += f", {shown(min(values))} to {shown(max(values))}"
+        text += f", from {shown(min(values))} to {shown(max(values))}"
     broken = len(curve.values) - len(known)
     return text + (f"; {broken:,} not finite" if broken else "")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from dtrain.methods.facts import SECTIONS, Facts, facts_by_name
+from dtrain.metrics.fields import field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
 OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
@@ -24,32 +25,39 @@ class Chart:
     unit: str = ""
 
 
+def _alone(group: str, field: str, line: str = "training") -> Chart:
+    """A chart of one field, titled as the table of fields has it."""
+    known = field_of(field)
+    return Chart(group, known.title if known else field, ((field, line),), known.unit if known else "")
+
+
 _KNOWN = (
-    Chart(LEARNING, "Loss", (("loss", "training"),)),
-    Chart(LEARNING, "Reward", (("reward_mean", "training"),)),
-    Chart(LEARNING, "Accuracy", (("accuracy", "training"),)),
+    _alone(LEARNING, "loss"),
+    _alone(LEARNING, "token_accuracy"),
+    _alone(LEARNING, "reward_mean"),
+    _alone(LEARNING, "accuracy"),
     Chart(LEARNING, "Rewards of the pairs", (("rewards_chosen", "chosen"), ("rewards_rejected", "rejected"))),
-    Chart(LEARNING, "Reward margin", (("rewards_margin", "training"),)),
-    Chart(LEARNING, "Reward spread in a group", (("reward_std", "training"),)),
-    Chart(LEARNING, "Groups that are all alike", (("frac_zero_std", "training"),), "share"),
-    Chart(POLICY, "Completion length", (("completion_len", "training"),), "tokens"),
-    Chart(POLICY, "Completions cut off", (("truncated_frac", "training"),), "share"),
-    Chart(POLICY, "KL to the reference", (("kl", "training"),), "nats"),
-    Chart(POLICY, "Entropy", (("entropy", "training"),), "nats"),
+    _alone(LEARNING, "rewards_margin"),
+    _alone(LEARNING, "reward_std"),
+    _alone(LEARNING, "frac_zero_std"),
+    _alone(POLICY, "completion_len"),
+    _alone(POLICY, "truncated_frac"),
+    _alone(POLICY, "kl"),
+    _alone(POLICY, "entropy"),
     Chart(POLICY, "Clipped tokens", (("clip_frac", "all"), ("clip_low", "low"), ("clip_high", "high")), "share"),
-    Chart(POLICY, "Engine against trainer, KL", (("mismatch_kl", "training"),), "nats"),
-    Chart(OPTIMIZER, "Gradient norm", (("grad_norm", "training"),)),
-    Chart(OPTIMIZER, "Learning rate", (("lr", "training"),)),
-    Chart(SPEED, "Tokens per second", (("tokens_per_sec", "training"),), "tokens/s"),
-    Chart(SPEED, "Peak memory of rank 0", (("mem_gib", "measured"),), "GiB"),
+    _alone(POLICY, "mismatch_kl"),
+    _alone(OPTIMIZER, "grad_norm"),
+    _alone(OPTIMIZER, "lr"),
+    _alone(SPEED, "tokens_per_sec"),
+    _alone(SPEED, "mem_gib", "measured"),
     Chart(
         SPEED,
         "Time of a step",
         (("step_time", "step"), ("data_time", "data"), ("rollout_time", "rollout"), ("train_time", "training")),
         "s",
     ),
-    Chart(SPEED, "Model FLOPs utilisation", (("mfu", "training"),), "share"),
-    Chart(SPEED, "Tokens of a step", (("tokens", "training"),), "tokens"),
+    _alone(SPEED, "mfu"),
+    _alone(SPEED, "tokens"),
 )
 
 
@@ -81,7 +89,9 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
         else:
             base = field.removeprefix("val_")
             joined.setdefault((OTHER, base), []).append((field, "training" if base == field else "validation"))
-    found += [Chart(group, title, tuple(lines)) for (group, title), lines in joined.items()]
+    for (group, title), lines in joined.items():
+        known = field_of(title) if group == OTHER else None
+        found.append(Chart(group, known.title if known else title, tuple(lines), known.unit if known else ""))
     return sorted(found, key=lambda chart: GROUPS.index(chart.group))
 
 

@@ -260,8 +260,7 @@ def _figure(chart: dict, runs: Sequence[RunFiles]) -> str:
     told = []
     for one in chart["told"]:
         who = chip(one["run"], runs[one["run"]].name) if len(runs) > 1 else ""
-        what = f"{safe(one['name'])} " if len(names) > 1 else ""
-        told.append(f"<li>{who} {what}{safe(one['text'])}</li>")
+        told.append(f"<li>{who} {safe(one['name'])}: {safe(one['text'])}</li>")
     return (
         f'<figure id="{chart["id"]}"><h4>{safe(chart["title"])}{unit}</h4><ul class="key">{key}</ul>'
         f'<div class="plot" role="img" aria-label="{safe(chart["title"])}, as told below"></div>'

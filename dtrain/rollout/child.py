@@ -5,6 +5,7 @@ A call is (method, arguments), pickled. An answer is a line of JSON, and null co
 """
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ from typing import Any, TypedDict
 
 from dtrain.errors import UserError
 from dtrain.orphans import end_with
+from dtrain.ranges import LARGEST_REWARD
 
 LAST_LINES = 12  # of a traceback
 
@@ -42,6 +44,7 @@ def serve(parent: int, channel: int, service: Any) -> None:
     user's code may need the main one, for signals say."""
     end_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    own = os.getpid()
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     calls = connection.makefile("rb")
@@ -49,6 +52,8 @@ def serve(parent: int, channel: int, service: Any) -> None:
     def answer_one() -> None:
         method, arguments = pickle.load(calls)
         for answer in chain(getattr(service, method)(*arguments), [None]):
+            if os.getpid() != own:  # a process that the user's code forked and let go on: its answer is nobody's
+                os._exit(0)
             connection.sendall(json.dumps(answer).encode() + b"\n")
 
     def answer_all() -> None:
@@ -75,6 +80,24 @@ def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
     except BaseException as error:  # sys.exit in the user's code too: the process serves on, and the parent tells it
         lines = traceback.format_exc().strip().splitlines()
         return {"error": "\n".join(lines[-LAST_LINES:]), "kind": type(error).__qualname__}
+
+
+def reward_of(value: Any, of: str = "") -> float | None:
+    """A reward as a float, NaN as None. of: what it is given for, as the message says it. Raises UserError for what is
+    no number, infinite or above LARGEST_REWARD in size."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise UserError(f"gave {shown(value)}{of}; a finite number or None is needed")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number
+        number = math.inf
+    if math.isinf(number):
+        raise UserError(f"gave {number}{of}; a finite number or None is needed")
+    if abs(number) > LARGEST_REWARD:
+        raise UserError(f"gave {number}{of}; a number of at most {LARGEST_REWARD:g} in size, or None, is needed")
+    return None if math.isnan(number) else number
 
 
 def shown(value: Any) -> str:

@@ -23,7 +23,6 @@ from dtrain.models.adapter_config import linears
 from dtrain.models.layers import CausalLM
 from dtrain.models.nf4 import quantize_linears
 from dtrain.parallel.ranks import Ranks
-from dtrain.ranges import beside
 from dtrain.rollout.engine import Engine
 from dtrain.rollout.request import Request, SamplingParams
 
@@ -91,8 +90,7 @@ def load(
     """Model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in PEFT's
     layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's. Raises
     UserError, for a classifier too unless `classifiers`."""
-    if not directory.is_dir():
-        directory = _of_hub(str(directory))
+    directory = hub.find_directory(directory)
     directory = step_around(directory) or directory
     for candidate in (directory, directory / "export"):
         is_one = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
@@ -107,15 +105,6 @@ def load(
     store, step = locate(directory, Ranks(alone=True))
     source = store.directory.parent / "model"
     return _model_of(store, step, source, dtype, device), Tokenizer.from_directory(source)
-
-
-def _of_hub(name: str) -> Path:
-    """The directory in the hub's cache of model `name`. Raises UserError."""
-    if (is_id := hub.is_id(name)) and (found := hub.cached(name)) is not None:
-        return found
-    fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`" if is_id else beside(name)
-    takes = "give a model's directory, an adapter's, a run's or a step's"
-    raise UserError(f"{name}: no such directory; {takes}{fetched}")
 
 
 def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels: int | None) -> CausalLM:

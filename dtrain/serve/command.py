@@ -37,6 +37,9 @@ def _named(text: str) -> tuple[str, Path]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; its exit status."""
+    from dtrain.checkpoint.hub import find_directory
+
+    find_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.serve.start import serve_directory
 
     serve_directory(arguments, lambda line: print(line, flush=True))

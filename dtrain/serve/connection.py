@@ -55,8 +55,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, limits: Limits):
         self.is_open = self.is_answered = True
-        self._sock, self._limits = sock, limits
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self._limits = sock, limits
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = bytearray()
         self._head: RequestHead | None = None  # of the request that is under way, once it was understood
         self._unread = True  # whether bytes that nobody has taken may still come
@@ -129,21 +129,21 @@ class Connection:
     def is_gone(self) -> bool:
         """Whether the client has hung up."""
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0)) and self._sock.recv(1, socket.MSG_PEEK) == b""
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0)) and self.sock.recv(1, socket.MSG_PEEK) == b""
 
     def close(self) -> None:
         """Let the client read the last answer: where bytes of its own are left the system would drop it."""
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
+            self.sock.shutdown(socket.SHUT_WR)
             until = time.monotonic() + LINGER_SECONDS
             while self._unread:
                 self._buffer.clear()
                 self._receive(until, AT_ONCE)
 
     def _send(self, data: bytes) -> None:
-        self._sock.settimeout(self._limits.send_seconds)
-        self._sock.sendall(data)
+        self.sock.settimeout(self._limits.send_seconds)
+        self.sock.sendall(data)
 
     def _await(self, until: float, most: int) -> None:
         """More bytes of a request that has begun. Raises ApiError."""
@@ -156,8 +156,8 @@ class Connection:
 
     def _receive(self, until: float, most: int) -> None:
         """More bytes. Raises TimeoutError, and ConnectionError where the client has hung up."""
-        self._sock.settimeout(max(until - time.monotonic(), 0.001))
-        data = self._sock.recv(most) if time.monotonic() < until else None
+        self.sock.settimeout(max(until - time.monotonic(), 0.001))
+        data = self.sock.recv(most) if time.monotonic() < until else None
         if data is None:
             raise TimeoutError
         if not data:

@@ -67,15 +67,20 @@ class Gate:
         if head.length > most:
             raise ApiError(413, f"the body has {head.length} bytes, and at most {most} are taken")
 
+    def has_key(self, head: RequestHead) -> bool:
+        """Whether this server has a key, and the request shows it."""
+        if self.key is None:
+            return False
+        scheme, _, given = head.headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
+
     def _check_caller(self, head: RequestHead) -> None:
         if self.key is None:  # a page may lead its visitors' browsers here by a name of its own
             host = _HOST.fullmatch(head.headers.get("host", "localhost").lower())
             if host is None or host[1] not in self.hosts:
                 raise ApiError(403, f"the header Host must be one of {', '.join(sorted(self.hosts))}")
             return
-        scheme, _, given = head.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(), self.key.encode()) and scheme.lower() == "bearer"
-        if not is_right and head.path != "/health":
+        if not self.has_key(head) and head.path != "/health":
             raise ApiError(401, "the key is wrong or missing: send `Authorization: Bearer KEY`")
 
 

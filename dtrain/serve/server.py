@@ -25,6 +25,7 @@ from dtrain.serve.connection import Connection, Limits, RequestHead
 from dtrain.serve.fields import ApiError, read_object
 from dtrain.serve.protocol import Ask
 from dtrain.serve.routes import Service
+from dtrain.serve.slots import ConnectionSlots
 from dtrain.serve.updates import Updates
 from dtrain.serve.worker import Job
 
@@ -47,8 +48,8 @@ class HttpServer(socketserver.TCPServer):
         self._idle = threading.Condition()
         self._held = 0  # bytes of bodies that are being read
         self._reading = threading.Lock()  # of one body at a time: it may take many times its size
-        self._places = threading.Semaphore(self.limits.connections)
-        self._refusing = threading.Semaphore(REFUSING)
+        self._slots = ConnectionSlots(self.limits.connections, evicts=service.key is not None)
+        self._refusing = ConnectionSlots(REFUSING, evicts=False)
         self.address_family = socket.AF_INET if len(address) == 2 else socket.AF_INET6
         super().__init__(address, socketserver.BaseRequestHandler)  # never made: `process_request` answers
 
@@ -61,14 +62,14 @@ class HttpServer(socketserver.TCPServer):
             return self._idle.wait_for(lambda: self._answering == 0, seconds)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection, where there is a place for it."""
-        for places, act in ((self._places, self._converse), (self._refusing, self._refuse)):
-            if places.acquire(blocking=False):
-                threading.Thread(target=self._held_by, args=(request, places, act), name="http", daemon=True).start()
+        """A thread for the connection, where there is a slot for it."""
+        for slots, act in ((self._slots, self._converse), (self._refusing, self._refuse)):
+            if slots.take(request):
+                threading.Thread(target=self._held_by, args=(request, slots, act), name="http", daemon=True).start()
                 return
         self.shutdown_request(request)
 
-    def _held_by(self, request: socket.socket, places: threading.Semaphore, act: Callable[[Connection], None]) -> None:
+    def _held_by(self, request: socket.socket, slots: ConnectionSlots, act: Callable[[Connection], None]) -> None:
         try:
             connection = Connection(request, self.limits)
             act(connection)
@@ -76,8 +77,8 @@ class HttpServer(socketserver.TCPServer):
         except OSError:
             pass  # a connection that breaks is its client's affair
         finally:
+            slots.leave(request)
             self.shutdown_request(request)
-            places.release()
 
     def _refuse(self, connection: Connection) -> None:
         connection.refuse(ApiError(503, f"the server has {self.limits.connections} connections; come again later"))
@@ -112,6 +113,8 @@ class HttpServer(socketserver.TCPServer):
     def _answer(self, connection: Connection, head: RequestHead) -> None:
         service, path = self.service, head.path
         service.admit(head)
+        if service.has_key(head):
+            self._slots.keep(connection.sock)
         with self._holding(head.length):
             raw = connection.body(head)
             with self._reading if raw else nullcontext():

@@ -77,7 +77,7 @@ def test_one_run_s_adapter_is_where_another_begins(tmp_path, base):
     """The adapter alone is taken, on the same base; the new run's saves hold no more than it."""
     first = run(recipe_of(tmp_path, base, LORA, name="first"))
     second = recipe_of(
-        tmp_path, base, LORA, f"checkpoint.init_from={first.run.directory}", "optimizer.lr=0", name="two"
+        tmp_path, base, LORA, f"checkpoint.init_from={first.run.directory}", "optimizer.lr=1e-30", name="two"
     )
     run(second)
     before, after = weights(first, 8), weights(second, 8)

@@ -119,7 +119,12 @@ def test_a_table_is_found_by_what_the_reference_is(tmp_path):
     """Another run's start at the same path, of the same size and time, is another reference."""
     first = dpo(tmp_path, "checkpoint.every=3", "train.steps=3", name="first")
     run(first)
-    start = (f"checkpoint.init_from={tmp_path}/runs/first", "dpo.precompute=true", "optimizer.lr=0", "dpo.sft_weight=0")
+    start = (
+        f"checkpoint.init_from={tmp_path}/runs/first",
+        "dpo.precompute=true",
+        "optimizer.lr=1e-30",
+        "dpo.sft_weight=0",
+    )
     run(dpo(tmp_path, *start, name="one"))
     shutil.rmtree(tmp_path / "runs" / "first")
     run(dpo(tmp_path, "checkpoint.every=3", "train.steps=3", "run.seed=5", name="first"))

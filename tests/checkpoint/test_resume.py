@@ -227,7 +227,7 @@ def test_init_from_takes_the_weights_and_nothing_else(tmp_path, of):
     path = Path(first.run.dir) / "first"
     step, path = (10, path) if of == "a run" else (5, path / "checkpoints" / "step-5")
     shape = (f"checkpoint.init_from={path}", "run.seed=7", "checkpoint.every=1", "checkpoint.keep_last=null")
-    second = tiny_recipe(tmp_path, *shape, "optimizer.lr=0", "train.steps=2", name="second")
+    second = tiny_recipe(tmp_path, *shape, "optimizer.lr=1e-30", "train.steps=2", name="second")
     assert preflight(second, 1) == []
     run(second)
     expected = weights(first, step)
@@ -239,7 +239,7 @@ def test_init_from_takes_the_weights_and_nothing_else(tmp_path, of):
     assert [row["step"] for row in metrics(second)] == [1, 2]
     # Later it resumes from its own checkpoints, though the other run's are gone.
     shutil.rmtree(Path(first.run.dir) / "first")
-    run(tiny_recipe(tmp_path, *shape, "optimizer.lr=0", "train.steps=3", name="second"))
+    run(tiny_recipe(tmp_path, *shape, "optimizer.lr=1e-30", "train.steps=3", name="second"))
     assert [row["step"] for row in metrics(second)] == [1, 2, 3]
 
 

@@ -16,6 +16,9 @@ def problems(world_size, *overrides):
 def test_a_whole_recipe_has_no_problem():
     for world_size in (1, 2, 4, 16):
         assert problems(world_size) == []
+    assert problems(1, "sft.label_smoothing=0.1") == []
+    assert problems(1, "optimizer.name=muon", "optimizer.lr=0", "optimizer.adam_lr=1e-3") == []
+    assert problems(1, "optimizer.name=torch.optim.SGD", "optimizer.lr=0", "optimizer.kwargs={lr: 0.1}") == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
@@ -49,6 +52,16 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (4, ["parallel.dp_shard=3"], "set parallel.dp_shard=4 or -1, or launch.nproc=3"),
         (3, ["parallel.tp=2"], "= 2 does not divide 3 processes"),
         (1, ["parallel.dp_shard=0"], "parallel.dp_shard=0 must be at least 1, or -1"),
+        (1, ["optimizer.lr=0"], "optimizer.lr=0 trains nothing: set a rate, such as 1e-5"),
+        (1, ["optimizer.name=muon", "optimizer.lr=0"], "optimizer.lr=0 trains nothing"),
+        (1, ["sft.label_smoothing=1"], "sft.label_smoothing=1.0 must be from 0 to below 1"),
+        (
+            1,
+            ["sft.label_smoothing=0.1", "sft.loss=dft"],
+            "has no meaning for sft.loss=dft: leave it out, or set sft.loss",
+        ),
+        (1, ["sft.loss=ddft"], "sft.loss=ddft is no loss of tokens; did you mean dft?"),
+        (1, ["sft.kwargs.gamma=2"], "sft.kwargs.gamma is not read by nll; leave it out"),
         (1, ["train.epochs=1"], "train.steps=10 and train.epochs=1 exclude each other"),
         (1, ["train.steps=null"], "train.steps or train.epochs is missing"),
         (1, ["model.path=null"], "model.path is missing"),
@@ -89,6 +102,8 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=dpo", "dpo.beta=1e300"], "above 0, from 1e-10 to 1e+10 in size"),
         (1, ["method=dpo", "dpo.sft_weight=1e300"], "dpo.sft_weight=1e+300 must be"),
         (1, ["method=distill", "distill.temperature=1e-300"], "distill.temperature=1e-300 must be"),
+        (1, ["method=grpo", "grpo.reward_model={path: a, weight: .nan}"], "grpo.reward_model.weight=nan must be a fin"),
+        (1, ["method=grpo", "grpo.rewards=[{weight: 1e300}]"], "weight=1e+300 must be a finite number, from 1e-10"),
         (1, ["method=grpo", "grpo.rewards=[{weight: 2}]"], "grpo.rewards[0].fn is missing"),
         (1, ["method=grpo", "grpo.rewards=[{fn: math_exct}]"], "did you mean math_exact?"),
         (1, ["method=grpo", "grpo.engine=http"], "grpo.engine=http needs grpo.server.urls"),

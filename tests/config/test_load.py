@@ -131,15 +131,15 @@ def test_a_list_keeps_its_places_where_the_environment_is_silent(monkeypatch):
 
 
 def test_yaml_round_trip_and_diff():
-    recipe = config.load({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7"])
+    recipe = config.load({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7", "run.name=x"])
     assert config.load(yaml.safe_load(config.to_yaml(recipe))) == recipe
-    other = config.load({"model": {"path": "n"}, "train": {"steps": 3}}, ["optimizer.betas=[0.9,0.99]"])
+    other = config.load({"model": {"path": "n"}, "train": {"steps": 3}}, ["optimizer.betas=[0.9,0.99]", "run.name=x"])
     assert config.diff(config.to_yaml(recipe), other) == [
         ("model.path", "m", "n"),
         ("optimizer.lr", 2.5e-7, 1e-5),
         ("optimizer.betas", [0.9, 0.95], [0.9, 0.99]),
     ]
-    assert config.diff("model: {path: m}\ntrain: {steps: 3}\noptimizer: {lr: 2.5e-7}\nrun: {name: sft}", recipe) == []
+    assert config.diff("model: {path: m}\ntrain: {steps: 3}\noptimizer: {lr: 2.5e-7}\nrun: {name: x}", recipe) == []
 
 
 @pytest.mark.parametrize(
@@ -273,3 +273,24 @@ def test_a_number_where_text_belongs_stays_as_typed(tmp_path):
     assert config.load({}, ["train.steps=1e3"]).train.steps == 1000
     (tmp_path / "again.yaml").write_text(config.to_yaml(found))
     assert config.load(tmp_path / "again.yaml").run.name == "007"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "name"),
+    [
+        ("sft", ["model.path=Qwen/Qwen3-0.6B"], "qwen3-0.6b-sft"),
+        ("sft", ["model.path=/models/Qwen3 0.6B/", "lora={}"], "qwen3-0.6b-lora-sft"),
+        ("sft", ["model.path=Qwen/Qwen3-0.6B", "lora={quantize: nf4}"], "qwen3-0.6b-qlora-sft"),
+        ("dpo", ["model.path=runs/qwen3-0.6b-sft/export"], "qwen3-0.6b-sft-dpo"),
+        ("kto", ["model.path=/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de"], "qwen3-0.6b-kto"),
+        ("sft", [], "sft"),
+        ("sft", ["model.path=a/b", "run.name=mine"], "mine"),
+        ("qwen3-0.6b-lora-sft", ["model.path=/models/own"], "qwen3-0.6b-lora-sft"),
+        ({"method": "dpo", "model": {"path": "a/B"}, "lora": {}}, [], "b-lora-dpo"),
+    ],
+)
+def test_the_default_name_says_model_and_method(recipe, overrides, name):
+    """Two models given to one general recipe are two runs; the name depends on the recipe alone."""
+    loaded, problems = config.read(recipe, overrides)
+    assert problems == [] and loaded.run.name == name
+    assert config.read(recipe, overrides)[0].run.name == name

@@ -238,7 +238,27 @@ def test_resume_knows_the_rows_by_content(tmp_path):
     """Other names for the same content are said; for other content they are refused."""
     before, after = tiny_recipe(tmp_path), tiny_recipe(tmp_path, "data.train.columns={input_ids: tokens}")
     start = Begun(config.to_yaml(before), {"data.fingerprint": "same"})
-    lines = compare(after, start, {"data.fingerprint": "same"}, "")
+    lines = compare(after, start, {"data.fingerprint": "same"}, None)
     assert any("data.train.columns.input_ids: null -> tokens" in line for line in lines)
     with pytest.raises(UserError, match="data.train.columns.input_ids"):
-        compare(after, start, {"data.fingerprint": "other"}, "")
+        compare(after, start, {"data.fingerprint": "other"}, None)
+
+
+def test_packing_by_itself_is_no_other_packing(tmp_path):
+    """auto in place of what it comes to is told, and not refused; in place of the other it is refused."""
+    write_jsonl(tmp_path / "data.jsonl", [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 40)
+    for length, packs, other in ((8, "true", "false"), (32, "false", "true")):
+        given = [f"data.train.path={tmp_path / 'data.jsonl'}", f"data.max_length={length}"]
+        recipe = {one: tiny_recipe(tmp_path, *given, f"data.packing={one}") for one in ("auto", "true", "false")}
+        rows = {
+            one: open_rows(asked.data, tokenizer=Tokenizer.from_directory(asked.model.directory), cache_dir=tmp_path)
+            for one, asked in recipe.items()
+        }
+        for old, new in ((packs, "auto"), ("auto", packs)):
+            start = Begun(config.to_yaml(recipe[old]), {"data.fingerprint": "same"})
+            lines = compare(recipe[new], start, {"data.fingerprint": "same"}, rows[new])
+            assert [line.partition(":")[0] for line in lines] == ["data.packing"]
+        for old, new in ((other, "auto"), ("auto", other)):
+            start = Begun(config.to_yaml(recipe[old]), {"data.fingerprint": "same"})
+            with pytest.raises(UserError, match=r"data\.packing"):
+                compare(recipe[new], start, {"data.fingerprint": "same"}, rows[new])

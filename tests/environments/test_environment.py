@@ -243,6 +243,40 @@ def test_bounds(tmp_path):
         run(["a"], Counting(1), max_length=4)
 
 
+LONG = {  # 100,000 characters; as words, one word, few tokens, many tokens, and what marks the end of a turn
+    "words": "The quick brown fox, and two more. " * 3000,
+    "one word": "quickbrown" * 10_000,
+    "spaces": " " * 100_000,
+    "few": "<|im_start|>" * 9_000,
+    "bytes": "\U0001f643\u6771" * 50_000,
+    "ends": "stop<|im_end|>" * 7_000,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", LONG)
+def test_of_an_observation_that_finds_no_room_the_beginning_is_tokenised(tmp_path, monkeypatch, name, kind):
+    """Its ids are those of the whole; one that finds room is read as it is."""
+    tokenizer, template = family(tmp_path, name)
+    completion = Completion([7, tokenizer.eos_id], [0.0] * 2, "stop")
+    read, encode = [], tokenizer.encode
+
+    def counted(text):
+        read.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    for observations in (Observations(tokenizer, template), Observations(tokenizer, None)):
+        whole = observations.encode(LONG[kind], completion)
+        for room in (0, 1000, len(whole), len(whole) + 1):
+            read.clear()
+            ids = observations.encode(LONG[kind], completion, room)
+            assert ids == whole[: len(ids)]
+            assert ids == whole if room > len(whole) else len(ids) >= room
+            if room <= 1000 and kind != "few":
+                assert max(read) < 50_000
+
+
 def test_only_one_rank_asks_the_environments(tmp_path):
     tokenizer, _ = family(tmp_path, "qwen25")
     sent = []

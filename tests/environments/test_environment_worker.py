@@ -46,7 +46,8 @@ def act(what):
         raise RuntimeError("no luck")
     if what == "quit":
         sys.exit("leaving")
-    return {"word": "1.0", "infinite": float("inf"), "number": 3, "set": [{"role": "user", "content": {1}}]}.get(what)
+    messages = [{"role": "user", "content": {1}}]
+    return {"word": "1.0", "infinite": float("inf"), "large": 1e308, "number": 3, "set": messages}.get(what)
 
 class Told:
     '''Does what its completion says: "step ..", "observe ..", "done".'''
@@ -63,6 +64,10 @@ class Told:
     def observe(self):
         given = act(self.what)
         return f"{self.steps}" if given is None else given
+
+class Ends(Told):
+    def end(self):
+        return float("inf") if self.row["columns"].get("make") else 0.5
 
 def make(row, seed):
     given = act(row["columns"].get("make"))
@@ -256,6 +261,7 @@ FAILURES = {  # of a step; whether the process goes with it
     "quit": ("SystemExit: leaving", False),
     "word": ("step gave '1.0'; a finite number or None is needed", False),
     "infinite": ("step gave inf; a finite number or None is needed", False),
+    "large": ("step gave 1e+308; a number of at most 1e+30 in size, or None, is needed", False),
     "hang in c": ("their process took longer than 0.5 s (grpo.environment_timeout) in step", True),
     "exit": ("their process ended its process with status 7 in step", True),
     "kill": ("their process was killed by SIGKILL in step", True),
@@ -295,7 +301,7 @@ def test_whatever_happens_to_a_step_the_others_and_later_episodes_are_whole(mine
                 assert [list(reply.ids) for reply in later] == [[] if ends_process else ["2"]]
                 assert known(later) == [None if ends_process else 1.0]
             told = [text for text in said if words in text]
-            causes = {"infinite": 0}.get(failure, 1)  # of one kind with "word"
+            causes = {"infinite": 0, "large": 0}.get(failure, 1)  # of one kind with "word"
             assert len(said) == len(told) == causes, (failure, said)
             assert all(
                 re.search(rf"\nwhat [{lost}{lost + ends_process}] of 4 episodes earned is unknown$", text)
@@ -366,6 +372,18 @@ def test_what_cannot_be_loaded_or_found_is_said_at_once(mine):
     ):
         with pytest.raises(UserError, match=words):
             Environments(path)
+
+
+def test_an_end_that_fails_after_others_have_not_loses_its_episode_alone(mine):
+    said = []
+    with Environments("mine.Ends", say=said.append) as environments:
+        environments.make(rows(None, "infinite"))
+        full = [Turn(0, "a", False, 1), Turn(1, "a", False, 1)]
+        assert known(environments.step(full, lambda place, seen: [7])) == [1.5, None]
+        environments.make(rows("infinite"))
+        assert known(environments.step(full[:1], lambda place, seen: [7])) == [None]
+    (told,) = said
+    assert "end gave inf; a finite number" in told and "what 1 of 2 episodes" in told
 
 
 def pid(environments):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -458,6 +459,66 @@ def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
     (tmp_path / "other.json").write_text('{"tools": []}')
     with pytest.raises(UserError, match="other.json must be a list of tools"):
         tool_schemas([Tool(mcp=SERVER, schema="other.json")])
+
+
+HOSTILE = f"{sys.executable} {Path(__file__).with_name('mcp_hostile.py')}"
+MALFORMED = {  # what the tool is given: what the model reads
+    "list": "error: {} answered with a result that is a list, not an object",
+    "null": "error: {} answered with a result that is null, not an object",
+    "content": "error: {} answered with content that is a string, not a list",
+    "part": "error: {} answered with a part of the content that is a string, not an object",
+    "error": "error: {} answered with an error that is a string, not an object",
+    "neither": "error: {} answered with a result that is null, not an object",
+    "strange text": "{'a': 1}",
+    "no content": "",
+    "twice": "first",
+    "others first": "right",
+    "fine": "fine",
+}
+BREAKING = {  # what ends a server, with the calls under way and those after
+    "no UTF-8": "wrote a line that is not UTF-8",
+    "endless": "wrote a line of more than 16 MiB",
+    "silent": "closed its output",
+}
+
+
+@pytest.mark.processes
+def test_a_server_that_answers_against_the_protocol_fails_its_calls_alone():
+    server = mcp.ToolServer(HOSTILE)
+    try:
+        for text, said in MALFORMED.items():
+            assert server.answer("say", {"text": text}) == said.replace("{}", HOSTILE, 1), text
+    finally:
+        server.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("text", BREAKING)
+def test_a_server_that_nobody_can_read_is_ended_and_no_call_of_it_hangs(text):
+    server = mcp.ToolServer(HOSTILE)
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            under_way = threads.submit(server.answer, "say", {"text": "wait"})
+            broken = threads.submit(server.answer, "say", {"text": text})
+            for call in (under_way, broken):
+                with pytest.raises(mcp.ServerGone, match=BREAKING[text]):
+                    call.result(20)
+            with pytest.raises(mcp.ServerGone, match=BREAKING[text]):
+                threads.submit(server.answer, "say", {"text": "late"}).result(5)
+            server.ensure()
+            assert threads.submit(server.answer, "say", {"text": "a"}).result(5) == "a"
+        finally:
+            server.close()  # ends a call that hangs, so that the threads end
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("start, says", [
+    ("null", "a result that is null, not an object .initialize"), ("a list", "a result that is a list"),
+    ("pages", "more than 1000 pages"), ("tools", "no list of named tools"),
+])  # fmt: skip
+def test_a_server_that_starts_against_the_protocol(start, says):
+    with pytest.raises(UserError, match=says):
+        mcp.ToolServer(f"{HOSTILE} '{start}'").tools()
 
 
 @pytest.mark.turns(7)

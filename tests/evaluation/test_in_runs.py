@@ -334,7 +334,7 @@ def test_prompts_that_are_too_long_and_rewards_that_fail_end_the_run_before_its_
         run(tiny_recipe(tmp_path, *words, "eval.sampling.max_new_tokens=4", name="long"))
     fails = "eval.rewards=[{fn: tests.evaluation.test_in_runs.fails}]"
     late = tiny_recipe(tmp_path, *words, fails, "eval.limit=2", "eval.at_start=false", name="late")
-    with pytest.raises(UserError, match="reward fails failed"):
+    with pytest.raises(UserError, match=r"reward fails \(tests.evaluation.test_in_runs.fails\) failed"):
         run(late)
     assert not (late.run.directory / "metrics.jsonl").exists()
 

@@ -7,6 +7,7 @@ And how the ranks of a start agree on a name that no earlier start had.
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from dtrain import addresses
 from dtrain.errors import Stopped, UserError
-from dtrain.hosts import rendezvous
+from dtrain.hosts import coordinator, rendezvous
 from dtrain.hosts.coordinator import SETTLE_SECONDS, Coordinator, CoordinatorAddress, JoinRequest, Member, connect
 from dtrain.hosts.rendezvous import Callbacks
 from dtrain.launch.last_checkpoint import within
@@ -142,14 +143,34 @@ def test_a_rank_that_failed_and_waits_to_hear_why_has_not_died():
 
 
 def test_a_stranger_is_not_a_rank():
-    world = World(lost_after=1.2)
-    world.start(1, 2, 3)
+    world = World(lost_after=1.2, come=(1, 2))
     stranger = socket.create_connection(("127.0.0.1", world.address.port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert stranger.recv(100) == b""
     assert connect(replace(world.address, token="0" * 32), world.request(2)) is None
+    world.come(3)
+    world.start(1, 2, 3)
     time.sleep(1.5)
     assert world.told == {} and world.close() == [None] * 4
+
+
+def test_strangers_are_not_waited_for_and_find_nobody_once_all_have_come(monkeypatch):
+    monkeypatch.setattr(coordinator, "JOIN_SECONDS", 0.5)
+    world = World(come=(1, 2))
+    where = ("127.0.0.1", world.address.port)
+    silent, endless, old = (socket.create_connection(where, 5) for _ in range(3))
+    endless.sendall(b"x" * 100_000)  # a line without end
+    old.sendall(f'{"1e" * 16} [3, "b", 0, null]\n'.encode())  # of another start
+    for sock in (old, endless, silent):
+        with suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    assert world.coordinator.missing == [3]
+    world.come(3)
+    world.start(1, 2, 3)
+    assert world.members[3].wait(10)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(where, 5)
+    assert world.close() == [None] * 4 and world.told == {}
 
 
 def test_the_coordinator_is_found_by_the_address_that_leads_to_it():

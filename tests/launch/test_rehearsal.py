@@ -1,11 +1,14 @@
 """A rehearsal of a run that goes on: it passes what the run goes on with, and refuses what the run refuses."""
 
+import json
 import os
 
 import pytest
 
+import dtrain
 from dtrain import config
 from dtrain.checkpoint.rundir import RunDirectory
+from dtrain.config.saved import values_of
 from dtrain.errors import RecipeError, UserError
 from dtrain.launch import launch, validate
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -64,3 +67,38 @@ def test_devices_play_no_part_where_the_world_is_elsewhere(tmp_path):
     with pytest.raises(RecipeError, match="launch.device=cuda"):
         validate(recipe)
     assert validate(recipe, world_size=4)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_weights_that_do_not_fit_are_told_before_the_data_is_tokenised(tmp_path, nproc):
+    """As `validate` tells them, of the model and of a teacher; and so are settings that the optimizer refuses."""
+    model, other = (save_weights(write_model(tmp_path / name)) for name in ("m", "t"))
+    config_of_other = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config_of_other | {"intermediate_size": 40}))
+    shape = ("model.init=pretrained", f"launch.nproc={nproc}", "train.steps=4")
+    for overrides in (
+        [f"model.path={other}"],
+        [f"model.path={model}", "method=distill", f"distill.teacher={other}"],
+        [f"model.path={model}", "optimizer.name=torch.optim.Rprop", "optimizer.kwargs={etas: 1}"],
+    ):
+        recipe = tiny_recipe(tmp_path, *shape, *overrides)
+        with pytest.raises(RecipeError) as validated:
+            validate(recipe)
+        with pytest.raises(UserError) as told:
+            launch(recipe)
+        assert str(told.value) in str(validated.value)
+        assert not (tmp_path / "runs" / ".cache").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_run_returns_the_directory_and_the_last_metrics(tmp_path, nproc):
+    recipe = tiny_recipe(tmp_path, f"launch.nproc={nproc}", "train.steps=3", "checkpoint.every=3")
+    validation = [f"data.val.path={recipe.data.train.path}", "train.validate_every=2"]
+    result = dtrain.run(values_of(recipe), validation)
+    assert result.directory == recipe.run.directory and (result.directory / "checkpoints" / "step-3").is_dir()
+    rows = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert result.metrics["step"] == 3 and result.metrics["loss"] == rows[-2]["loss"]
+    assert result.metrics["val_loss"] == rows[-1]["val_loss"]
+    assert dtrain.run(values_of(recipe), validation).metrics == result.metrics

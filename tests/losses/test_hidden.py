@@ -5,20 +5,21 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
+from transformers.trainer_pt_utils import LabelSmoother
 
-from dtrain.losses import weighted_logprob_sum
+from dtrain.losses import token_loss_sums, token_losses, weighted_logprob_sum
 from dtrain.losses.vocabulary import VocabShard
 from tests.world import run_world
 
 
-def dense(hidden, weight, targets, token_weights, index, softcap, by_probability=False):
+def dense(hidden, weight, targets, token_weights, index, softcap):
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     logits = hidden[index] @ weight.T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    p = logprobs.exp().detach() if by_probability else 1
-    total = (p * logprobs * token_weights.double()).sum()
+    total = (logprobs * token_weights.double()).sum()
     total.backward()
     return total.detach(), hidden.grad, weight.grad
 
@@ -44,18 +45,107 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, t
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows_per_tile", [1, 5, 17, 100, None])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("by_probability", [False, True])
-def test_value_and_gradients_equal_dense_float64(dtype, rows_per_tile, softcap, by_probability):
-    given, options = inputs(dtype), {"softcap": softcap, "by_probability": by_probability}
+def test_value_and_gradients_equal_dense_float64(dtype, rows_per_tile, softcap):
+    given = inputs(dtype)
     hidden, weight = given[:2]
-    total = weighted_logprob_sum(*given, rows_per_tile=rows_per_tile, **options)
+    total = weighted_logprob_sum(*given, rows_per_tile=rows_per_tile, softcap=softcap)
     (3.0 * total).backward()
-    expected, hidden_grad, weight_grad = dense(*given, **options)
+    expected, hidden_grad, weight_grad = dense(*given, softcap=softcap)
     assert total.dtype == torch.promote_types(dtype, torch.float32)
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     assert relative_error(total.detach(), expected) < TOLERANCES[dtype]
     assert relative_error(hidden.grad, 3 * hidden_grad) < TOLERANCES[dtype]
     assert relative_error(weight.grad, 3 * weight_grad) < TOLERANCES[dtype]
+
+
+# Names of losses, and label smoothing.
+KINDS = [("nll", 0.0), ("dft", 0.0), ("nll", 0.1), ("nll", 0.75)]
+
+
+def dense_loss(hidden, weight, targets, index, name, smoothing, softcap=None):
+    """By torch.nn.functional.cross_entropy on whole logits, which smooths by itself."""
+    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logits = hidden[index] @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+    if name == "dft":
+        losses = losses * logits.softmax(-1).gather(1, targets[:, None])[:, 0].detach()
+    losses.sum().backward()
+    return losses.sum().detach(), (logits.argmax(-1) == targets).sum(), hidden.grad, weight.grad
+
+
+def likely(given):
+    """The inputs, of which about half the targets are the likeliest token."""
+    hidden, weight, targets, _, index = given
+    best = (hidden.detach()[index].double() @ weight.detach().double().T).argmax(-1)
+    return hidden, weight, torch.where(torch.arange(len(targets)) % 2 == 0, best, targets), index
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rows_per_tile", [1, 5, None])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name, smoothing", KINDS)
+def test_losses_of_tokens_equal_dense_float64(dtype, rows_per_tile, softcap, name, smoothing):
+    given = likely(inputs(dtype))
+    hidden, weight = given[:2]
+    options = {"label_smoothing": smoothing, "softcap": softcap, "rows_per_tile": rows_per_tile}
+    total, correct = token_loss_sums(*given, getattr(token_losses, name), **options)
+    (3.0 * total).backward()
+    expected, right, hidden_grad, weight_grad = dense_loss(*given, name, smoothing, softcap)
+    assert total.dtype == torch.promote_types(dtype, torch.float32) and not correct.requires_grad
+    assert correct.item() == right.item() >= len(given[2]) // 2
+    assert relative_error(total.detach(), expected) < TOLERANCES[dtype]
+    assert relative_error(hidden.grad, 3 * hidden_grad) < TOLERANCES[dtype]
+    assert relative_error(weight.grad, 3 * weight_grad) < TOLERANCES[dtype]
+
+
+def test_label_smoothing_is_that_of_transformers():
+    """Its LabelSmoother divides by the trained tokens; one of its sums is in float32."""
+    hidden, weight, targets, index = likely(inputs(torch.float64))
+    logits = (hidden[index] @ weight.T)[None]
+    expected = LabelSmoother(epsilon=0.1)({"logits": logits}, targets[None])
+    total, _ = token_loss_sums(hidden, weight, targets, index, token_losses.nll, label_smoothing=0.1)
+    assert relative_error(total.detach() / len(index), expected.detach()) < 1e-7
+
+
+def test_of_equally_likely_tokens_the_first_counts():
+    """As argmax has it: of a head of zeros nothing but token 0 is right."""
+    hidden, weight, _, _, index = inputs(torch.float64)
+    targets = torch.arange(len(index)) % 3
+    _, correct = token_loss_sums(hidden, weight.detach() * 0, targets, index, token_losses.nll)
+    assert correct.item() == (targets == 0).sum()
+
+
+@pytest.mark.parametrize("name, smoothing", KINDS)
+def test_losses_of_tokens_over_uneven_vocabulary_shards(name, smoothing):
+    given = likely(inputs(torch.float64))
+    run_world(sharded_token_loss, 4, [t.detach() for t in given], [0, 20, 37, 37, 37], name, smoothing)
+
+
+def sharded_token_loss(rank, given, bounds, name, smoothing):
+    """The last two shards are empty. The second time logits are small whole numbers, so that maxima are shared."""
+    targets, index = given[2:]
+    for hidden, weight in (given[:2], [one.round() for one in given[:2]]):
+        expected, right, hidden_grad, weight_grad = dense_loss(hidden, weight, targets, index, name, smoothing)
+        hidden = hidden.clone().requires_grad_()
+        part = weight[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
+        total, correct = token_loss_sums(
+            hidden,
+            part,
+            targets,
+            index,
+            getattr(token_losses, name),
+            label_smoothing=smoothing,
+            shard=VocabShard(bounds[rank], dist.group.WORLD),
+            rows_per_tile=5,
+        )
+        total.backward()
+        dist.all_reduce(hidden.grad)
+        assert correct.item() == right.item()
+        torch.testing.assert_close(total.detach(), expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(hidden.grad, hidden_grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(part.grad, weight_grad[bounds[rank] : bounds[rank + 1]], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -129,7 +219,7 @@ def test_used_twice_in_one_graph_sums_gradients():
     assert relative_error(weight.grad, weight_grad) < 1e-12
 
 
-def by_tiles_of_its_own_choice(rank, bounds, tokens, told, by_probability):
+def by_tiles_of_its_own_choice(rank, bounds, tokens, told):
     """Relative errors of value, hidden's and weight's gradients of a vocabulary cut at `bounds`."""
     hidden, weight, targets, token_weights, _ = inputs(torch.float64, tokens, 2, bounds[-1], tokens)
     index = torch.arange(tokens)
@@ -137,12 +227,10 @@ def by_tiles_of_its_own_choice(rank, bounds, tokens, told, by_probability):
     mine = weight[part].detach().clone().requires_grad_()
     largest = max(end - start for start, end in pairwise(bounds))
     shard = VocabShard(bounds[rank], dist.group.WORLD, largest if told else None)
-    total = weighted_logprob_sum(
-        hidden, mine, targets, token_weights, index, shard=shard, by_probability=by_probability
-    )
+    total = weighted_logprob_sum(hidden, mine, targets, token_weights, index, shard=shard)
     total.backward()
     dist.all_reduce(hidden.grad)
-    value, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, None, by_probability)
+    value, hidden_grad, weight_grad = dense(hidden, weight, targets, token_weights, index, None)
     pairs = [(total.detach(), value), (hidden.grad, hidden_grad), (mine.grad, weight_grad[part])]
     return [relative_error(found, right) for found, right in pairs if right.numel()]
 
@@ -152,5 +240,5 @@ def by_tiles_of_its_own_choice(rank, bounds, tokens, told, by_probability):
 def test_uneven_shards_take_the_same_tiles(bounds, told):
     """By its own rows, 44 or 43, a rank would send tiles of 47662 or 48770 tokens; of none, it would have no size."""
     tokens = 50_000 if bounds[1] == 44 else 8_000
-    for errors in run_world(by_tiles_of_its_own_choice, 3, bounds, tokens, told, not told):
+    for errors in run_world(by_tiles_of_its_own_choice, 3, bounds, tokens, told):
         assert max(errors) <= 1e-11

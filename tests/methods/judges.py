@@ -21,6 +21,27 @@ def silent(completions):
     return [None] * len(completions)
 
 
+class FallsSilent:
+    """An opinion on the first rollout alone."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, completion_ids):
+        self.calls += 1
+        return even(completion_ids) if self.calls == 1 else silent(completion_ids)
+
+
+def not_a_number(completions):
+    """What a division of zero by zero gives, as a library would."""
+    return [float("nan")] * len(completions)
+
+
+def of_messages(completions):
+    """As TRL hands conversations over: lists of messages."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
 class Asks:
     """Two or three turns, by the environment's seed: each earns the share of even words, and a word is given back."""
 

@@ -467,8 +467,26 @@ def test_whether_the_reference_moves_cannot_change(tmp_path):
 
 
 def test_a_rollout_without_a_known_reward_is_told_and_trains_nothing(tmp_path, capfd):
-    fixed = ("grpo.rewards=[{fn: tests.methods.judges.silent}]", "optimizer.weight_decay=0", "train.steps=3")
+    fixed = ("grpo.rewards=[{fn: tests.methods.judges.FallsSilent}]", "optimizer.weight_decay=0", "train.steps=4")
     recipe = run(tiny_grpo(tmp_path, *fixed, "grpo.beta=0.1"), 2)
-    assert "".join(capfd.readouterr()).count("step 1 teaches nothing: none of its rewards is known") == 1
-    assert all((row["loss"], row["grad_norm"]) == (0, 0) for row in rows_of(recipe))
-    assert all(row["reward"] is None for row in lines(recipe, "samples"))
+    assert "".join(capfd.readouterr()).count("step 3 teaches nothing: none of its rewards is known") == 1
+    assert [(row["loss"], row["grad_norm"]) == (0, 0) for row in rows_of(recipe)] == [False, False, True, True]
+    assert [row["reward"] is None for row in lines(recipe, "samples")] == [False] * 16 + [True] * 16
+
+
+@pytest.mark.parametrize("name", ["silent", "not_a_number"])
+def test_a_run_whose_first_rewards_are_all_unknown_ends_with_an_error(tmp_path, name):
+    recipe = tiny_grpo(tmp_path, f"grpo.rewards=[{{fn: tests.methods.judges.{name}}}]", "train.steps=3")
+    with pytest.raises(UserError, match=rf"none of the first rollout's 16 completions has a known reward \({name}\)"):
+        run(recipe)
+    assert not (recipe.run.directory / "metrics.jsonl").exists()
+
+
+def test_a_reward_that_takes_completions_for_messages_is_told_by_its_name(tmp_path):
+    recipe = tiny_grpo(tmp_path, "grpo.rewards=[{fn: tests.methods.judges.of_messages}]", "train.steps=4")
+    with pytest.raises(UserError) as raised:
+        run(recipe)
+    text = str(raised.value)
+    assert text.startswith("reward of_messages (tests.methods.judges.of_messages) failed:\n")
+    assert "completions are strings" in text
+    assert "TypeError: string indices must be integers" in text

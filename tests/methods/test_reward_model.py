@@ -117,6 +117,19 @@ def test_another_template_of_it_is_told_at_a_resume(tmp_path):
         run(recipe_at(tmp_path, "checkpoint.every=2", "checkpoint.resume=auto"))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("weight", [1e308, float("nan")])
+def test_scores_that_are_no_numbers_end_the_run_in_a_line(tmp_path, world_size, weight):
+    directory, made = reward_model(tmp_path)
+    with torch.no_grad():
+        made.score.weight.fill_(weight)
+    made.save_pretrained(directory)
+    with pytest.raises(
+        (UserError, AssertionError), match=r"grpo.reward_model gave \S+ for a completion; a number of at most"
+    ):
+        run(recipe_at(tmp_path, name="run"), world_size)
+
+
 def test_its_weights_are_planned(tmp_path):
     _, made = reward_model(tmp_path)
     with_it = make_plan(recipe_at(tmp_path), 2, GPUS["h100"])

@@ -1,11 +1,10 @@
 """`LogprobSource.logprobs` inside the model's forward on a mesh: loss, norm and entropy of one process, any mesh."""
 
-from functools import partial
-
 import pytest
 
 from dtrain.batch import IGNORE, collate
 from dtrain.config import sizes
+from dtrain.config.schema import Recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -35,7 +34,7 @@ def two_steps(rank, recipe, world_size, loss_fn):
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
-    loss_fn = partial(SftMethod.loss, None) if loss_fn == "sft" else loss_fn
+    loss_fn = SftMethod(Recipe()).loss if loss_fn == "sft" else loss_fn
     made = rows(4 * derived.dp)[mesh.dp_rank :: derived.dp] if derived.dp > 1 else rows(4)
     results = [policy.train(collate(made), loss_fn) for _ in range(2)]
     return [(result["global_loss"].tolist(), result["grad_norm"]) for result in results]

@@ -2,13 +2,13 @@
 give the loss and the norm of one process, or every rank says what is wrong."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
 
 from dtrain.batch import collate
 from dtrain.config import sizes
+from dtrain.config.schema import Recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -79,7 +79,7 @@ def with_streams(rank, recipe, world_size, counts, width):
 
 
 def on(tmp_path, counts, *shape, width=4, ranks=1):
-    recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=0", *shape)
+    recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=1e-30", *shape)
     return run_world(with_streams, len(counts) * ranks, recipe, len(counts) * ranks, counts, width)
 
 
@@ -132,7 +132,7 @@ def with_masked_rows(rank, recipe, world_size, kept, drops, gbs):
 
 @pytest.mark.parametrize("kept", [[1, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 0, 1]])
 def test_rows_that_sample_mask_leaves_out_are_no_sequences(tmp_path, kept):
-    recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=0")
+    recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=1e-30")
     losses, norm, tokens, sums = run_world(with_masked_rows, 1, recipe, 1, kept, True, None)[0]
     assert sums == [sum(kept)] and tokens[0][1] == sum(kept)
     for world_size in (1, 2):
@@ -151,13 +151,13 @@ def with_positions(rank, recipe, world_size, gap, fill):
     positions = torch.arange(batch["input_ids"].shape[1])
     positions = positions + gap * (positions > 1)
     batch["position_ids"] = torch.where(batch["seq_ids"] >= 0, positions, fill)
-    results = [policy.train(batch, partial(SftMethod.loss, None), mbs=making) for making in MAKINGS]
+    results = [policy.train(batch, SftMethod(Recipe()).loss, mbs=making) for making in MAKINGS]
     return [(result["global_loss"].item(), result["grad_norm"]) for result in results]
 
 
 def test_positions_are_the_caller_s_on_every_mesh_whatever_stands_on_padding(tmp_path):
     def on(shape, gap, fill, ranks=1):
-        recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=0", *shape)
+        recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=1e-30", *shape)
         return [pair for found in run_world(with_positions, ranks, recipe, ranks, gap, fill) for pair in found]
 
     expected, jumping = on((), 0, 0)[0], on((), 9, 0)[0]

@@ -2,10 +2,12 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from dtrain.errors import Interrupted, UserError
+from dtrain.remote import wire
 from dtrain.remote.ahead import Ahead
 from dtrain.remote.dialects import derived_seed
 from dtrain.remote.http import HttpEngine, group
@@ -152,6 +154,68 @@ def test_a_server_that_hangs_costs_half_the_time_and_alone_all_of_it(vllm):
     other.close()
     with pytest.raises(UserError, match=rf"{vllm.url}: 1 tries, the last: no answer within 1 s"):
         engine_of(vllm, timeout=1.0).generate(requests_of(1, 2))
+
+
+LIES = {  # a change of vLLM's answer: what is said of it
+    "no choice": (lambda answer: answer["choices"].__setitem__(0, 7), "in another form than vllm's .TypeError"),
+    "no index": (lambda answer: answer["choices"][0].pop("index"), "in another form than vllm's .KeyError"),
+    "a word": (lambda answer: answer["choices"][0].__setitem__("logprobs", "x"), "another form than vllm's .Attrib"),
+    "a half": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, 1.5), "a token id that is no id"),
+    "below": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, -1), "a token id that is no id"),
+    "beyond": (lambda answer: answer["choices"][0]["token_ids"].__setitem__(1, 99), "drew the token 99, and the model"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_is_not_the_servers_form_is_told(vllm, lie):
+    change, words = LIES[lie]
+    complete = vllm.complete
+
+    def lying(body):
+        answer = complete(body)
+        change(answer)
+        return answer
+
+    vllm.complete = lying
+    with pytest.raises(UserError, match=words) as caught:
+        engine_of(vllm, retries=0, vocab_size=99).generate(requests_of(1, 2))
+    assert vllm.url in str(caught.value)
+
+
+def trickle(handler, body):
+    """A byte now and then, for ever."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.send_header("Connection", "close")
+    handler.end_headers()
+    with suppress(OSError):
+        while True:
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+
+
+def torn(handler, body):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b"{}")
+    handler.close_connection = True
+    return True
+
+
+def test_an_answer_has_its_time_and_its_size(vllm, monkeypatch):
+    """From its first byte to its last, however they trickle."""
+    vllm.faults = [trickle]
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="no answer within 1 s"):
+        engine_of(vllm, timeout=1.0, retries=0).generate(requests_of(1, 1))
+    assert time.monotonic() - begun < 5
+    vllm.faults = [torn]
+    with pytest.raises(UserError, match="the answer broke off after 2 bytes"):
+        engine_of(vllm, retries=0).generate(requests_of(1, 1))
+    monkeypatch.setattr(wire, "LARGEST", 100)
+    with pytest.raises(UserError, match="an answer of more than 0 MiB"):
+        engine_of(vllm, retries=0).generate(requests_of(1, 1))
 
 
 def test_an_error_ends_the_calls_under_way(vllm):

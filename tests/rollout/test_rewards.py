@@ -59,6 +59,14 @@ def loud(completions):
 def pid(completions):
     return [os.getpid()] * len(completions)
 
+def forks(completions):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return [0.25 if child else 7.0] * len(completions)
+
+LARGE = {"infinite": float("inf"), "too large": 1e308, "too many digits": 10**5000}
+
 def when_told(completions):
     what = completions[0]
     if what == "hang":
@@ -83,8 +91,8 @@ def when_told(completions):
         return [1.0]
     if what == "word":
         return ["1.0"] * len(completions)
-    if what == "infinite":
-        return [float("inf")] * len(completions)
+    if what in LARGE:
+        return [LARGE[what]] * len(completions)
     if what == "text":
         return "12"
     return [1.0] * len(completions)
@@ -151,6 +159,13 @@ def test_a_completion_that_no_reward_knows_has_none(mine):
         assert rewards.score([], [], [], {}).total == []
 
 
+def test_a_reward_that_forks_answers_once(mine):
+    """What its child returns, too, is no other reward's answer, nor one of the next call."""
+    with Rewards([Spec("mine.forks"), Spec("mine.exact", 10.0)]) as rewards:
+        for _ in range(3):
+            assert scored(rewards).parts == {"forks": [0.25, 0.25], "exact": [1.0, 0.0]}
+
+
 def test_what_a_reward_prints_is_not_taken_for_its_answer(mine, capfd):
     with Rewards([Spec("mine.loud")]) as rewards:
         assert scored(rewards).total == [1.0, 1.0]
@@ -172,7 +187,9 @@ FAILURES = {
     "quit": "SystemExit: leaving",
     "short": "gave 1 values for 2 completions",
     "word": "gave '1.0' for a completion",
-    "infinite": "gave inf for a completion",
+    "infinite": "gave inf for a completion; a finite number",
+    "too large": "gave 1e+308 for a completion; a number of at most 1e+30 in size",
+    "too many digits": "gave inf for a completion; a finite number",
     "text": "gave '12'; a list of 2 numbers or None is needed",
 }
 
@@ -188,7 +205,7 @@ def test_whatever_happens_to_one_reward_the_others_and_later_calls_have_values(m
                 scores = scored(rewards, failure)
                 assert all(math.isnan(value) for value in scores.parts["when_told"])
                 assert scores.total == [0.0, 5.0], failure  # what is unknown is left out
-            assert len(said) == (0 if failure == "hang in c" else 1), said  # told once for each cause
+            assert len(said) == (failure not in ("hang in c", "too many digits")), said  # told once for each cause
             assert all(words in text and "reward when_told" in text and "unknown" in text for text in said), said
         assert scored(rewards).total == [2.0, 6.0]
 
@@ -320,7 +337,8 @@ def test_a_killed_parent_leaves_no_process(mine, how):
 
 def test_ctrl_c_does_not_wait_for_a_reward(mine):
     code = f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         from tests.rollout.test_rewards import Spec, scored
         from dtrain.rollout.rewards import Rewards
         rewards = Rewards([Spec("mine.when_told"), Spec("mine.exact")], timeout=100)

@@ -206,6 +206,46 @@ def test_connections_are_bounded_and_told(model):
         held[2].close()
 
 
+def connect(url):
+    return socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), 10)
+
+
+def test_connections_without_the_key_make_way_for_others(model):
+    """The oldest first; one that has shown the key stays, also while it says nothing."""
+    with serving(model, key="secret", limits=Limits(connections=3)) as (url, _):
+        known = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+        known.request("GET", "/v1/models", headers=KEY)
+        assert known.getresponse().read()
+        silent, half_open, wrong = connect(url), connect(url), http.client.HTTPConnection(urlsplit(url).netloc)
+        half_open.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        wrong.request("GET", "/v1/models", headers={"Authorization": "Bearer wrong"})
+        assert wrong.getresponse().status == 401
+        assert silent.recv(1) == b""  # evicted for the third of them
+        for _ in range(3):
+            assert_well(url, model, "Authorization: Bearer secret")
+        assert half_open.recv(1) == b""
+        known.request("GET", "/v1/models", headers=KEY)
+        assert known.getresponse().read()
+        flood = [connect(url) for _ in range(20)]
+        assert_well(url, model, "Authorization: Bearer secret")
+        known.request("GET", "/v1/models", headers=KEY)
+        assert known.getresponse().read()
+        for sock in (*flood, silent, half_open, known, wrong):
+            sock.close()
+
+
+def test_connections_with_the_key_are_bounded_all_the_same(model):
+    with serving(model, key="secret", limits=Limits(connections=2)) as (url, _):
+        held = [http.client.HTTPConnection(urlsplit(url).netloc, timeout=10) for _ in range(2)]
+        for one in held:
+            one.request("GET", "/v1/models", headers=KEY)
+            assert one.getresponse().read()
+        assert raw(url, GET)[0] == 503
+        for one in held:
+            one.close()
+        wait_until(lambda: raw(url, GET)[0] == 200)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "192.0.2.1", "::ffff:0.0.0.0"])
 def test_a_public_address_needs_a_key(model, capsys, host):
     assert main(["serve", str(model), "--host", host, "--port", "0", "--device", "cpu"]) == 1

@@ -3,14 +3,13 @@
 import asyncio
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from dtrain.errors import UserError
-from dtrain.rollout.child import Outcome, attempt, shown
+from dtrain.rollout.child import Outcome, attempt, reward_of, shown
 from dtrain.rollout.rewards.columns import Signature, takes_more
 from dtrain.rollout.rewards.find import NO_REWARD
 
@@ -121,11 +120,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        raise UserError(f"reward {name} gave {shown(value)} for a completion; a number or None is needed")
-    number = float(value)
-    if math.isinf(number):
-        raise UserError(f"reward {name} gave {number} for a completion; a finite number or None is needed")
-    return None if math.isnan(number) else number
+    try:
+        return reward_of(value, " for a completion")
+    except UserError as error:
+        raise UserError(f"reward {name} {error}") from None

@@ -47,7 +47,9 @@ class Rewards(Worker):
         say: Callable[[str], None] = print,
         key: str = "grpo.reward_timeout",
     ):
-        self._weights = {name: spec.weight for name, spec in zip(names_of(specs), specs, strict=True)}
+        names = names_of(specs)
+        self._weights = {name: spec.weight for name, spec in zip(names, specs, strict=True)}
+        self._paths = {name: str(spec.fn) for name, spec in zip(names, specs, strict=True)}
         where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
         super().__init__(
             "dtrain.rollout.rewards.calls:RewardCalls",
@@ -112,13 +114,26 @@ class Rewards(Worker):
             text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
             self._tell(name, answer["lost"], text)
         else:
-            text = answer.get("user") or f"reward {name} failed:\n{answer['error']}"
+            text = answer.get("user") or f"{self._called(name)} failed:\n{answer['error']}{_hint(answer['error'])}"
             self._judge(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
         return [math.nan] * count
+
+    def _called(self, name: str) -> str:
+        """The reward and, where that says more, its import path."""
+        path = self._paths[name]
+        return f"reward {name}" if path == name else f"reward {name} ({path})"
 
     def _sum(self, values: Sequence[float]) -> float:
         known = [w * v for w, v in zip(self._weights.values(), values, strict=True) if not math.isnan(v)]
         return math.fsum(known) if known else math.nan
+
+
+def _hint(error: str) -> str:
+    """What to add to a traceback of code that was written for TRL, whose completions may be lists of messages."""
+    of_messages = "TypeError: string indices must be integers", "AttributeError: 'str' object has no attribute 'get'"
+    if not error.rpartition("\n")[2].startswith(of_messages):
+        return ""
+    return "\ncompletions are strings here: write completion where TRL has completion[0]['content']"
 
 
 def names_of(specs: Sequence[Spec]) -> list[str]:
