@@ -2,10 +2,10 @@
 
 import pytest
 
-from dtrain import check
-from dtrain.config.schema import Scheduler, Stage
-from dtrain.config.world import automatic_batch
-from dtrain.errors import UserError
+from dtrain.base.errors import UserError
+from dtrain.recipe.schema import Scheduler, Stage
+from dtrain.recipe.world import automatic_batch
+from dtrain.run import check
 from tests.test_trainer import assert_same, metrics, run, trajectory
 from tests.tiny import tiny_grpo, tiny_recipe, write_rows
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from dtrain.config import Recipe
+from dtrain.recipe import Recipe
 
 FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 T = TypeVar("T")

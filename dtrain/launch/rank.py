@@ -10,24 +10,23 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from dtrain.addresses import loopback
-from dtrain.config import Recipe
-from dtrain.errors import UserError
+from dtrain.base.addresses import loopback
+from dtrain.base.errors import UserError
+from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
 from dtrain.launch.workers import StallTimer, heartbeat
-from dtrain.methods.facts import facts_of
-from dtrain.orphans import descendants, kill
+from dtrain.methods.spec import facts_of
+from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
 
     from dtrain.parallel.runtime import Runtime, StopFlag
-    from dtrain.plan.beside import PlannedPeak
 
 
 class OutOfMemory(UserError):
@@ -36,6 +35,22 @@ class OutOfMemory(UserError):
 
 T = TypeVar("T")
 Train = Callable[[Recipe, "Runtime"], None]
+
+
+class PlannedPeak(Protocol):
+    """The plan of a run, worked out beside it (`commands.plan.beside.PlannedPeak`)."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *problem: object) -> None: ...
+
+    def peak(self, wait: float = 0.0) -> Any: ...
+
+    def too_much(self, memory: int, wait: float) -> Any: ...
+
+
+PlanBeside = Callable[[Recipe, int, str], PlannedPeak]
+"""(recipe, world size, device type) -> its plan, to be worked out beside the run."""
 
 PLAN_SECONDS = 120.0  # that a run on GPUs waits for its plan, before it reads weights
 
@@ -49,10 +64,11 @@ def run_rank(
     threads: int | None,
     train: Train | None = None,
     terminal: int | None = None,
+    plan: PlanBeside | None = None,
 ) -> None:
     """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
 
-    `train` defaults to `dtrain.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
+    `train` defaults to `dtrain.run.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
     process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank
     was lost.
     """
@@ -69,12 +85,11 @@ def run_rank(
         planned = None
         wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
-        if place.rank == 0 and wants_plan and not has_cuda:
-            beside = importlib.import_module("dtrain.plan.beside")
-            planned = stack.enter_context(beside.PlannedPeak(recipe, place.world_size, device.type))
+        if plan is not None and place.rank == 0 and wants_plan and not has_cuda:
+            planned = stack.enter_context(plan(recipe, place.world_size, device.type))
         hosts = met = None
         if place.watches:
-            hosts = importlib.import_module("dtrain.hosts.watch")
+            hosts = importlib.import_module("dtrain.launch.hosts.watch")
             met = stack.enter_context(hosts.watch(recipe, place, stop, terminal))
             recipe = resumed(recipe) if met.attempt > place.attempt else recipe
         stack.enter_context(memory_errors(recipe, place, device))
@@ -95,12 +110,12 @@ def run_rank(
             hosts.same_on_all(recipe)
         peak = planned.peak if planned else None
         runtime = Runtime(place.rank, place.local_rank, place.world_size, device, stop, peak, wait)
-        (train or importlib.import_module("dtrain.trainer").train_checked)(recipe, runtime)
+        (train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
     if place.world_size > 1:
         dist.destroy_process_group()
 
 
-def _unfit_devices(recipe: Recipe, planned: "PlannedPeak | None", devices: Sequence[DeviceFacts]) -> Sequence[str]:
+def _unfit_devices(recipe: Recipe, planned: PlannedPeak | None, devices: Sequence[DeviceFacts]) -> Sequence[str]:
     """Why the run cannot go on with the GPUs of its ranks, their memory included; what is only told, on stderr."""
     import torch
 
@@ -130,7 +145,13 @@ def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
             place.environ.pop(key, None)
 
 
-def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: Train | None = None) -> None:
+def run_in_place(
+    recipe: Recipe,
+    place: RankPlace,
+    threads: int | None,
+    train: Train | None = None,
+    plan: PlanBeside | None = None,
+) -> None:
     """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
     from dtrain.parallel.runtime import StopFlag
 
@@ -153,7 +174,7 @@ def run_in_place(recipe: Recipe, place: RankPlace, threads: int | None, train: T
     if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
         look = partial(_end_if_hung, recipe, stop, threading.get_ident(), StallTimer(recipe.launch.lost_after))
     with on_signals(ask, look=look):
-        run_rank(recipe, place, stop, threads, train, terminal)
+        run_rank(recipe, place, stop, threads, train, terminal, plan)
 
 
 def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTimer) -> None:
@@ -177,7 +198,7 @@ def told_to_all(place: RankPlace | None) -> Iterator[None]:
     except UserError as problem:
         if place is None or not place.watches:
             raise
-        importlib.import_module("dtrain.hosts.watch").fail_together(place, problem)
+        importlib.import_module("dtrain.launch.hosts.watch").fail_together(place, problem)
 
 
 def resumed(recipe: Recipe) -> Recipe:

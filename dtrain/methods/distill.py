@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import Batch
-from dtrain.config.schema import Recipe
+from dtrain.base.batch import Batch
+from dtrain.base.run_context import RunContext
 from dtrain.data import Rows
 from dtrain.losses import (
     KlSums,
@@ -21,7 +21,7 @@ from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
-from dtrain.run_context import RunContext
+from dtrain.recipe.schema import Recipe
 
 
 class DistillMethod(Method):
@@ -107,10 +107,4 @@ class DistillMethod(Method):
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}
 
 
-def build(recipe: Recipe) -> Method:
-    """Return distillation on the data's completions, or on those that the student draws."""
-    if recipe.distill.samples == "student":
-        from dtrain.methods.on_policy import OnPolicyDistillMethod  # draws, which the other form does not load
-
-        return OnPolicyDistillMethod(recipe)
-    return DistillMethod(recipe)
+build = DistillMethod

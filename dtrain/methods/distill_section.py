@@ -3,11 +3,11 @@
 from dataclasses import fields
 from operator import attrgetter
 
-from dtrain.config.schema import Distill, Recipe, Sampling
-from dtrain.data.prompts import PromptOptions
+from dtrain.base.ranges import is_number, shown
+from dtrain.data.formats.prompts import PromptOptions
 from dtrain.methods import grpo_section
-from dtrain.methods.facts import Facts
-from dtrain.ranges import is_number, shown
+from dtrain.methods.spec import Facts
+from dtrain.recipe.schema import Distill, Recipe, Sampling
 
 
 class DistillFacts(Facts):

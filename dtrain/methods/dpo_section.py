@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.config import words
-from dtrain.config.schema import Recipe
-from dtrain.losses.preference_options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
-from dtrain.methods.facts import Facts
-from dtrain.ranges import NUMBER, is_number, nearest, shown, sizes_for
+from dtrain.base.ranges import NUMBER, is_number, nearest, shown, sizes_for
+from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
+from dtrain.methods.spec import Facts
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.schema import Recipe
 
-# As `dtrain.check.RANGES`.
+# As `dtrain.run.check.RANGES`.
 SECTION_RANGES = (
     ("dpo.sft_weight", lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10"),
     ("dpo.ld_alpha", lambda v: 0 <= v <= 1, "from 0 to 1, or null for no weights"),

@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.config import words
-from dtrain.config.schema import Grpo, Recipe, Reward
-from dtrain.data.prompts import PromptOptions
-from dtrain.losses.policy_options import LOSSES, RANGES, SHARED, is_clip
+from dtrain.base.ranges import NUMBER, hint, is_number, nearest, sizes_for
+from dtrain.data.formats.prompts import PromptOptions
+from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
 from dtrain.methods.dpo_section import base_problems
-from dtrain.methods.facts import REWARD_MODEL, Facts
-from dtrain.ranges import NUMBER, hint, is_number, nearest, sizes_for
-from dtrain.rollout.rewards import options as rewards
-from dtrain.rollout.tools import tool_schemas
+from dtrain.methods.spec import REWARD_MODEL, Facts
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.schema import Grpo, Recipe, Reward
+from dtrain.rl.rewards import options as rewards
+from dtrain.rl.tools import tool_schemas
 
 
 def sampling_ranges(section: str) -> tuple:
-    """Of `sampling` in this section, as `dtrain.check.RANGES`."""
+    """Of `sampling` in this section, as `dtrain.run.check.RANGES`."""
     return (
         (
             f"{section}.sampling.temperature",
@@ -31,7 +31,7 @@ def sampling_ranges(section: str) -> tuple:
     )
 
 
-# As `dtrain.check.RANGES`.
+# As `dtrain.run.check.RANGES`.
 SECTION_RANGES = (
     ("grpo.prompts_per_step", lambda v: v >= 1, "at least 1"),
     ("grpo.group_size", lambda v: v >= 1, "at least 1"),
@@ -173,7 +173,7 @@ def _tools(recipe: Recipe) -> list[str]:
             if tool.schema is None:
                 found.append(
                     f"{key}.schema is required by mcp: name a file with what the server offers, which "
-                    f'`python -m dtrain.environments.mcp "{tool.mcp}" > tools.json` writes'
+                    f'`python -m dtrain.rl.environments.mcp "{tool.mcp}" > tools.json` writes'
                 )
         elif not set(".:") & set(tool.fn or ""):
             named = f"={tool.fn} must be" if tool.fn else " is missing: give"
@@ -295,7 +295,7 @@ def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
 
 def reward_problems(listed: Sequence[Reward]) -> list[str]:
     """What is wrong with `grpo.rewards`, a line each; each is a `config.schema.Reward`. Import paths are not
-    looked up here: `dtrain.rollout.rewards.find` does."""
+    looked up here: `dtrain.rl.rewards.find` does."""
     found = []
     for index, reward in enumerate(listed):
         key, name = f"grpo.rewards[{index}]", reward.fn

@@ -2,10 +2,10 @@
 
 from types import MappingProxyType
 
-from dtrain.config.schema import Recipe
+from dtrain.base.ranges import is_number
 from dtrain.methods import dpo_section
-from dtrain.methods.facts import Facts
-from dtrain.ranges import is_number
+from dtrain.methods.spec import Facts
+from dtrain.recipe.schema import Recipe
 
 
 class KtoFacts(Facts):

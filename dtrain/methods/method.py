@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import Batch, collate
-from dtrain.config.schema import Dpo, Grpo, Kto, Recipe
+from dtrain.base.batch import Batch, collate
+from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.methods.facts import facts_of
+from dtrain.methods.spec import facts_of
 from dtrain.policy import Batching, DynamicShapes, Policy
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.run_context import RunContext
+from dtrain.recipe.schema import Dpo, Grpo, Kto, Recipe
 
 
 class Method:

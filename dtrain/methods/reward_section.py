@@ -2,10 +2,10 @@
 
 from types import MappingProxyType
 
-from dtrain.config.schema import Recipe
-from dtrain.data.judged import Judged
-from dtrain.methods.facts import Facts
-from dtrain.ranges import is_number
+from dtrain.base.ranges import is_number
+from dtrain.data.formats.labels import Judged
+from dtrain.methods.spec import Facts
+from dtrain.recipe.schema import Recipe
 
 HEAD = "score"
 """The module of a classifier that gives its outputs."""

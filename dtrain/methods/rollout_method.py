@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtrain.batch import Batch
-from dtrain.config.schema import Grpo, Recipe
+from dtrain.base.batch import Batch
+from dtrain.base.errors import UserError
 from dtrain.data import Cursor, GlobalBatch, Rows
-from dtrain.data.order import deal
-from dtrain.errors import UserError
+from dtrain.data.rows.order import deal
 from dtrain.methods.method import Method
-from dtrain.methods.rollout_buffer import Buffer, Position
 from dtrain.policy import Batching, Packed, Policy
+from dtrain.recipe.schema import Grpo, Recipe
+from dtrain.rl.buffer import Buffer, Position
 
 if TYPE_CHECKING:
-    from dtrain.methods.collect import Collector, Rollout
+    from dtrain.rl.collect import Collector, Rollout
 
 
 class RolloutMethod(Method):

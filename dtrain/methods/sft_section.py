@@ -2,11 +2,11 @@
 
 from types import MappingProxyType
 
-from dtrain.config import words
-from dtrain.config.schema import Recipe
-from dtrain.losses import token_options
-from dtrain.methods.facts import Facts
-from dtrain.ranges import NUMBER, is_number, shown
+from dtrain.base.ranges import NUMBER, is_number, shown
+from dtrain.losses.token import options as token_options
+from dtrain.methods.spec import Facts
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe.schema import Recipe
 
 
 class SftFacts(Facts):

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.errors import UserError
-from dtrain.json_files import read_json
-from dtrain.models.config import ModelConfig
+from dtrain.base.errors import UserError
+from dtrain.base.json_files import read_json
+from dtrain.base.ranges import beside
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config_fields import Fields
+from dtrain.models.common.quantization_config import unquantized
 from dtrain.models.config_families import CLASSIFIERS, MODEL_TYPES, READERS
-from dtrain.models.fields import Fields
-from dtrain.models.quantization_config import unquantized
-from dtrain.ranges import beside
 
 MOST_PARAMETERS = 10**14
 

@@ -5,11 +5,11 @@ from importlib import import_module
 import torch
 
 from dtrain.attention.kernels import choose_kernel
-from dtrain.models.adapter_config import AdapterConfig
-from dtrain.models.adapters import add_adapters
-from dtrain.models.config import SLIDING, ModelConfig
-from dtrain.models.layers import CausalLM
-from dtrain.models.moe import share_routing
+from dtrain.models.common.adapter_config import AdapterConfig
+from dtrain.models.common.adapters import add_adapters
+from dtrain.models.common.config import SLIDING, ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.moe import share_routing
 from dtrain.parallel.placement import exact_modules
 
 FAMILIES: dict[str, str] = {

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
 
-from dtrain import check, config, models
-from dtrain.checkpoint.adapter_files import read_adapter, write_adapter
-from dtrain.checkpoint.export import export
-from dtrain.checkpoint.peft_config import (
+from dtrain import models
+from dtrain import recipe as config
+from dtrain.base.errors import UserError
+from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.peft.config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_of,
@@ -26,13 +28,13 @@ from dtrain.checkpoint.peft_config import (
     peft_config,
     read_adapter_config,
 )
-from dtrain.checkpoint.training_state import model_tensors
-from dtrain.config.schema import Lora
-from dtrain.errors import UserError
-from dtrain.models.adapter_config import AdapterConfig, linears, modules
+from dtrain.checkpoint.peft.files import read_adapter, write_adapter
+from dtrain.models.common.adapter_config import AdapterConfig, linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.preflight import preflight
+from dtrain.recipe.schema import Lora
+from dtrain.run import check
+from dtrain.run.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world

@@ -2,9 +2,11 @@
 
 import pytest
 
-from dtrain import check, config, optim
-from dtrain.check import RANGES
-from dtrain.config import schema
+from dtrain import recipe as config
+from dtrain.optim import update as optim
+from dtrain.recipe import schema
+from dtrain.run import check
+from dtrain.run.check import RANGES
 
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}
 

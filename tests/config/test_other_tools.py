@@ -9,9 +9,10 @@ import transformers
 import yaml
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from dtrain import config
-from dtrain.config import other_tools, words
-from dtrain.optim import build_optimizer, build_scheduler
+from dtrain import recipe as config
+from dtrain.optim.update import build_optimizer, build_scheduler
+from dtrain.recipe import key_aliases as words
+from dtrain.recipe import other_tools
 from tools import coming_from
 
 BARE = {

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain import check, config
-from dtrain.config.secrets import HIDDEN, hide, is_secret_name, masked
-from dtrain.errors import RecipeError
+from dtrain import recipe as config
+from dtrain.base.errors import RecipeError
+from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
+from dtrain.run import check
 from tests.tiny import tiny_recipe
 
 ROOT = Path(__file__).parents[2]

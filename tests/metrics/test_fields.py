@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtrain.methods.facts import FACTS
-from dtrain.metrics.fields import EVALUATION, FIELDS, METHODS, field_of
-from dtrain.report.measures import charts_of
+from dtrain.commands.report.measures import charts_of
+from dtrain.methods.spec import FACTS
+from dtrain.run.metrics.fields import EVALUATION, FIELDS, METHODS, field_of
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.test_trainer import metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_prompts
