@@ -27,7 +27,7 @@ from dtrain.losses import (
     weighted_logprob_sum,
 )
 from dtrain.losses.head.vocabulary import compute_dtype
-from dtrain.losses.policy.formulas import Documents
+from dtrain.losses.policy.sequences import Documents
 from dtrain.losses.token.formulas import TokenLossFn
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.collectives import leave_region

@@ -13,7 +13,7 @@ from dataclasses import asdict, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -25,7 +25,7 @@ from dtrain.base.json_files import check_shape, read_text
 from dtrain.base.ranges import nearest
 from dtrain.recipe import error_hints as slips
 from dtrain.recipe import key_aliases as words
-from dtrain.recipe import other_tools, secrets
+from dtrain.recipe import secrets
 from dtrain.recipe.saved import (
     PARTS,
     UNSET,
@@ -39,6 +39,9 @@ from dtrain.recipe.saved import (
     with_origins,
 )
 from dtrain.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from dtrain.recipe.other_tools import Translation
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """What lies beside the shipped recipes and starts them on a cluster. `find` knows these by their whole name."""
@@ -471,13 +474,15 @@ def _near(word: str, prefix: str, siblings: list[str]) -> str:
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 
 
-def translate(given: Mapping, path: str | None = None, method: str | None = None) -> other_tools.Translation | None:
+def translate(given: Mapping, path: str | None = None, method: str | None = None) -> "Translation | None":
     """A recipe of another tool as one of ours. None where it is ours: it shows no tool, or `path`, our model's, is
     given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
     hints = get_type_hints(Recipe)
     resolved = _resolve(OmegaConf.create(dict(given)), "", [])
     theirs = flat(resolved)
     theirs |= {f"{key}.name": theirs.pop(key) for key in ("optimizer", "scheduler") if isinstance(theirs.get(key), str)}
+    from dtrain.recipe import other_tools  # files of other tools alone need it
+
     if other_tools.tool_of(theirs) is None:
         named = ("optimizer.name", "scheduler.name")
         theirs = {key: value for key, value in theirs.items() if _head(key) not in hints or key in named}

@@ -144,9 +144,11 @@ class PromptEncoder(RowEncoder):
     marks = ("prompts, all columns",)
     plain_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions, **limits: Any):
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions | None, **limits: Any
+    ):
         super().__init__(tokenizer, template, **limits)
-        self.options = options
+        self.options = options = options or PromptOptions(self.max_length)
         self.decides = [[options.room, options.system]]
         if options.tools:
             learn_tool_format(template, options.tools)

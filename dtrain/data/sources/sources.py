@@ -3,26 +3,35 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.encoder import LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
-from dtrain.data.formats.labelled import LabelledEncoder
-from dtrain.data.formats.labels import Judged, PairJudgement, TextJudgement
-from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.formats.plain_prompts import TEXT, describe, refuse_without_template
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
-from dtrain.data.formats.sample import Encoder
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from dtrain.data.formats.labels import Judged
+    from dtrain.data.formats.prompts import PromptOptions
+
 Say = Callable[[str], None]
 
+# Kind of sample -> module and class that make it of a row, loaded when a method asks for it.
+ENCODERS = {
+    "examples": ("dtrain.data.formats.sample", "Encoder"),
+    "pairs": ("dtrain.data.formats.pairs", "PairEncoder"),
+    "labelled": ("dtrain.data.formats.labelled", "LabelledEncoder"),
+    "prompts": ("dtrain.data.formats.prompts", "PromptEncoder"),
+    "judged examples": ("dtrain.data.formats.labels", "TextJudgement"),
+    "judged pairs": ("dtrain.data.formats.labels", "PairJudgement"),
+}
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
 
@@ -31,8 +40,8 @@ def open_rows(
     *,
     split: str = "train",
     kind: str = "examples",
-    prompts: PromptOptions | None = None,
-    judged: Judged | None = None,
+    prompts: "PromptOptions | None" = None,
+    judged: "Judged | None" = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     epochs: int | None = None,
@@ -123,8 +132,8 @@ def looks(
     *,
     split: str = "train",
     kind: str = "examples",
-    prompts: PromptOptions | None = None,
-    judged: Judged | None = None,
+    prompts: "PromptOptions | None" = None,
+    judged: "Judged | None" = None,
     tokenizer: Tokenizer,
     seed: int = 0,
     cache_dir: str | Path | None = None,
@@ -144,8 +153,8 @@ def _opened(
     section: Any,
     split: str,
     kind: str,
-    prompts: PromptOptions | None,
-    judged: Judged | None,
+    prompts: "PromptOptions | None",
+    judged: "Judged | None",
     tokenizer: Tokenizer,
     seed: int,
     cache_dir: str | Path | None,
@@ -194,8 +203,8 @@ def _encoder(
     formats: set[str],
     say: Say,
     kind: str,
-    prompts: PromptOptions | None,
-    judged: Judged | None,
+    prompts: "PromptOptions | None",
+    judged: "Judged | None",
 ) -> RowEncoder:
     """Rows to samples as the section asks; says which chat template serves, and what loss_on means for plain rows."""
     template = choose_template(
@@ -207,17 +216,15 @@ def _encoder(
         "too_long": section.too_long,
         "prompts_as": section.prompts_as or TEXT,
     }
-    encoder: RowEncoder
+    options: dict[str, Any] = {}
     if judged is not None:
-        encoder = (PairJudgement if kind == "pairs" else TextJudgement)(tokenizer, template, judged=judged, **limits)
-    elif kind == "pairs":
-        encoder = PairEncoder(tokenizer, template, **limits)
-    elif kind == "labelled":
-        encoder = LabelledEncoder(tokenizer, template, **limits)
+        options["judged"] = judged
     elif kind == "prompts":
-        encoder = PromptEncoder(tokenizer, template, options=prompts or PromptOptions(section.max_length), **limits)
-    else:
-        encoder = Encoder(tokenizer, template, loss_on=section.loss_on, **limits)
+        options["options"] = prompts
+    elif kind == "examples":
+        options["loss_on"] = section.loss_on
+    module, name = ENCODERS[kind if judged is None else f"judged {kind}"]
+    encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options, **limits)
     if template and formats & {*CHAT_FORMATS, "prompt_completion", "preference", "question"}:
         say(f"chat template: {template.origin}")
         for note in _template_notes(template, encoder):
