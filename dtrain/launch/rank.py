@@ -68,7 +68,7 @@ def run_rank(
 ) -> None:
     """Set this rank up with `threads` CPU threads (None: torch's choice), train, and take its process group down again.
 
-    `train` defaults to `dtrain.run.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
+    `train` defaults to `run.trainer.train_checked`. `terminal` is a file that a lost rank is told on, beside this
     process's stderr. Raises what `train` raises, a UserError where memory ran out, and Unavailable where another rank
     was lost.
     """

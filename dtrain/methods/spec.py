@@ -22,7 +22,7 @@ class Facts:
     """Of a method without a section, a second model or rows of its own.
 
     kind: what a sample of the data is: examples, pairs, labelled (replies that are wanted or not) or prompts. ranges:
-    of its section's keys, as `dtrain.run.check.RANGES`. best: what of `config.schema.BEST` it measures. adapter_rates: the
+    of its section's keys, as `run.check.RANGES`. best: what of `recipe.schema.BEST` it measures. adapter_rates: the
     learning rate below which a fresh adapter hardly learns, and a usual one. curves: the fields of metrics.jsonl that
     tell what was learned, and their names for a reader. more_steps: what of its section makes a pass more steps.
     """

@@ -2,7 +2,7 @@
 An adapter is merged into what is sent.
 
 Three ways: the tensors themselves (`full_tensors`), a broadcast over a process group of its own (`init_collective`,
-`broadcast_weights_for_collective`; the receiving side is policy/weight_buckets.py), or handles of shared memory on one host
+`broadcast_weights_for_collective`; `weight_buckets` has the receiving side), or handles of shared memory on one host
 (`prepare_weights_for_ipc`, `get_weights_ipc_handles`).
 """
 

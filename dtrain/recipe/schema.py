@@ -607,8 +607,8 @@ class Verifiers:
     `grpo.environment`."""
 
     name: str | None = None
-    """Its name, whose package must be installed. `python -m dtrain.rl.environments.verifiers NAME ARGS > FILE` writes its
-    prompts for `data.train.path`. null: none."""
+    """Its name, whose package must be installed. `python -m dtrain.rl.environments.verifiers NAME ARGS > FILE` writes
+    its prompts for `data.train.path`. null: none."""
     args: dict[str, Any] = field(default_factory=dict)
     """What its `load_environment` is called with. The data must be written with the same."""
 

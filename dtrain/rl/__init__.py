@@ -1,4 +1,4 @@
-"""Rollouts and their judges: loaded by GRPO, on-policy distillation and judged evaluation alone. README.md explains them.
+"""Rollouts and their judges: for GRPO, on-policy distillation and judged evaluation. README.md explains them.
 
 collect, buffer                 a rollout: prompts to judged completions; as tensors
 engines, engine_interfaces      the engines of a recipe; their interfaces

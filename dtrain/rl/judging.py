@@ -197,7 +197,7 @@ def read_questions(
     columns: Mapping[str, str] | None = None,
     key: str = "data.train.columns",
 ) -> list[Asked]:
-    """The prompts of `files` (data/formats/prompts.py says what a row may be), the first `limit` of them. `key` is that of
+    """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
     `columns`. Raises UserError, with file and line."""
     columns = columns or {}
     found: list[Asked] = []

@@ -1,6 +1,6 @@
 """What must hold between a recipe's keys, and in a world of so many processes; every problem at once.
 
-No torch and no file is read here: `dtrain.run.preflight` adds what the model's directory and the data files tell. What a
+No torch and no file is read here: `run.preflight` adds what the model's directory and the data files tell. What a
 method asks of its section is its own: `dtrain.methods.spec`; of `lora`, `dtrain.run.lora_section`; of `eval`,
 `dtrain.run.eval_section`.
 """

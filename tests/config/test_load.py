@@ -257,7 +257,8 @@ def test_shipped_recipes_are_found_by_name_and_all_load():
 
 
 def test_config_and_preflight_import_no_torch():
-    code = "import sys, dtrain, dtrain.commands.cli, dtrain.run.preflight, dtrain.launch; assert 'torch' not in sys.modules"
+    code = "import sys, dtrain, dtrain.commands.cli, dtrain.run.preflight, dtrain.launch\n"
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

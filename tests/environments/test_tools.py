@@ -287,7 +287,8 @@ def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
     options = (SOURCES, calls.form, False, 10)
-    with Environments("dtrain.rl.environments.tools:Toolbox", options=options, whose="grpo.tools", timeout=0.5,
+    made_by = "dtrain.rl.environments.tools:Toolbox"
+    with Environments(made_by, options=options, whose="grpo.tools", timeout=0.5,
                       say=said.append) as environments:  # fmt: skip
         environments.make([({}, number) for number in range(4)])
         engine = Scripted(tokenizer, {
@@ -431,7 +432,8 @@ def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
                  for one in episodes]  # fmt: skip
         return found, [(one.finish, one.calls, one.failures) for one in episodes]
 
-    with Environments("dtrain.rl.environments.tools:Toolbox", options=(sources, calls.form, False, 99), whose="grpo.tools",
+    made_by = "dtrain.rl.environments.tools:Toolbox"
+    with Environments(made_by, options=(sources, calls.form, False, 99), whose="grpo.tools",
                       timeout=1.0, threads=3, say=said.append) as environments:  # fmt: skip
         given = [
             text("say", text="ü\n") + text("add", a=1),

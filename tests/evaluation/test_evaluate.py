@@ -157,7 +157,8 @@ def test_mistakes_are_told(root, monkeypatch, capsys, arguments, words):
 
 
 def test_help_loads_no_torch():
-    code = "import sys; from dtrain.commands.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
+    code = "import sys; from dtrain.commands.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "except SystemExit as e: assert not e.code\n"
     code += "assert 'torch' not in sys.modules"
     for command in ("eval", "serve"):
         done = subprocess.run(

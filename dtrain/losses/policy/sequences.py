@@ -1,5 +1,5 @@
-"""Sums over the sequences of a micro-batch: of padded rows, of packed rows with several documents each, and of the parts
-of both that a context-parallel rank holds."""
+"""Sums over the sequences of a micro-batch: padded rows, packed rows with several documents each, and the parts of both
+that a context-parallel rank holds."""
 
 from typing import Protocol
 

@@ -148,7 +148,7 @@ class _KernelWatch:
 
 
 def _exchanges_keys(value: Any) -> bool:
-    """Return whether `value` is an attention kernel over the keys of all cp ranks (`attention.context.ContextKernel`)."""
+    """Return whether `value` is a kernel over the keys of all cp ranks (`attention.context.ContextKernel`)."""
     return bool(getattr(getattr(value, "abilities", None), "context_parallel", False))
 
 

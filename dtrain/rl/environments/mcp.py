@@ -217,7 +217,7 @@ def _openai(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes what a server offers, as `grpo.tools[..].schema` reads it: python -m dtrain.rl.environments.mcp COMMAND."""
+    """Print what a server offers, as `grpo.tools[..].schema` reads it: python -m dtrain.rl.environments.mcp COMMAND."""
     server = ToolServer(sys.argv[1])
     print(json.dumps(server.tools(), indent=1, ensure_ascii=False))
     server.close()
