@@ -36,7 +36,7 @@ PROMISED = (
     "docs/coming-from.md",
     "docs/metrics.md",
     "docs/recipe.md",
-    *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rollout", "methods")),
+    *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rl", "methods")),
 )
 SECTIONS = sorted({key.split(".")[0] for key in config.keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")

@@ -23,7 +23,7 @@ from dtrain.recipe import schema
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe
 
-`tools/recipe_reference.py` writes this page from [dtrain/recipe/schema.py](../dtrain/config/schema.py). A key that a
+`tools/recipe_reference.py` writes this page from [dtrain/recipe/schema.py](../dtrain/recipe/schema.py). A key that a
 recipe leaves out has its default. [recipes/README.md](../recipes/README.md) shows how to write recipes and overrides.
 """
 WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "any value"}

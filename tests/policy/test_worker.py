@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtrain.methods.sft import SftMethod
-from dtrain.models.common.config import read_config
+from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import DTensorPolicyWorker, Policy

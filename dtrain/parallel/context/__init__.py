@@ -8,6 +8,7 @@ thd                      packed batches as one run of tokens: `make_cp_batch_for
 Names are imported when they are used.
 """
 
+# ruff: noqa: F401
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
